@@ -1,0 +1,75 @@
+"""Everything a user can cause. One tree, so that `except MotleyError` is enough.
+
+MotleyError
+├── ConfigError       an option or argument that cannot be meant
+├── GGUFError         a model file that is damaged or not what it says
+├── ModelError        an architecture or a tensor that Motley cannot run
+├── TokenizerError    a vocabulary that is missing, damaged or unknown
+├── TemplateError     a chat template that fails, or asks for what it may not have
+├── GraphError        a graph that breaks a rule of one of its ops
+├── SplitError        a split that no rule of an op allows
+├── PlanError         no kernel or not enough memory for a plan
+├── DeviceError       a device that is unknown, missing or has failed
+├── CacheError        a KV cache request that can never be met
+└── RequestError      a generation request that cannot be served
+
+Asserts are for our own mistakes; these are for everybody else's.
+"""
+
+from __future__ import annotations
+
+
+class MotleyError(Exception):
+    """What went wrong, where, and (in `hint`) what to do about it."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class ConfigError(MotleyError):
+    """An option or argument that cannot be meant."""
+
+
+class GGUFError(MotleyError):
+    """A model file that is damaged or not what it says."""
+
+
+class ModelError(MotleyError):
+    """An architecture or a tensor that Motley cannot run."""
+
+
+class TokenizerError(MotleyError):
+    """A vocabulary that is missing, damaged or unknown."""
+
+
+class TemplateError(MotleyError):
+    """A chat template that fails, or asks for what it may not have."""
+
+
+class GraphError(MotleyError):
+    """A graph that breaks a rule of one of its ops."""
+
+
+class SplitError(MotleyError):
+    """A split that no rule of an op allows."""
+
+
+class PlanError(MotleyError):
+    """No kernel or not enough memory for a plan."""
+
+
+class DeviceError(MotleyError):
+    """A device that is unknown, missing or has failed."""
+
+
+class CacheError(MotleyError):
+    """A KV cache request that can never be met."""
+
+
+class RequestError(MotleyError):
+    """A generation request that cannot be served."""
