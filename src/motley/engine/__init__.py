@@ -1,0 +1,1 @@
+"""Requests, the scheduler, sampling: from prompts to tokens."""
