@@ -1,0 +1,40 @@
+"""What a backend is: kernels to plan with, and a way to run plans."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from motley.formats import PackedTensor
+from motley.plan import DevicePlan, Kernel
+
+
+class Executable(ABC):
+    """A plan bound to its weights and its memory. Not for two threads at a time."""
+
+    @abstractmethod
+    def run(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Compute the graph's outputs from its inputs by name. The results are valid until the next run."""
+
+    @property
+    @abstractmethod
+    def n_activation_bytes(self) -> int: ...
+
+
+class Backend(ABC):
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def kernels(self) -> Sequence[Kernel]:
+        """Candidates in order of preference."""
+
+    @abstractmethod
+    def load(self, weight: PackedTensor) -> PackedTensor:
+        """The weight in this backend's memory."""
+
+    @abstractmethod
+    def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable: ...

@@ -1,0 +1,72 @@
+"""Runs a plan step by step in torch, in the arena that the plan laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from motley.backends.base import Backend, Executable
+from motley.formats import PackedTensor
+from motley.graph import I32, Tensor
+from motley.plan import DevicePlan, Kernel, Launch, owns_memory
+
+
+class ReferenceKernel:
+    """Any op, by its reference."""
+
+    name = "reference"
+
+    def supports(self, node: Tensor) -> str | None:
+        return None
+
+    def prepare(self, node: Tensor) -> Launch:
+        def launch(inputs: Sequence[Any], out: torch.Tensor | None) -> Any:
+            result = node.op.reference(inputs)
+            return result if out is None else out.copy_(result)
+
+        return launch
+
+
+class ReferenceBackend(Backend):
+    name: ClassVar[str] = "reference"
+
+    @property
+    def kernels(self) -> Sequence[Kernel]:
+        return (ReferenceKernel(),)
+
+    def load(self, weight: PackedTensor) -> PackedTensor:
+        return PackedTensor(weight.data.clone(), weight.format)
+
+    def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable:
+        return ReferenceExecutable(plan, weights)
+
+
+class ReferenceExecutable(Executable):
+    def __init__(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> None:
+        self._plan = plan
+        self._arena = torch.empty(plan.layout.n_bytes, dtype=torch.uint8)
+        self._fixed: dict[Tensor, Any] = {node: weights[node.name] for node in plan.graph.weights}
+        self._steps = [(step.node, step.kernel.prepare(step.node), self._memory(step.node)) for step in plan.steps]
+
+    @property
+    def n_activation_bytes(self) -> int:
+        return self._plan.layout.n_bytes
+
+    def run(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        values = dict(self._fixed)
+        for node in self._plan.graph.inputs:
+            values[node] = inputs[node.name]
+        with torch.inference_mode():
+            for node, launch, memory in self._steps:
+                values[node] = launch([values[t] for t in node.inputs], memory)
+        return tuple(values[t] for t in self._plan.graph.outputs)
+
+    def _memory(self, node: Tensor) -> torch.Tensor | None:
+        """The node's place in the arena, or None for views and cache handles."""
+        if not owns_memory(node):
+            return None
+        start = self._plan.layout.offset(node)
+        dtype = torch.int32 if node.dtype == I32 else torch.float32
+        return self._arena[start : start + node.n_values * 4].view(dtype).view(node.shape)

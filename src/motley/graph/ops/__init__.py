@@ -1,0 +1,57 @@
+"""The op table: one op, one class, in the file of its kind."""
+
+from __future__ import annotations
+
+from motley.graph.ops.attention import Attention, CacheStore
+from motley.graph.ops.elementwise import Activation, Add, Mul, Scale, Softmax
+from motley.graph.ops.experts import ExpertMatMul, Gather, Sum, TopK
+from motley.graph.ops.matmul import BatchMatMul, MatMul
+from motley.graph.ops.norm import RmsNorm
+from motley.graph.ops.rope import HALVES, INTERLEAVED, Rope, Yarn
+from motley.graph.ops.rows import GetRows, SetRows
+from motley.graph.ops.sources import Hadamard, Input, Weight
+from motley.graph.ops.views import Concat, Permute, Repeat, Reshape, Slice
+from motley.graph.tensor import Op
+
+OPS: dict[str, type[Op]] = {
+    op.name: op
+    for op in (
+        *(Input, Weight, Hadamard),
+        *(Add, Mul, Scale, Activation, Softmax, RmsNorm),
+        *(MatMul, BatchMatMul, Rope, CacheStore, Attention),
+        *(Reshape, Permute, Slice, Concat, Repeat, GetRows, SetRows),
+        *(TopK, Gather, ExpertMatMul, Sum),
+    )
+}
+
+__all__ = [
+    "HALVES",
+    "INTERLEAVED",
+    "OPS",
+    "Activation",
+    "Add",
+    "Attention",
+    "BatchMatMul",
+    "CacheStore",
+    "Concat",
+    "ExpertMatMul",
+    "Gather",
+    "GetRows",
+    "Hadamard",
+    "Input",
+    "MatMul",
+    "Mul",
+    "Permute",
+    "Repeat",
+    "Reshape",
+    "RmsNorm",
+    "Rope",
+    "Scale",
+    "SetRows",
+    "Slice",
+    "Softmax",
+    "Sum",
+    "TopK",
+    "Weight",
+    "Yarn",
+]

@@ -1,0 +1,82 @@
+"""Attention over the KV cache. Storing and attending are two ops, tied by a cache handle that flows between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from motley.graph.tensor import CACHE, Op, Shape, Tensor
+from motley.graph.values import CachedSequence, CacheLayer
+
+
+@dataclass(frozen=True)
+class CacheStore(Op):
+    """Write the batch's keys and values (tokens, kv heads, dim) into a layer of the cache → the same layer, afterwards."""
+
+    name: ClassVar[str] = "cache_store"
+    n_inputs: ClassVar[tuple[int, int]] = (3, 3)
+    is_view: ClassVar[bool] = True
+
+    def shape(self, inputs: Sequence[Tensor]) -> Shape:
+        cache, keys, values = inputs
+        self.require(cache.dtype == CACHE, "the first input is no cache layer", cache)
+        self.require(keys.shape[1:] == cache.shape, "keys do not fit the cache layer", cache, keys)
+        self.require(values.shape == keys.shape, "values differ from keys in shape", keys, values)
+        return cache.shape
+
+    def dtype(self, inputs: Sequence[Tensor]) -> str:
+        return CACHE
+
+    def reference(self, inputs: Sequence[Any]) -> CacheLayer:
+        cache: CacheLayer = inputs[0]
+        cache.write(inputs[1], inputs[2])
+        return cache
+
+
+@dataclass(frozen=True)
+class Attention(Op):
+    """softmax(scale · q·kᵀ) · v for each query over its sequence's cached keys up to its own position.
+
+    q (tokens, heads, dim); the cache holds `heads / group` KV heads. With `window` = w a query at position p sees
+    the keys at positions p-w+1 … p.
+    """
+
+    name: ClassVar[str] = "attention"
+    n_inputs: ClassVar[tuple[int, int]] = (2, 2)
+    tolerance: ClassVar[float] = 1e-4
+    scale: float
+    window: int | None = None
+
+    def shape(self, inputs: Sequence[Tensor]) -> Shape:
+        q, cache = inputs
+        self.require(cache.dtype == CACHE and len(q.shape) == 3, "needs queries and a cache layer", q, cache)
+        kv_heads, dim = cache.shape
+        self.require(q.shape[2] == dim, "queries and keys differ in dim", q, cache)
+        is_grouped = q.shape[1] % kv_heads == 0 if kv_heads else q.shape[1] == 0
+        self.require(is_grouped, "query heads are no multiple of KV heads", q, cache)
+        return q.shape
+
+    def reference(self, inputs: Sequence[Any]) -> torch.Tensor:
+        q: torch.Tensor = inputs[0]
+        cache: CacheLayer = inputs[1]
+        out = torch.zeros_like(q)
+        if q.shape[1]:
+            for sequence in cache.sequences():
+                out[sequence.rows] = self._attend(q[sequence.rows], sequence)
+        return out
+
+    def _attend(self, q: torch.Tensor, sequence: CachedSequence) -> torch.Tensor:
+        keys, values = sequence.read()  # (context, kv heads, dim)
+        n_tokens, n_heads, dim = q.shape
+        grouped = q.reshape(n_tokens, keys.shape[1], -1, dim)
+        scores = torch.einsum("tkgd,ckd->kgtc", grouped, keys) * self.scale
+        distance = sequence.positions[:, None] - sequence.key_positions[None, :]  # (tokens, context)
+        visible = distance >= 0
+        if self.window is not None:
+            visible &= distance < self.window
+        scores = scores.masked_fill(~visible, -torch.inf)
+        weights = torch.softmax(scores, dim=-1)
+        return torch.einsum("kgtc,ckd->tkgd", weights, values).reshape(n_tokens, n_heads, dim)

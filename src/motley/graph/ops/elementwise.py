@@ -1,0 +1,126 @@
+"""Ops that treat every value by itself (softmax: every row)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from motley.graph.tensor import Op, Sample, Shape, Tensor, draw
+from motley.graph.values import Value, dense
+
+
+def _broadcast(op: Op, a: Tensor, b: Tensor) -> Shape:
+    """`b` may lack leading axes of `a` or have size 1 where `a` does not; the result has `a`'s shape."""
+    padded = (1,) * (len(a.shape) - len(b.shape)) + b.shape
+    fits = len(padded) == len(a.shape) and all(q in (1, p) for p, q in zip(a.shape, padded, strict=True))
+    op.require(fits, "the second input does not broadcast to the first", a, b)
+    return a.shape
+
+
+@dataclass(frozen=True)
+class Add(Op):
+    """a + b; b broadcasts (a bias)."""
+
+    name: ClassVar[str] = "add"
+    n_inputs: ClassVar[tuple[int, int]] = (2, 2)
+
+    def shape(self, inputs: Sequence[Tensor]) -> Shape:
+        return _broadcast(self, *inputs)
+
+    def reference(self, inputs: Sequence[Value]) -> torch.Tensor:
+        a, b = map(dense, inputs)
+        return a + b
+
+    def samples(self, rng: random.Random) -> Iterator[Sample]:
+        n, m = rng.randint(1, 9), rng.randint(1, 33)
+        yield Sample(Add(), (draw(rng, n, m), draw(rng, n, m)))
+        yield Sample(Add(), (draw(rng, n, m), draw(rng, m)))
+
+
+@dataclass(frozen=True)
+class Mul(Op):
+    """a · b, value by value; b broadcasts."""
+
+    name: ClassVar[str] = "mul"
+    n_inputs: ClassVar[tuple[int, int]] = (2, 2)
+
+    def shape(self, inputs: Sequence[Tensor]) -> Shape:
+        return _broadcast(self, *inputs)
+
+    def reference(self, inputs: Sequence[Value]) -> torch.Tensor:
+        a, b = map(dense, inputs)
+        return a * b
+
+    def samples(self, rng: random.Random) -> Iterator[Sample]:
+        n, m = rng.randint(1, 9), rng.randint(1, 33)
+        yield Sample(Mul(), (draw(rng, n, m), draw(rng, n, m)))
+        yield Sample(Mul(), (draw(rng, n, m), draw(rng, n, 1)))
+
+
+@dataclass(frozen=True)
+class Scale(Op):
+    """factor · x."""
+
+    name: ClassVar[str] = "scale"
+    factor: float
+
+    def shape(self, inputs: Sequence[Tensor]) -> Shape:
+        return inputs[0].shape
+
+    def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return inputs[0] * self.factor
+
+    def samples(self, rng: random.Random) -> Iterator[Sample]:
+        yield Sample(Scale(rng.uniform(-2, 2)), (draw(rng, rng.randint(1, 9), 7),))
+
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+@dataclass(frozen=True)
+class Activation(Op):
+    """A non-linear function by name: silu, gelu, gelu_tanh, relu, sigmoid, tanh."""
+
+    name: ClassVar[str] = "activation"
+    function: str
+
+    def shape(self, inputs: Sequence[Tensor]) -> Shape:
+        known = ", ".join(_ACTIVATIONS)
+        self.require(self.function in _ACTIVATIONS, f"no function {self.function!r}; there are {known}")
+        return inputs[0].shape
+
+    def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        result: torch.Tensor = _ACTIVATIONS[self.function](inputs[0])
+        return result
+
+    def samples(self, rng: random.Random) -> Iterator[Sample]:
+        for function in _ACTIVATIONS:
+            yield Sample(Activation(function), (draw(rng, rng.randint(1, 9), rng.randint(1, 33)),))
+
+
+@dataclass(frozen=True)
+class Softmax(Op):
+    """Along the last axis."""
+
+    name: ClassVar[str] = "softmax"
+
+    def shape(self, inputs: Sequence[Tensor]) -> Shape:
+        return inputs[0].shape
+
+    def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.softmax(inputs[0], dim=-1)
+
+    def samples(self, rng: random.Random) -> Iterator[Sample]:
+        yield Sample(Softmax(), (draw(rng, rng.randint(1, 9), rng.randint(1, 33)),))

@@ -1,0 +1,104 @@
+"""Mixture of experts: choosing experts by token, and matrix products with the chosen ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from motley.graph.tensor import I32, Op, Sample, Shape, Tensor, draw
+from motley.graph.values import Value, dense
+
+
+@dataclass(frozen=True)
+class TopK(Op):
+    """Indices of the k largest along the last axis, largest first, the lower index first among equals."""
+
+    name: ClassVar[str] = "top_k"
+    k: int
+
+    def shape(self, inputs: Sequence[Tensor]) -> Shape:
+        (x,) = inputs
+        self.require(1 <= self.k <= x.shape[-1], f"cannot choose {self.k}", x)
+        return (*x.shape[:-1], self.k)
+
+    def dtype(self, inputs: Sequence[Tensor]) -> str:
+        return I32
+
+    def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        order = torch.sort(inputs[0], dim=-1, descending=True, stable=True).indices
+        return order[..., : self.k].to(torch.int32)
+
+    def samples(self, rng: random.Random) -> Iterator[Sample]:
+        n = rng.randint(1, 16)
+        yield Sample(TopK(rng.randint(1, n)), (draw(rng, rng.randint(1, 5), n),))
+
+
+@dataclass(frozen=True)
+class Gather(Op):
+    """x (tokens, n) at ids (tokens, k) → (tokens, k)."""
+
+    name: ClassVar[str] = "gather"
+    n_inputs: ClassVar[tuple[int, int]] = (2, 2)
+
+    def shape(self, inputs: Sequence[Tensor]) -> Shape:
+        x, ids = inputs
+        self.require(len(x.shape) == len(ids.shape) == 2 and ids.dtype == I32, "needs (tokens, n) and i32 ids", x, ids)
+        self.require(x.shape[0] == ids.shape[0], "tokens differ", x, ids)
+        return ids.shape
+
+    def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        x, ids = inputs
+        return torch.gather(x, 1, ids.long())
+
+    def samples(self, rng: random.Random) -> Iterator[Sample]:
+        x = draw(rng, rng.randint(1, 5), 8)
+        yield Sample(Gather(), (x, torch.topk(x, 3).indices.int()))
+
+
+@dataclass(frozen=True)
+class ExpertMatMul(Op):
+    """For each token and chosen expert e: x·W[e]ᵀ. x (tokens, 1 or k, K), W (experts, N, K), ids (tokens, k) → (tokens, k, N)."""
+
+    name: ClassVar[str] = "expert_matmul"
+    n_inputs: ClassVar[tuple[int, int]] = (3, 3)
+    tolerance: ClassVar[float] = 1e-4
+
+    def shape(self, inputs: Sequence[Tensor]) -> Shape:
+        x, weight, ids = inputs
+        self.require(len(x.shape) == len(weight.shape) == 3, "needs x (t, 1 or k, K) and W (experts, N, K)", *inputs)
+        self.require(x.shape[2] == weight.shape[2], "the last axes differ", x, weight)
+        self.require(x.shape[0] == ids.shape[0] and x.shape[1] in (1, ids.shape[1]), "tokens or choices differ", *inputs)
+        return (*ids.shape, weight.shape[1])
+
+    def reference(self, inputs: Sequence[Value]) -> torch.Tensor:
+        x, weight, ids = map(dense, inputs)
+        chosen = weight[ids.long()]  # (tokens, k, N, K)
+        return torch.einsum("tkd,tknd->tkn", x.expand(-1, ids.shape[1], -1), chosen)
+
+    def samples(self, rng: random.Random) -> Iterator[Sample]:
+        ids = torch.topk(draw(rng, 3, 5), 2).indices.int()
+        for choices in (1, 2):
+            yield Sample(ExpertMatMul(), (draw(rng, 3, choices, 32), draw(rng, 5, 7, 32), ids))
+
+
+@dataclass(frozen=True)
+class Sum(Op):
+    """Sum over one axis, which goes away."""
+
+    name: ClassVar[str] = "sum"
+    axis: int
+
+    def shape(self, inputs: Sequence[Tensor]) -> Shape:
+        (x,) = inputs
+        self.require(0 <= self.axis < len(x.shape), f"no axis {self.axis}", x)
+        return (*x.shape[: self.axis], *x.shape[self.axis + 1 :])
+
+    def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return inputs[0].sum(self.axis)
+
+    def samples(self, rng: random.Random) -> Iterator[Sample]:
+        yield Sample(Sum(rng.randint(0, 2)), (draw(rng, 2, 3, 4),))

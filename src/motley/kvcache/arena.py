@@ -1,0 +1,122 @@
+"""What one device holds of the cache: a store for K and one for V in each block group, and its layers' rows in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from motley.graph.values import CachedSequence
+from motley.kvcache.sequences import BlockCopy
+from motley.kvcache.store import Allocate, Store, allocate_zeroed
+from motley.kvcache.types import CacheType
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share block tables, as this device sees them: which they are and how many KV heads it has of each."""
+
+    layers: tuple[int, ...]
+    n_heads: tuple[int, ...]  # of each layer, on this device; may be 0
+    n_blocks: int
+
+
+@dataclass(frozen=True)
+class SequenceTable:
+    """One sequence's rows in a batch, and where its context lies in one group."""
+
+    rows: torch.Tensor  # int64: rows of the batch
+    positions: torch.Tensor  # int64, of those rows
+    first: int  # the first position that is still stored
+    slots: torch.Tensor  # int64: of positions first, first + 1, … up to the batch's last, this batch included
+
+
+@dataclass(frozen=True)
+class GroupBatch:
+    """Where a batch writes and reads in one group."""
+
+    slots: torch.Tensor  # int64 (tokens,): where each row's K and V go
+    tables: tuple[SequenceTable, ...]
+
+
+class Arena:
+    """K and V of one device. Block ids mean the same on every device; each stores only its own heads."""
+
+    def __init__(
+        self,
+        k_type: CacheType,
+        v_type: CacheType,
+        groups: Sequence[LayerGroup],
+        *,
+        block_size: int,
+        head_dim: int,
+        allocate: Allocate = allocate_zeroed,
+    ) -> None:
+        self._stores: list[tuple[Store, Store]] = []
+        self._places: dict[int, tuple[int, slice]] = {}  # layer → group, rows
+        for number, group in enumerate(groups):
+            row = 0
+            for layer, n_heads in zip(group.layers, group.n_heads, strict=True):
+                self._places[layer] = (number, slice(row, row + n_heads))
+                row += n_heads
+            keys, values = (
+                Store(
+                    kind,
+                    n_blocks=group.n_blocks,
+                    block_size=block_size,
+                    n_rows=row,
+                    head_dim=head_dim,
+                    allocate=allocate,
+                )
+                for kind in (k_type, v_type)
+            )
+            self._stores.append((keys, values))
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(keys.n_bytes + values.n_bytes for keys, values in self._stores)
+
+    def layer(self, layer: int, batch: Sequence[GroupBatch]) -> ArenaLayer:
+        """What the graph's cache input of that layer is for this batch."""
+        group, rows = self._places[layer]
+        return ArenaLayer(*self._stores[group], rows, batch[group])
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Carry out copies-on-write; must precede the writes of the batch they were returned for."""
+        for copy in copies:
+            for store in self._stores[copy.group]:
+                store.copy_block(copy.src, copy.dst, copy.n_tokens)
+
+
+@dataclass(frozen=True)
+class ArenaLayer:
+    """One layer of the cache for one batch (graph.values.CacheLayer)."""
+
+    keys: Store
+    values: Store
+    rows: slice
+    batch: GroupBatch
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys.write(self.rows, self.batch.slots, keys)
+        self.values.write(self.rows, self.batch.slots, values)
+
+    def sequences(self) -> Iterator[CachedSequence]:
+        for table in self.batch.tables:
+            yield ArenaSequence(self, table)
+
+
+class ArenaSequence:
+    """One sequence's context in one layer (graph.values.CachedSequence)."""
+
+    def __init__(self, layer: ArenaLayer, table: SequenceTable) -> None:
+        self._layer = layer
+        self._slots = table.slots
+        self.rows = table.rows
+        self.positions = table.positions
+        self.key_positions = torch.arange(table.first, table.first + len(table.slots))
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self._layer
+        return layer.keys.read(layer.rows, self._slots), layer.values.read(layer.rows, self._slots)

@@ -1,0 +1,100 @@
+"""The bytes of K or of V on one device: planes of tiles.
+
+Each plane is (block, row, tile, token, width): a block's tokens lie together within a 32-dim tile, so a kernel that
+walks a block reads one contiguous run per tile. A *row* is one KV head of one layer; rows of a layer are adjacent.
+All of a block's rows are one contiguous range of each plane, so a freed block can give its memory back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from motley.formats import Planes
+from motley.formats.bits import join_bits, split_bits
+from motley.kvcache.types import TILE, CacheType
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+class Store:
+    """K or V of `n_rows` heads in blocks of `block_size` tokens. Writes and reads take slots: block · size + offset."""
+
+    def __init__(
+        self,
+        kind: CacheType,
+        *,
+        n_blocks: int,
+        block_size: int,
+        n_rows: int,
+        head_dim: int,
+        allocate: Allocate = allocate_zeroed,
+    ) -> None:
+        self.kind = kind
+        self.block_size = block_size
+        self.head_dim = head_dim
+        self.n_tiles = -(-head_dim // TILE)
+        self.planes = {
+            plane.name: allocate((n_blocks, n_rows, self.n_tiles, block_size, plane.width), plane.dtype)
+            for plane in kind.planes
+        }
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(plane.numel() * plane.itemsize for plane in self.planes.values())
+
+    def write(self, rows: slice, slots: torch.Tensor, values: torch.Tensor) -> None:
+        """Store values (tokens, heads, dim) at `slots` (tokens,) of `rows`."""
+        tiles = _tiled(values, self.n_tiles)  # (tokens, heads, tiles, 32)
+        for name, items in self._encode(tiles).items():
+            blocks, offsets = slots // self.block_size, slots % self.block_size
+            self.planes[name][:, rows][blocks, :, :, offsets] = items
+
+    def read(self, rows: slice, slots: torch.Tensor) -> torch.Tensor:
+        """float32 (tokens, heads, dim) of `slots` (tokens,) of `rows`."""
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        items = {name: plane[:, rows][blocks, :, :, offsets] for name, plane in self.planes.items()}
+        tiles = self._decode(items)
+        return tiles.flatten(-2)[..., : self.head_dim]
+
+    def copy_block(self, source: int, target: int, n_tokens: int) -> None:
+        for plane in self.planes.values():
+            plane[target, :, :, :n_tokens] = plane[source, :, :, :n_tokens]
+
+    def _encode(self, tiles: torch.Tensor) -> dict[str, torch.Tensor]:
+        quantizer = self.kind.quantizer
+        if quantizer is None:
+            return {"values": tiles.to(self.kind.planes[0].dtype)}
+        planes = quantizer.quantize(tiles)
+        items: dict[str, Any] = {"scale": planes.scale, "minimum": planes.minimum}
+        if quantizer.bits == 8:
+            items["codes"] = planes.codes
+        else:
+            items["codes"] = join_bits(planes.codes & 0x0F, bits=4, width=TILE // 2)
+        if quantizer.bits == 5:
+            items["high_bits"] = join_bits(planes.codes >> 4, bits=1, width=1)
+        return {name: item for name, item in items.items() if item is not None}
+
+    def _decode(self, items: dict[str, torch.Tensor]) -> torch.Tensor:
+        quantizer = self.kind.quantizer
+        if quantizer is None:
+            return items["values"].float()
+        codes = items["codes"]
+        if quantizer.bits != 8:
+            codes = split_bits(codes, bits=4, width=TILE // 2)
+        if quantizer.bits == 5:
+            codes = codes | split_bits(items["high_bits"], bits=1, width=1) << 4
+        return quantizer.dequantize(Planes(codes, items["scale"], items.get("minimum")))
+
+
+def _tiled(values: torch.Tensor, n_tiles: int) -> torch.Tensor:
+    """(tokens, heads, dim) → (tokens, heads, tiles, 32), the last tile padded with zeros."""
+    padding = n_tiles * TILE - values.shape[-1]
+    return F.pad(values, (0, padding)).unflatten(-1, (n_tiles, TILE))

@@ -1,0 +1,37 @@
+"""One file per architecture, named as `general.architecture`. Each builds a single-device graph and knows no devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from motley.errors import ModelError
+from motley.gguf import ModelSpec
+from motley.graph import Graph, Tensor
+from motley.models import llama, phi3, qwen2, qwen3
+from motley.models.builder import BatchShape, ModelBuilder
+from motley.models.params import DecoderParams
+
+ARCHITECTURES: dict[str, Callable[[ModelBuilder], Tensor]] = {
+    "llama": llama.build,
+    "phi3": phi3.build,
+    "qwen2": qwen2.build,
+    "qwen3": qwen3.build,
+}
+
+
+def read_params(spec: ModelSpec) -> DecoderParams:
+    """The model's numbers; ModelError for an architecture that is not supported."""
+    if spec.architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"{spec.path}: architecture {spec.architecture!r} is not supported",
+            hint=f"supported: {', '.join(sorted(ARCHITECTURES))}",
+        )
+    return DecoderParams.from_spec(spec)
+
+
+def build_graph(spec: ModelSpec, params: DecoderParams, batch: BatchShape, n_ctx: int) -> Graph:
+    """The model's graph for batches of one shape, as if for one device."""
+    return Graph.of(ARCHITECTURES[spec.architecture](ModelBuilder(spec, params, batch, n_ctx)))
+
+
+__all__ = ["ARCHITECTURES", "BatchShape", "DecoderParams", "build_graph", "read_params"]

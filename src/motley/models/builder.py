@@ -1,0 +1,91 @@
+"""What model files build with: the batch's inputs, weights by name, and the parts that decoders share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from motley.errors import ModelError
+from motley.gguf import ModelSpec
+from motley.graph import CACHE, I32, Tensor
+from motley.graph.ops import Add, Attention, CacheStore, GetRows, Input, MatMul, RmsNorm, Weight
+from motley.models.params import DecoderParams, tensor_info
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """All of a batch that shapes depend on; everything else in it is data."""
+
+    n_tokens: int
+    n_outputs: int  # rows that want logits
+
+
+class ModelBuilder:
+    """Builds one graph. Weights are made once each, checked against the file's table."""
+
+    def __init__(self, spec: ModelSpec, params: DecoderParams, batch: BatchShape, n_ctx: int) -> None:
+        self.spec = spec
+        self.params = params
+        self.batch = batch
+        self.n_ctx = n_ctx
+        self.tokens = Input((batch.n_tokens,), I32)(name="tokens")
+        self.positions = Input((batch.n_tokens,), I32)(name="positions")
+        self.output_rows = Input((batch.n_outputs,), I32)(name="output_rows")
+        self._weights: dict[str, Tensor] = {}
+
+    def weight(self, name: str, *shape: int) -> Tensor:
+        """The tensor `name`, which must have `shape`."""
+        if name not in self._weights:
+            info = tensor_info(self.spec, name)
+            if shape and info.shape != shape:
+                raise ModelError(
+                    f"{self.spec.path}: tensor {name!r} has shape {info.shape}, the model's metadata asks for {shape}"
+                )
+            self._weights[name] = Weight(info.shape, info.format.name)(name=name)
+        return self._weights[name]
+
+    def optional_weight(self, name: str, *shape: int) -> Tensor | None:
+        return self.weight(name, *shape) if name in self.spec.tensors else None
+
+    def layer(self, index: int) -> LayerBuilder:
+        return LayerBuilder(self, index)
+
+    def embedding(self) -> Tensor:
+        """(tokens, embd)"""
+        p = self.params
+        return GetRows()(self.weight("token_embd.weight", p.n_vocab, p.n_embd), self.tokens, name="embedding")
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Final norm and output matrix, for the rows that want logits. (outputs, vocab)"""
+        p = self.params
+        x = GetRows()(x, self.output_rows, name="output_hidden")
+        x = RmsNorm(p.norm_eps)(x, self.weight("output_norm.weight", p.n_embd), name="output_norm")
+        name = "output.weight" if "output.weight" in self.spec.tensors else "token_embd.weight"
+        return MatMul()(x, self.weight(name, p.n_vocab, p.n_embd), name="logits")
+
+
+class LayerBuilder:
+    """One layer's weights by their short names, and names for its tensors."""
+
+    def __init__(self, model: ModelBuilder, index: int) -> None:
+        self.model = model
+        self.params = model.params
+        self.index = index
+
+    def label(self, name: str) -> str:
+        return f"blk.{self.index}.{name}"
+
+    def linear(self, x: Tensor, name: str, n_out: int) -> Tensor:
+        """x·Wᵀ (+ bias, where the file has one)."""
+        out = MatMul()(x, self.model.weight(self.label(f"{name}.weight"), n_out, x.shape[-1]), name=self.label(name))
+        bias = self.model.optional_weight(self.label(f"{name}.bias"), n_out)
+        return out if bias is None else Add()(out, bias, name=self.label(f"{name}+bias"))
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.model.weight(self.label(f"{name}.weight"), x.shape[-1])
+        return RmsNorm(self.params.norm_eps)(x, weight, name=self.label(name))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+        """Store k and v (tokens, kv heads, dim) and attend with q (tokens, heads, dim) → (tokens, heads, dim)."""
+        cache = Input(k.shape[1:], CACHE)(name=f"cache.{self.index}")
+        stored = CacheStore()(cache, k, v, name=self.label("kv"))
+        return Attention(self.params.attention_scale, window)(q, stored, name=self.label("attention"))

@@ -1,0 +1,12 @@
+"""Qwen 2 and 2.5: biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from motley.graph import Tensor
+from motley.graph.ops import HALVES
+from motley.models.blocks import dense_decoder
+from motley.models.builder import ModelBuilder
+
+
+def build(builder: ModelBuilder) -> Tensor:
+    return dense_decoder(builder, rope_style=HALVES)
