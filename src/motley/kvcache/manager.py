@@ -1,0 +1,322 @@
+"""The manager: what the scheduler knows of the KV cache.
+
+The life of a sequence:
+
+    opened = cache.open(prompt)               # shares what is already cached: opened.n_cached tokens
+    run arenas' copies of opened.copies
+    for each batch of its next tokens:
+        cache.advance(seq, n_tokens so far)   # windowed groups drop what this batch cannot see
+        room = cache.reserve(seq, len(batch)) # None: the pool is full, nothing has changed; wait or preempt
+        run arenas' copies of room.copies, then store K/V at room.slots
+        cache.commit(seq, batch)              # now others may find it
+    cache.free(seq)                           # what can be found again stays until the room is needed
+
+Rules for the caller:
+- Copies are carried out in the order given, before anything else is stored, copied or given back.
+- A reservation holds until the sequence's next `reserve` or `truncate`; slots may be written until then.
+- Only tokens whose K/V have been stored are committed; `commit` may take fewer than were reserved
+  (rejected drafts), and the left-over slots serve the next `reserve` or go with `truncate`.
+- Only committed tokens are found: sequences that compute the same prompt at the same time do not share it.
+  Open late, when the sequence is about to run.
+
+All calls cost O(1) per block that they touch; only `stats` and `check_integrity` depend on the number of
+sequences. (A partial prefix hit is a bisection among the blocks that follow the same past.)
+
+Threads: one, the engine's. There are no locks. `stats()` runs there too; the result is frozen, and
+`last_stats` (the result of its latest call) may be read from any thread.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from motley.errors import CacheError, ConfigError
+from motley.kvcache.blocks import n_blocks_for
+from motley.kvcache.prefix import BlockHasher, PrefixStats, find_prefix
+from motley.kvcache.sequences import BlockCopy, BlockGroup, BlockTable, GroupSpec, GroupStats
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A new sequence, whose first `n_cached` tokens need not be computed once `copies` are made."""
+
+    seq: int
+    n_cached: int
+    copies: list[BlockCopy]
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Where the next tokens go: per group, one slot (block * block_size + offset) for each token."""
+
+    slots: list[list[int]]
+    copies: list[BlockCopy]
+
+
+@dataclass(frozen=True, slots=True)
+class TableView:
+    """A sequence's blocks in one group, HOLE for dropped ones. To be read or copied at once, not kept.
+
+    As long as `version` is the same, the table has only grown: entries seen before need not be read again.
+    """
+
+    blocks: Sequence[int]  # an int32 array
+    n_tokens: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """The cache at one moment."""
+
+    block_size: int
+    n_sequences: int
+    n_tokens: int  # the sum of the sequences' lengths: shared tokens count once per sequence
+    groups: tuple[GroupStats, ...]
+    prefix: PrefixStats
+
+
+@dataclass(slots=True)
+class _Sequence:
+    tokens: array[int]  # committed
+    keys: list[bytes]  # the root, then the key of each full block
+    tables: list[BlockTable]  # per group
+    n_slots: int  # positions with a slot: at least len(tokens)
+
+
+class CacheManager:
+    """Sequences over one or more groups of blocks. The first group is usually the one with full attention."""
+
+    def __init__(
+        self, groups: Iterable[GroupSpec], block_size: int, *, salt: bytes = b"", find_prefixes: bool = True
+    ) -> None:
+        """`salt` is whatever changes K/V for all sequences: model, cache types, rotation."""
+        if block_size < 1 or block_size & (block_size - 1):
+            raise ConfigError(
+                f"a KV cache block of {block_size} tokens is not a power of two", hint="try 16, 32, 64"
+            )
+        self.block_size = block_size
+        self.groups = tuple(BlockGroup(i, spec, block_size) for i, spec in enumerate(groups))
+        if not self.groups:
+            raise ConfigError("a KV cache needs at least one group of layers")
+        self._finds_prefixes = find_prefixes
+        self._hasher = BlockHasher(salt)
+        self._sequences: dict[int, _Sequence] = {}
+        self._next_seq = 0
+        self._n_queries = self._n_query_tokens = self._n_hit_tokens = 0
+        self.last_stats = self.stats()
+
+    # What fits
+
+    @property
+    def n_free_tokens(self) -> int:
+        """Slots of empty and evictable blocks, in the group that has the fewest."""
+        return min(group.pool.n_available for group in self.groups) * self.block_size
+
+    @property
+    def n_evictable(self) -> int:
+        """Blocks kept only because they may be found again, over all groups."""
+        return sum(group.pool.n_cached for group in self.groups)
+
+    def can_ever_fit(self, n_tokens: int, n_batch: int | None = None) -> bool:
+        """Whether a sequence of `n_tokens` fits into an idle cache, fed in batches of up to `n_batch`."""
+        return all(g.n_needed(n_tokens, n_batch or n_tokens) <= g.pool.n_blocks for g in self.groups)
+
+    def require_fit(self, n_tokens: int, n_batch: int | None = None) -> None:
+        """Refuse a sequence that can never fit, with the numbers."""
+        for group in self.groups:
+            n_needed, n_blocks = group.n_needed(n_tokens, n_batch or n_tokens), group.pool.n_blocks
+            if n_needed > n_blocks:
+                raise CacheError(
+                    f"{n_tokens} tokens need {n_needed} blocks of {self.block_size} tokens in KV cache group "
+                    f"{group.spec.name!r}, which has {n_blocks} ({n_blocks * self.block_size} tokens) in all",
+                    hint="shorten the prompt or the answer, or raise --kv-cache-tokens / --kv-cache-bytes",
+                )
+
+    # The life of a sequence
+
+    def open(self, tokens: Sequence[int] = (), *, salt: bytes = b"") -> Opened:
+        """Begin a sequence with as much of `tokens` as is cached, short of the last: its logits are wanted.
+
+        `salt` is whatever changes K/V for this sequence alone. Never fails, and reserves nothing.
+        """
+        root = self._hasher.root(salt)
+        sequence = _Sequence(array("I"), [root], [BlockTable() for _ in self.groups], 0)
+        copies = self._share_prefix(sequence, array("I", tokens)) if self._finds_prefixes and tokens else []
+        return Opened(self._add(sequence), len(sequence.tokens), copies)
+
+    def reserve(self, seq: int, n_new: int) -> Reservation | None:
+        """Slots for the next `n_new` tokens; None, and no change at all, if a group has no room for them."""
+        assert n_new >= 1, n_new
+        sequence = self._sequences[seq]
+        n_tokens = len(sequence.tokens)
+        n_slots = max(sequence.n_slots, n_tokens + n_new)
+        pairs = list(zip(self.groups, sequence.tables, strict=True))
+        if any(group.n_missing(table, n_tokens, n_slots) > group.pool.n_available for group, table in pairs):
+            return None
+        sequence.n_slots = n_slots
+        copies = [copy for group, table in pairs for copy in group.extend(table, n_tokens, n_slots)]
+        return Reservation([group.slots(table, n_tokens, n_tokens + n_new) for group, table in pairs], copies)
+
+    def commit(self, seq: int, tokens: Sequence[int]) -> None:
+        """Record the next tokens, whose K/V now stand in reserved slots, and let others find them."""
+        sequence = self._sequences[seq]
+        n_before = len(sequence.tokens)
+        assert n_before + len(tokens) <= sequence.n_slots, "commit of tokens that were not reserved"
+        sequence.tokens.extend(tokens)
+        if self._finds_prefixes and tokens:
+            self._name_full_blocks(sequence)
+            # A growing block keeps its first name until it is full; so this is rare.
+            self._name_tail(sequence, only_unnamed=True)
+
+    def advance(self, seq: int, min_position: int) -> None:
+        """Drop blocks behind the windows of `min_position`, the smallest one of the sequence's next batch.
+
+        After this the sequence cannot be truncated below `min_position`, except to nothing.
+        """
+        sequence = self._sequences[seq]
+        assert min_position <= len(sequence.tokens), "tokens before the batch are not committed yet"
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            group.drop_unseen(table, min_position)
+
+    def fork(self, seq: int) -> int:
+        """A second sequence with the same tokens and blocks; the first to write the last block copies it."""
+        parent = self._sequences[seq]
+        n_tokens = len(parent.tokens)
+        tables = [g.fork(table, n_tokens) for g, table in zip(self.groups, parent.tables, strict=True)]
+        return self._add(_Sequence(parent.tokens[:], parent.keys[:], tables, n_tokens))
+
+    def can_truncate(self, seq: int, n_tokens: int) -> bool:
+        """Whether windowed groups still have what position `n_tokens` sees."""
+        tables = self._sequences[seq].tables
+        return all(g.can_truncate(table, n_tokens) for g, table in zip(self.groups, tables, strict=True))
+
+    def truncate(self, seq: int, n_tokens: int) -> None:
+        """Keep the first `n_tokens` tokens, and no reservation."""
+        sequence = self._sequences[seq]
+        assert 0 <= n_tokens <= len(sequence.tokens), (n_tokens, len(sequence.tokens))
+        if not self.can_truncate(seq, n_tokens):
+            raise CacheError(
+                f"a sequence of {len(sequence.tokens)} tokens cannot go back to {n_tokens}: "
+                "sliding-window layers have dropped what that position sees",
+                hint="free it and open it again with the tokens to keep",
+            )
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            group.truncate(table, n_tokens)
+        del sequence.tokens[n_tokens:]
+        del sequence.keys[1 + n_tokens // self.block_size :]
+        sequence.n_slots = n_tokens
+
+    def free(self, seq: int) -> None:
+        """End a sequence. Its blocks stay findable until their room is needed."""
+        if self._finds_prefixes:
+            self._name_tail(self._sequences[seq], only_unnamed=False)
+        self.truncate(seq, 0)
+        del self._sequences[seq]
+
+    # Views
+
+    def n_tokens(self, seq: int) -> int:
+        """Committed tokens."""
+        return len(self._sequences[seq].tokens)
+
+    def tables(self, seqs: Iterable[int], group: int = 0) -> list[TableView]:
+        """The block tables of a batch in one group. Copies nothing."""
+        rows = [self._sequences[seq] for seq in seqs]
+        tables = [(row.tables[group], len(row.tokens)) for row in rows]
+        return [TableView(table.blocks, n_tokens, table.version) for table, n_tokens in tables]
+
+    def take_emptied(self) -> list[list[int]]:
+        """Per group: blocks that became empty since the last call and still are. Arenas may unmap them."""
+        return [group.pool.take_emptied() for group in self.groups]
+
+    def clear_prefixes(self) -> None:
+        """Empty all blocks that are kept only to be found again."""
+        for group in self.groups:
+            group.clear_cached()
+
+    def stats(self) -> CacheStats:
+        """A frozen snapshot, in O(sequences). Engine thread only; other threads read `last_stats`."""
+        rows = self._sequences.values()
+        groups = tuple(
+            g.stats([(row.tables[i], len(row.tokens)) for row in rows]) for i, g in enumerate(self.groups)
+        )
+        n_evictions = sum(group.pool.n_evictions for group in self.groups)
+        prefix = PrefixStats(self._n_queries, self._n_query_tokens, self._n_hit_tokens, n_evictions)
+        n_tokens = sum(len(row.tokens) for row in rows)
+        self.last_stats = CacheStats(self.block_size, len(rows), n_tokens, groups, prefix)
+        return self.last_stats
+
+    def check_integrity(self) -> None:
+        """Recount everything from the sequences up. Raises AssertionError: the mistake is ours."""
+        for i, group in enumerate(self.groups):
+            group.check_integrity([(row.tables[i], len(row.tokens)) for row in self._sequences.values()])
+            group.index.check_integrity(self._hasher)
+        for sequence in self._sequences.values():
+            self._check_sequence(sequence)
+
+    # Inside
+
+    def _add(self, sequence: _Sequence) -> int:
+        seq = self._next_seq
+        self._next_seq += 1
+        self._sequences[seq] = sequence
+        return seq
+
+    def _share_prefix(self, sequence: _Sequence, tokens: array[int]) -> list[BlockCopy]:
+        indexes = [group.index for group in self.groups]
+        match = find_prefix(indexes, self._hasher, sequence.keys[0], tokens, limit=len(tokens) - 1)
+        sequence.keys = match.keys
+        sequence.tables = [g.adopt(blocks) for g, blocks in zip(self.groups, match.blocks, strict=True)]
+        n_cached = (len(match.keys) - 1) * self.block_size
+        copies: list[BlockCopy] = []
+        if match.n_tail and all(group.pool.n_available for group in self.groups):
+            for group, table, block in zip(self.groups, sequence.tables, match.tails, strict=True):
+                copies += group.adopt_head(table, block, match.n_tail)
+            n_cached += match.n_tail
+        sequence.tokens = tokens[:n_cached]
+        sequence.n_slots = n_cached
+        self._n_queries += 1
+        self._n_query_tokens += len(tokens)
+        self._n_hit_tokens += n_cached
+        return copies
+
+    def _name_full_blocks(self, sequence: _Sequence) -> None:
+        size = self.block_size
+        for i in range(len(sequence.keys) - 1, len(sequence.tokens) // size):
+            parent, tokens = sequence.keys[i], sequence.tokens[i * size : (i + 1) * size]
+            key = self._hasher.key(parent, tokens)
+            sequence.keys.append(key)
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                group.index.add(table.blocks[i], parent, tokens, key)
+
+    def _name_tail(self, sequence: _Sequence, *, only_unnamed: bool) -> None:
+        tail, n_in_tail = divmod(len(sequence.tokens), self.block_size)
+        if not n_in_tail:
+            return
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            n_named = group.index.n_named(table.blocks[tail])
+            if n_named == 0 or (n_named < n_in_tail and not only_unnamed):
+                tokens = sequence.tokens[tail * self.block_size :]
+                group.index.add(table.blocks[tail], sequence.keys[tail], tokens, None)
+
+    def _check_sequence(self, sequence: _Sequence) -> None:
+        size, n_tokens = self.block_size, len(sequence.tokens)
+        assert sequence.n_slots >= n_tokens, "tokens without slots"
+        n_full = n_tokens // size if self._finds_prefixes else 0
+        assert len(sequence.keys) == 1 + n_full, "a full block without a key, or a key without a full block"
+        for i, key in enumerate(sequence.keys[1:]):
+            tokens = sequence.tokens[i * size : (i + 1) * size]
+            assert key == self._hasher.key(sequence.keys[i], tokens), "the sequence's hash chain is broken"
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            assert len(table.blocks) == n_blocks_for(sequence.n_slots, size), "blocks and slots differ"
+            for i, block in enumerate(table.blocks[table.n_holes :], start=table.n_holes):
+                name = group.index.name_of(block)
+                if name is None:
+                    continue
+                mine = tuple(sequence.tokens[i * size : (i + 1) * size])
+                n_both = min(len(mine), len(name.tokens))
+                assert name.parent == sequence.keys[i], "a block is named after another past"
+                assert name.tokens[:n_both] == mine[:n_both], "a block is named after other tokens"

@@ -1,0 +1,234 @@
+"""Block tables: which block holds which tokens of a sequence, and how tables grow, fork, shrink and share.
+
+A *group* is the layers that forget alike: all layers with full attention, or all with the same window. Each
+group has its own pool, index and tables over the same timeline of tokens. A table lists the blocks in the
+order of positions; token t is in entry t // block_size. In a windowed group the leading entries may be holes.
+
+Shared blocks are never written: whoever wants to write a shared last block gets a copy of it first. Copies
+are not made here but returned as `BlockCopy`, for the arenas to carry out.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from motley.errors import ConfigError
+from motley.kvcache.blocks import HOLE, BlockPool, first_visible_block, n_blocks_for
+from motley.kvcache.prefix import PrefixIndex
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """The layers that share block tables: the size of their pool and their window in tokens, if any."""
+
+    name: str
+    n_blocks: int
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.n_blocks < 1:
+            raise ConfigError(
+                f"KV cache group {self.name!r} has {self.n_blocks} blocks, but needs at least one",
+                hint="raise the KV cache's limit or choose smaller blocks",
+            )
+        if self.window is not None and self.window < 1:
+            raise ConfigError(
+                f"KV cache group {self.name!r} has a window of {self.window} tokens, not at least one"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the first `n_tokens` slots of block `src` to block `dst`, in all layers of a group."""
+
+    group: int
+    src: int
+    dst: int
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats:
+    """One group's blocks. Slots are counted in tokens."""
+
+    name: str
+    n_blocks: int
+    n_used: int
+    n_cached: int  # not used, but findable: evicted when room is needed
+    n_shared: int
+    n_slots_used: int  # slots of used blocks
+    n_slots_wasted: int  # slots of used blocks that hold no token of any sequence
+
+    @property
+    def waste_percent(self) -> float:
+        return 100 * self.n_slots_wasted / self.n_slots_used if self.n_slots_used else 0.0
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """One sequence's blocks in one group. Only `BlockGroup` changes it."""
+
+    # An int32 array rather than a list, so that numpy and torch copy it at memory speed.
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    n_holes: int = 0  # leading entries that are HOLE
+    version: int = 0  # changes with every change other than growth
+
+
+class BlockGroup:
+    """The pool, the prefix index and the rules for tables of one group."""
+
+    def __init__(self, number: int, spec: GroupSpec, block_size: int) -> None:
+        self.number = number
+        self.spec = spec
+        self.block_size = block_size
+        self.pool = BlockPool(spec.n_blocks)
+        self.index = PrefixIndex(block_size, spec.window)
+
+    def n_needed(self, n_tokens: int, n_batch: int) -> int:
+        """The most blocks that a sequence of `n_tokens`, fed in batches of up to `n_batch`, holds at once."""
+        n_all = n_blocks_for(n_tokens, self.block_size)
+        if self.spec.window is None:
+            return n_all
+        # The batch and what its first position sees before it, at the worst alignment.
+        span = min(n_batch, n_tokens) + self.spec.window - 1
+        return min(n_all, n_blocks_for(max(0, span - 1), self.block_size) + 1)
+
+    def n_missing(self, table: BlockTable, n_tokens: int, n_slots: int) -> int:
+        """How many blocks `extend` would allocate."""
+        n_new = max(0, n_blocks_for(n_slots, self.block_size) - len(table.blocks))
+        return n_new + self._must_copy_tail(table, n_tokens)
+
+    def extend(self, table: BlockTable, n_tokens: int, n_slots: int) -> list[BlockCopy]:
+        """Make slots n_tokens … n_slots - 1 writable. The caller has checked `n_missing` against the pool."""
+        copies = []
+        tail, n_kept = divmod(n_tokens, self.block_size)
+        if self._must_copy_tail(table, n_tokens):
+            shared = table.blocks[tail]
+            table.blocks[tail] = self._allocate()
+            table.version += 1
+            copies.append(BlockCopy(self.number, shared, table.blocks[tail], n_kept))
+            self._release([shared])
+        elif n_kept and self.index.n_named(table.blocks[tail]) > n_kept:
+            self.index.forget(table.blocks[tail])  # after a truncation: named slots are about to be written
+        for _ in range(n_blocks_for(n_slots, self.block_size) - len(table.blocks)):
+            table.blocks.append(self._allocate())
+        return copies
+
+    def adopt(self, blocks: Iterable[int]) -> BlockTable:
+        """A new table that shares the blocks of a prefix match."""
+        table = BlockTable(array("i", blocks))
+        table.n_holes = table.blocks.count(HOLE)
+        for block in table.blocks[table.n_holes :]:
+            self.pool.share(block)
+        return table
+
+    def adopt_head(self, table: BlockTable, block: int, n_tokens: int) -> list[BlockCopy]:
+        """Append a copy of the first `n_tokens` slots of `block`. The caller has checked the pool."""
+        self.pool.touch(block)
+        copy = self._allocate()
+        table.blocks.append(copy)
+        # If nothing else could be evicted, the block itself was: its content is already in place.
+        return [] if copy == block else [BlockCopy(self.number, block, copy, n_tokens)]
+
+    def fork(self, table: BlockTable, n_tokens: int) -> BlockTable:
+        """A second table that shares all blocks of the first `n_tokens`, the unfinished one included."""
+        blocks = table.blocks[: n_blocks_for(n_tokens, self.block_size)]
+        for block in blocks[table.n_holes :]:
+            self.pool.share(block)
+        return BlockTable(blocks, table.n_holes)
+
+    def can_truncate(self, table: BlockTable, n_tokens: int) -> bool:
+        """Whether all that position `n_tokens` sees is still there."""
+        first = first_visible_block(n_tokens, self.spec.window, self.block_size)
+        return n_tokens == 0 or first >= table.n_holes
+
+    def truncate(self, table: BlockTable, n_tokens: int) -> None:
+        """Give up the blocks that only hold tokens from `n_tokens` on."""
+        assert self.can_truncate(table, n_tokens), "the window of that position is gone"
+        n_kept = n_blocks_for(n_tokens, self.block_size)
+        if n_kept == len(table.blocks):
+            return
+        # The last block first: it is also the first to be evicted, and a prefix outlives its continuations.
+        self._release(reversed(table.blocks[max(n_kept, table.n_holes) :]))
+        del table.blocks[n_kept:]
+        table.n_holes = min(table.n_holes, n_kept)
+        table.version += 1
+
+    def drop_unseen(self, table: BlockTable, position: int) -> None:
+        """Make holes of the blocks that no query at `position` or later sees."""
+        first = first_visible_block(position, self.spec.window, self.block_size)
+        if first <= table.n_holes:
+            return
+        self._release(table.blocks[table.n_holes : first])
+        for i in range(table.n_holes, first):
+            table.blocks[i] = HOLE
+        table.n_holes = first
+        table.version += 1
+
+    def slots(self, table: BlockTable, start: int, end: int) -> list[int]:
+        """Where the tokens start … end - 1 are: block * block_size + offset."""
+        size = self.block_size
+        slots: list[int] = []
+        while start < end:
+            stop = min(end, (start // size + 1) * size)
+            first = table.blocks[start // size] * size + start % size
+            slots.extend(range(first, first + stop - start))
+            start = stop
+        return slots
+
+    def clear_cached(self) -> None:
+        """Forget and empty all cached blocks. Blocks in use keep their names."""
+        for block in self.pool.cached_blocks():
+            self.index.forget(block)
+            self.pool.discard(block)
+
+    def stats(self, tables: Sequence[tuple[BlockTable, int]]) -> GroupStats:
+        """Counts over all live (table, n_tokens)."""
+        n_wasted = 0
+        tails: dict[int, list[int]] = {}  # unfinished block: how many tokens each of its tables has there
+        for table, n_tokens in tables:
+            tail, n_in_tail = divmod(n_tokens, self.block_size)
+            n_wasted += (len(table.blocks) - n_blocks_for(n_tokens, self.block_size)) * self.block_size
+            if n_in_tail:
+                tails.setdefault(table.blocks[tail], []).append(n_in_tail)
+        for block, lengths in tails.items():
+            # A table that was not listed has the block in its middle, so it is full.
+            if len(lengths) == self.pool.n_refs(block):
+                n_wasted += self.block_size - max(lengths)
+        n_used, n_cached = self.pool.n_used, self.pool.n_cached
+        n_slots = n_used * self.block_size
+        name, n_blocks = self.spec.name, self.spec.n_blocks
+        return GroupStats(name, n_blocks, n_used, n_cached, self.pool.n_shared, n_slots, n_wasted)
+
+    def check_integrity(self, tables: Sequence[tuple[BlockTable, int]]) -> None:
+        """Recount from all live (table, n_tokens). Raises AssertionError."""
+        refs: Counter[int] = Counter()
+        for table, n_tokens in tables:
+            held = table.blocks[table.n_holes :]
+            assert HOLE not in held, "a hole in the middle of a table"
+            assert all(block == HOLE for block in table.blocks[: table.n_holes]), "holes are miscounted"
+            assert table.n_holes <= first_visible_block(n_tokens, self.spec.window, self.block_size), (
+                "a block inside the window was dropped"
+            )
+            assert len(set(held)) == len(held), "a block is twice in one table"
+            refs.update(held)
+        self.pool.check_integrity(refs)
+        cached = set(self.pool.cached_blocks())
+        findable = {block for block in range(self.spec.n_blocks) if block in self.index}
+        assert cached == {block for block in findable if not refs[block]}, "cached and findable blocks differ"
+
+    def _must_copy_tail(self, table: BlockTable, n_tokens: int) -> bool:
+        tail, n_kept = divmod(n_tokens, self.block_size)
+        return n_kept > 0 and self.pool.n_refs(table.blocks[tail]) > 1
+
+    def _allocate(self) -> int:
+        block = self.pool.allocate()
+        self.index.forget(block)
+        return block
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.pool.release(block, keep=block in self.index)
