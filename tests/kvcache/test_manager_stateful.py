@@ -1,0 +1,232 @@
+"""Thousands of random operations on the manager, against a model that stores every K/V there is.
+
+The model's K/V at a position is a digest of the salt and all tokens up to it: what real K/V depend on. It is
+written to slots as `reserve` says, copied as the copy lists say, and wiped where blocks are reported empty.
+After each step, whatever a later query could see through a table must be exactly the sequence's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+
+from motley.errors import CacheError
+from motley.kvcache.blocks import HOLE
+from motley.kvcache.manager import CacheManager
+from motley.kvcache.sequences import BlockCopy, GroupSpec
+
+UNWRITTEN = b"unwritten"
+# Two letters make shared prefixes likely; the longest chains are worth finding again.
+tokens_lists = st.lists(st.integers(0, 1), max_size=24)
+
+
+@dataclass
+class ModelSequence:
+    """The truth about one sequence."""
+
+    salt: bytes
+    tokens: list[int] = field(default_factory=list)
+    min_position: int = 0  # the farthest `advance`
+
+    def kv(self, position: int) -> bytes:
+        return hashlib.md5(self.salt + bytes(self.tokens[: position + 1])).digest()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Every rule is a call that the engine may make at that moment."""
+
+    sequences = Bundle("sequences")
+
+    @initialize(
+        size=st.sampled_from([1, 2, 4]),
+        n_blocks=st.lists(st.integers(3, 16), min_size=3, max_size=3),
+        windows=st.sampled_from([(None,), (None, 5), (None, 1, 9), (6,), (3, 8)]),
+        find_prefixes=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self, size: int, n_blocks: list[int], windows: tuple[int | None, ...], find_prefixes: bool
+    ) -> None:
+        self.size, self.windows = size, windows
+        specs = [GroupSpec(f"g{i}", n, w) for i, (n, w) in enumerate(zip(n_blocks, windows, strict=False))]
+        self.cache = CacheManager(specs, size, find_prefixes=find_prefixes)
+        self.model: dict[int, ModelSequence] = {}
+        self.arenas = [[UNWRITTEN] * (spec.n_blocks * size) for spec in specs]
+
+    def copy(self, copies: list[BlockCopy]) -> None:
+        for copy in copies:
+            arena, n = self.arenas[copy.group], copy.n_tokens
+            src, dst = copy.src * self.size, copy.dst * self.size
+            assert 0 < n < self.size
+            assert src != dst
+            arena[dst : dst + n] = arena[src : src + n]
+
+    def everything(self) -> Any:
+        """All that a refused call must leave alone."""
+        tables = [
+            [(list(view.blocks), view.n_tokens, view.version) for view in self.cache.tables(self.model, i)]
+            for i in range(len(self.windows))
+        ]
+        return tables, [group.pool.cached_blocks() for group in self.cache.groups], self.cache.stats()
+
+    @rule(target=sequences, tokens=tokens_lists, salt=st.sampled_from([b"", b"", b"adapter"]))
+    def open(self, tokens: list[int], salt: bytes) -> int:
+        opened = self.cache.open(tokens, salt=salt)
+        assert 0 <= opened.n_cached <= max(0, len(tokens) - 1)
+        self.copy(opened.copies)
+        self.model[opened.seq] = ModelSequence(salt, tokens[: opened.n_cached], opened.n_cached)
+        return opened.seq
+
+    @rule(target=sequences, like=sequences, more=tokens_lists)
+    def open_like(self, like: int, more: list[int]) -> int:
+        other = self.model[like]
+        return self.open([*other.tokens, *more], other.salt)
+
+    @rule(
+        seq=sequences, tokens=tokens_lists.filter(bool), n_rejected=st.integers(0, 6), advance=st.booleans()
+    )
+    def run_batch(self, seq: int, tokens: list[int], n_rejected: int, advance: bool) -> None:
+        """Store a batch, of which the last tokens may be rejected drafts."""
+        sequence = self.model[seq]
+        if advance:
+            self.advance(seq, 0)
+        before = self.everything()
+        room = self.cache.reserve(seq, len(tokens))
+        if room is None:
+            assert self.everything() == before
+            assert self.is_too_large(seq, len(tokens))
+            return
+        self.copy(room.copies)
+        n_before = len(sequence.tokens)
+        sequence.tokens += tokens
+        for arena, slots in zip(self.arenas, room.slots, strict=True):
+            assert len(slots) == len(tokens)
+            for i, slot in enumerate(slots):
+                arena[slot] = sequence.kv(n_before + i)
+        n_accepted = max(0, len(tokens) - n_rejected)
+        del sequence.tokens[n_before + n_accepted :]
+        self.cache.commit(seq, tokens[:n_accepted])
+
+    def is_too_large(self, seq: int, n_new: int) -> bool:
+        """Whether some group has no room, counted from its table: a copy takes one block at most."""
+        for i, group in enumerate(self.cache.groups):
+            view = self.cache.tables([seq], i)[0]
+            n_missing = (view.n_tokens + n_new - 1) // self.size + 1 - len(view.blocks)
+            if n_missing + 1 > group.pool.n_available:
+                return True
+        return False
+
+    @rule(seq=sequences, back=st.integers(0, 3))
+    def advance(self, seq: int, back: int) -> None:
+        sequence = self.model[seq]
+        position = max(0, len(sequence.tokens) - back)
+        self.cache.advance(seq, position)
+        sequence.min_position = max(sequence.min_position, position)
+
+    @rule(target=sequences, seq=sequences)
+    def fork(self, seq: int) -> int:
+        child = self.cache.fork(seq)
+        parent = self.model[seq]
+        self.model[child] = ModelSequence(parent.salt, list(parent.tokens), parent.min_position)
+        return child
+
+    @rule(seq=sequences, share=st.floats(0, 1))
+    def truncate(self, seq: int, share: float) -> None:
+        sequence = self.model[seq]
+        n_kept = round(share * len(sequence.tokens))
+        if not self.cache.can_truncate(seq, n_kept):
+            assert 0 < n_kept < sequence.min_position
+            before = self.everything()
+            with pytest.raises(CacheError, match="cannot go back"):
+                self.cache.truncate(seq, n_kept)
+            assert self.everything() == before
+            return
+        self.cache.truncate(seq, n_kept)
+        del sequence.tokens[n_kept:]
+        if n_kept == 0:
+            sequence.min_position = 0
+
+    @rule(seq=consumes(sequences))
+    def free(self, seq: int) -> None:
+        self.cache.free(seq)
+        del self.model[seq]
+
+    @rule(target=sequences, seq=consumes(sequences))
+    def preempt_and_resume(self, seq: int) -> Any:
+        sequence = self.model[seq]
+        self.free(seq)
+        return multiple(self.open(sequence.tokens, sequence.salt))
+
+    @rule()
+    def give_memory_back(self) -> None:
+        for arena, emptied in zip(self.arenas, self.cache.take_emptied(), strict=True):
+            for block in emptied:
+                arena[block * self.size : (block + 1) * self.size] = [UNWRITTEN] * self.size
+
+    @rule()
+    def clear_prefixes(self) -> None:
+        self.cache.clear_prefixes()
+        assert self.cache.n_evictable == 0
+
+    @invariant()
+    def is_sound(self) -> None:
+        self.cache.check_integrity()
+
+    @invariant()
+    def every_sequence_reads_its_own_past(self) -> None:
+        for i, (arena, window) in enumerate(zip(self.arenas, self.windows, strict=True)):
+            for view, sequence in zip(self.cache.tables(self.model, i), self.model.values(), strict=True):
+                n_tokens = len(sequence.tokens)
+                assert view.n_tokens == n_tokens
+                for t in range(n_tokens):
+                    block = view.blocks[t // self.size]
+                    if block == HOLE:
+                        assert window is not None
+                        assert n_tokens - t >= window
+                    else:
+                        assert arena[block * self.size + t % self.size] == sequence.kv(t)
+
+    @invariant()
+    def figures_add_up(self) -> None:
+        stats = self.cache.stats()
+        assert (stats.n_sequences, stats.n_tokens) == (
+            len(self.model),
+            sum(len(sequence.tokens) for sequence in self.model.values()),
+        )
+        for i, group in enumerate(stats.groups):
+            views = self.cache.tables(self.model, i)
+            slots = {
+                (view.blocks[t // self.size], t % self.size)
+                for view in views
+                for t in range(view.n_tokens)
+                if view.blocks[t // self.size] != HOLE
+            }
+            assert group.n_slots_used - group.n_slots_wasted == len(slots)
+
+    def teardown(self) -> None:
+        """Without sequences nothing is used, and all of the pool can be had."""
+        for seq in self.model:
+            self.cache.free(seq)
+        self.cache.check_integrity()
+        assert all(group.pool.n_available == group.pool.n_blocks for group in self.cache.groups)
+
+
+def test_random_operations_never_mix_up_or_lose_a_token() -> None:
+    quick = settings(
+        max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    run_state_machine_as_test(CacheMachine, settings=quick)
