@@ -274,3 +274,9 @@ def test_collections_are_copied_into_frozen_ones() -> None:
     assert params.stop == ("end",)
     assert params.stop_token_ids == frozenset({3})
     assert params.logit_bias == {1: 2.0}
+
+
+def test_more_stop_strings_join_those_that_are_there() -> None:
+    assert SamplingParams(stop="a", top_k=3).with_stops(["b", "a"]) == SamplingParams(
+        stop=("a", "b"), top_k=3
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 
 from motley.errors import RequestError
@@ -59,6 +59,10 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    def with_stops(self, stops: Iterable[str]) -> SamplingParams:
+        """The same, with more stop strings."""
+        return replace(self, stop=tuple(dict.fromkeys((*self.stop, *stops))))
 
 
 def _check_number(

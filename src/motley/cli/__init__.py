@@ -1,0 +1,5 @@
+"""The `motley` command. Thin: it reads flags, calls `motley.LLM` and prints."""
+
+from motley.cli.commands import app, main
+
+__all__ = ["app", "main"]

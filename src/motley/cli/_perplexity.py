@@ -1,0 +1,71 @@
+"""Perplexity the way llama.cpp measures it, so that figures can be compared.
+
+The text is cut into chunks of n_ctx tokens that do not overlap; what is left over is dropped. Each chunk is
+read from an empty cache, its first token replaced by the beginning-of-text token where the vocabulary wants
+one. The first half of a chunk is only context; the second is scored: position i, for n_ctx/2 <= i < n_ctx-1,
+predicts token i+1.
+
+    perplexity = exp(mean(nll))     error = perplexity * std(nll) / sqrt(count - 1)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from motley.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over the tokens scored so far; `+` takes the scores of more."""
+
+    nll: float = 0.0  # negative log likelihood, in nats
+    nll_squared: float = 0.0
+    count: int = 0
+
+    def __add__(self, nll: npt.NDArray[np.float64]) -> Score:
+        return Score(
+            self.nll + float(nll.sum()), self.nll_squared + float((nll**2).sum()), self.count + nll.size
+        )
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nll / self.count)
+
+    @property
+    def error(self) -> float:
+        """One standard error of the perplexity."""
+        mean = self.nll / self.count
+        variance = max(self.nll_squared / self.count - mean**2, 0.0)
+        return self.perplexity * math.sqrt(variance / max(self.count - 1, 1))
+
+
+def split_chunks(tokens: Sequence[int], n_ctx: int, bos_id: int | None) -> Iterator[list[int]]:
+    """Chunks of exactly `n_ctx` tokens; `bos_id` None: leave their first token as it is."""
+    if n_ctx < 4:
+        raise RequestError(
+            f"a context of {n_ctx} tokens leaves nothing to score", hint="-c must be at least 4"
+        )
+    if len(tokens) < n_ctx:
+        raise RequestError(
+            f"the text has {len(tokens)} tokens, less than one context of {n_ctx}",
+            hint="give a longer text or a smaller -c",
+        )
+    for start in range(0, len(tokens) - n_ctx + 1, n_ctx):
+        chunk = list(tokens[start : start + n_ctx])
+        yield chunk if bos_id is None else [bos_id, *chunk[1:]]
+
+
+def second_half_nll(logits: npt.NDArray[np.float32], tokens: Sequence[int]) -> npt.NDArray[np.float64]:
+    """-log p of each token after the middle of a chunk; `logits`: (tokens, vocab)."""
+    first = len(tokens) // 2
+    rows = logits[first:-1]  # (scored, vocab)
+    best = rows.max(axis=1)
+    log_total = np.log(np.exp(rows - best[:, None]).sum(axis=1, dtype=np.float64)) + best
+    chosen = rows[np.arange(len(rows)), np.asarray(tokens[first + 1 :])]
+    return np.asarray(log_total - chosen, dtype=np.float64)

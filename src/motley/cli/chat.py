@@ -1,0 +1,120 @@
+"""Talking to a model: one answer, or a chat at the prompt."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+from motley.cli.console import report, say, show_figures
+from motley.cli.streaming import print_stream
+from motley.engine import Completion, SamplingParams
+from motley.errors import ConfigError, MotleyError
+from motley.llm import LLM
+
+HELP = """\
+/help   this list
+/clear  forget what was said
+/quit   leave (or Ctrl-D)
+Ctrl-C  stop the answer"""
+
+
+class Talk:
+    """What is said to a model: through its chat template with what came before, or as text to continue."""
+
+    def __init__(
+        self, llm: LLM, params: SamplingParams, *, system: str | None = None, use_template: bool | None = None
+    ) -> None:
+        """`use_template` None: if the model has one."""
+        has_template = llm.chat_template is not None
+        self.is_chat = has_template if use_template is None else use_template
+        if self.is_chat and not has_template:
+            raise ConfigError(
+                "this model has no chat template", hint="leave out -cnv: it can continue a text"
+            )
+        if system is not None and not self.is_chat:
+            raise ConfigError(
+                "a system prompt needs a chat template", hint="leave out -sys, or put it into the text"
+            )
+        self.llm = llm
+        self.params = params
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._said: list[dict[str, str]] = []
+
+    def clear(self) -> None:
+        self._said = []
+
+    def answer(self, text: str) -> Completion:
+        """The whole answer at once; it is not remembered."""
+        if self.is_chat:
+            return self.llm.chat(self._with(text), params=self.params)
+        return self.llm.generate(text, params=self.params)
+
+    def print_answer(self, text: str) -> Completion:
+        """Stream the answer to standard output and remember both sides."""
+        if not self.is_chat:
+            return print_stream(self.llm.stream(text, params=self.params))
+        answer = print_stream(self.llm.stream_chat(self._with(text), params=self.params))
+        self._said += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
+        return answer
+
+    def _with(self, text: str) -> list[dict[str, str]]:
+        return [*self._system, *self._said, {"role": "user", "content": text}]
+
+
+def chat(talk: Talk, *, opening: str | None = None, single_turn: bool = False) -> None:
+    """Read a line, stream the answer, until /quit or the end of input. `opening` is the first line."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        _welcome(talk)
+    line = opening
+    while True:
+        if line is None:
+            try:
+                line = _read_line(is_terminal)
+            except EOFError:
+                return
+        if line == "/quit":
+            return
+        if line.startswith("/"):
+            _obey(line, talk)
+        elif line:
+            _take_turn(talk, line)
+            if single_turn:
+                return
+        line = None
+
+
+def _welcome(talk: Talk) -> None:
+    with contextlib.suppress(ImportError):  # not on every platform
+        import readline  # noqa: F401  line editing and history for input()
+    if not talk.is_chat:
+        say("This model has no chat template: it continues what you type.")
+    say("/help lists the commands.")
+
+
+def _read_line(is_terminal: bool) -> str:
+    while True:
+        try:
+            return input("> " if is_terminal else "").strip()
+        except KeyboardInterrupt:
+            say("\n/quit or Ctrl-D leaves.")
+
+
+def _obey(command: str, talk: Talk) -> None:
+    match command:
+        case "/help":
+            say(HELP)
+        case "/clear":
+            talk.clear()
+            say("Forgotten.")
+        case _:
+            say(f"There is no {command.split()[0]}.\n{HELP}")
+
+
+def _take_turn(talk: Talk, text: str) -> None:
+    try:
+        answer = talk.print_answer(text)
+    except MotleyError as error:  # say, the context is full: /clear helps, leaving would not
+        report(error)
+    else:
+        show_figures(answer, talk.llm.memory())

@@ -1,0 +1,105 @@
+"""What goes to the terminal besides the answer: progress, figures and errors, all on standard error."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from motley.engine import Completion
+from motley.engine.request import CANCELLED
+from motley.errors import MotleyError
+
+# Exit codes.
+USER_ERROR = 2  # the same as for a flag that does not exist
+INTERRUPTED = 130  # as a shell says it: 128 + SIGINT
+
+
+def stderr() -> Console:
+    """A console on today's sys.stderr; lines are left as long as they are."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(text: str, *, style: str = "dim") -> None:
+    """One line beside the answer."""
+    stderr().print(Text(text, style=style))
+
+
+def report(error: MotleyError) -> None:
+    """What went wrong on one line, what to do about it on the next."""
+    console = stderr()
+    console.print(Text.assemble(("error: ", "bold red"), error.message))
+    if error.hint:
+        console.print(Text.assemble(("hint: ", "bold cyan"), error.hint))
+
+
+@contextmanager
+def reporting_errors(debug: bool) -> Iterator[None]:
+    """End the command with exit code 2 and two lines on an error that its user can mend."""
+    try:
+        yield
+    except MotleyError as error:
+        if debug:
+            traceback.print_exc()
+        report(error)
+        raise typer.Exit(USER_ERROR) from None
+
+
+@contextmanager
+def loading_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar over bytes; gone when done, and absent where nobody watches."""
+    console = stderr()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def steps_bar(title: str, n_steps: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar over steps; each one says what is known so far."""
+    console = stderr()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=n_steps)
+        yield lambda so_far: progress.update(task, advance=1, description=f"{title}, {so_far}")
+
+
+def size(n_bytes: float) -> str:
+    """A readable number of bytes, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} TiB"
+
+
+def show_figures(completion: Completion, memory: Mapping[str, int]) -> None:
+    """Speed and memory of one answer."""
+    timings = completion.timings
+    cached = f" ({timings.cached_tokens} cached)" if timings.cached_tokens else ""
+    stopped = " (stopped)" if completion.finish_reason == CANCELLED else ""
+    parts = ", ".join(f"{name.replace('_', ' ')} {size(n_bytes)}" for name, n_bytes in memory.items())
+    say(
+        f"prompt: {timings.prompt_tokens} tokens{cached}, {timings.prompt_rate:.1f} tokens/s | "
+        f"answer: {timings.new_tokens} tokens{stopped}, {timings.new_rate:.1f} tokens/s | "
+        f"memory: {size(sum(memory.values()))} ({parts})"
+    )

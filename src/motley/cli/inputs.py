@@ -1,0 +1,45 @@
+"""Which model and which text a command is about."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from motley.bundled import bundled_model_path
+from motley.errors import ConfigError
+
+
+def resolve_model(argument: Path | None, flag: Path | None) -> Path:
+    """The model's file: MODEL, or -m, or the bundled one."""
+    if argument is not None and flag is not None:
+        raise ConfigError(f"two models: {argument} and -m {flag}", hint="give one of them")
+    path = argument or flag
+    if path is None:
+        return bundled_model_path()
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder", hint="give the path of a .gguf file in it")
+    if not path.exists():
+        raise ConfigError(
+            f"there is no file {path}", hint="MODEL is the path of a .gguf file; a prompt goes after -p"
+        )
+    return path
+
+
+def resolve_text(prompt: str | None, file: Path | None) -> str | None:
+    """The text of -p or -f; None if neither is given."""
+    if prompt is not None and file is not None:
+        raise ConfigError("two texts: -p and -f", hint="give one of them")
+    if file is None:
+        return prompt
+    if str(file) == "-":
+        return sys.stdin.read()
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {file}: {error.strerror}", hint="-f takes a text file, or - for standard input"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file} is not UTF-8: {error.reason} at byte {error.start}", hint="convert it to UTF-8 first"
+        ) from error

@@ -1,0 +1,151 @@
+"""The flags. Where llama.cpp has a name for one, it is that name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def _flag(*names: str, text: str, panel: str | None = None, **settings: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
+
+
+# --- the model ----------------------------------------------------------------------------------------------
+
+_MODEL = "Model"
+
+Model = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="MODEL", help="A .gguf file (the first one, if there are parts). Default: the bundled model."
+    ),
+]
+ModelFlag = Annotated[
+    Path | None, _flag("-m", "--model", text="The same as MODEL.", panel=_MODEL, metavar="FILE")
+]
+CtxSize = Annotated[
+    int, _flag("-c", "--ctx-size", text="Tokens of context; 0: the model's own.", panel=_MODEL, min=0)
+]
+CacheTypeK = Annotated[
+    str, _flag("-ctk", "--cache-type-k", text="Type of the cached keys.", panel=_MODEL, metavar="TYPE")
+]
+CacheTypeV = Annotated[
+    str, _flag("-ctv", "--cache-type-v", text="Type of the cached values.", panel=_MODEL, metavar="TYPE")
+]
+Backend = Annotated[
+    str,
+    _flag(
+        "--backend",
+        text="What computes. auto: the best there is; reference: slow, and right by definition.",
+        panel=_MODEL,
+        metavar="NAME",
+    ),
+]
+Threads = Annotated[
+    int | None, _flag("-t", "--threads", text="CPU threads. Default: all cores.", panel=_MODEL, min=1)
+]
+
+# --- the text -----------------------------------------------------------------------------------------------
+
+Prompt = Annotated[str | None, _flag("-p", "--prompt", text="The text.", metavar="TEXT")]
+File = Annotated[
+    Path | None,
+    _flag("-f", "--file", text="Read the text from a file; -: from standard input.", metavar="FILE"),
+]
+SystemPrompt = Annotated[
+    str | None,
+    _flag("-sys", "--system-prompt", text="How the model should behave in a chat.", metavar="TEXT"),
+]
+Conversation = Annotated[
+    bool | None,
+    _flag(
+        "-cnv/-no-cnv",
+        "--conversation/--no-conversation",
+        text="Use the model's chat template, and after -p go on chatting; or only continue the text. "
+        "Default: the template, if there is one, for one answer to -p.",
+        show_default=False,
+    ),
+]
+SingleTurn = Annotated[bool, _flag("-st", "--single-turn", text="Leave after one answer.")]
+Predict = Annotated[
+    int,
+    _flag(
+        "-n", "--predict", "--n-predict", text="At most so many new tokens; -1: until the context is full."
+    ),
+]
+ReversePrompt = Annotated[
+    list[str] | None,
+    _flag("-r", "--reverse-prompt", text="Stop before this text. May be repeated.", metavar="TEXT"),
+]
+IgnoreEos = Annotated[bool, _flag("--ignore-eos", text="Go on when the model says that it has finished.")]
+
+# --- sampling -----------------------------------------------------------------------------------------------
+
+_SAMPLING = "Sampling"
+
+Temp = Annotated[
+    float, _flag("--temp", "--temperature", text="0: always the likeliest token.", panel=_SAMPLING)
+]
+TopK = Annotated[int, _flag("--top-k", text="Choose among the k likeliest; 0: all.", panel=_SAMPLING)]
+TopP = Annotated[
+    float, _flag("--top-p", text="Choose among the likeliest that make up p; 1: all.", panel=_SAMPLING)
+]
+MinP = Annotated[
+    float,
+    _flag(
+        "--min-p", text="Drop what is less than p times as likely as the best; 0: nothing.", panel=_SAMPLING
+    ),
+]
+Typical = Annotated[
+    float,
+    _flag(
+        "--typical",
+        "--typical-p",
+        text="Choose among the most typical that make up p; 1: all.",
+        panel=_SAMPLING,
+    ),
+]
+RepeatPenalty = Annotated[
+    float, _flag("--repeat-penalty", text="Divide the odds of what was just said; 1: off.", panel=_SAMPLING)
+]
+RepeatLastN = Annotated[
+    int,
+    _flag(
+        "--repeat-last-n", text="How far the penalties look back; 0: off, -1: to the start.", panel=_SAMPLING
+    ),
+]
+PresencePenalty = Annotated[
+    float, _flag("--presence-penalty", text="Subtract for having been said; 0: off.", panel=_SAMPLING)
+]
+FrequencyPenalty = Annotated[
+    float, _flag("--frequency-penalty", text="Subtract for each time it was said; 0: off.", panel=_SAMPLING)
+]
+Seed = Annotated[
+    int,
+    _flag(
+        "-s",
+        "--seed",
+        text="The same seed gives the same answer; -1: another one each time.",
+        panel=_SAMPLING,
+    ),
+]
+
+# --- what comes out -----------------------------------------------------------------------------------------
+
+_OUTPUT = "Output"
+
+DisplayPrompt = Annotated[
+    bool | None,
+    _flag(
+        "--display-prompt/--no-display-prompt",
+        text="Print a text before its continuation. Default: on a terminal.",
+        panel=_OUTPUT,
+        show_default=False,
+    ),
+]
+Json = Annotated[
+    bool, _flag("--json", text="One JSON object on standard output, nothing else.", panel=_OUTPUT)
+]
+Debug = Annotated[bool, _flag("--debug", text="Show where an error comes from.", panel=_OUTPUT)]

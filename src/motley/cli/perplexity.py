@@ -1,0 +1,80 @@
+"""`motley perplexity`: how well a model predicts a text."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from motley.cli import options
+from motley.cli._perplexity import Score, second_half_nll, split_chunks
+from motley.cli.console import reporting_errors, steps_bar
+from motley.cli.inputs import resolve_model, resolve_text
+from motley.cli.loading import LoadOptions, load
+from motley.errors import ConfigError
+from motley.llm import LLM
+
+Chunks = Annotated[int | None, typer.Option("--chunks", min=1, help="Read only the first so many chunks.")]
+
+
+def perplexity(
+    model: options.Model = None,
+    model_flag: options.ModelFlag = None,
+    prompt: options.Prompt = None,
+    file: options.File = None,
+    chunks: Chunks = None,
+    ctx_size: options.CtxSize = 512,
+    cache_type_k: options.CacheTypeK = "f16",
+    cache_type_v: options.CacheTypeV = "f16",
+    backend: options.Backend = "auto",
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure how well a model predicts a text: lower is better, 1 is perfect.
+
+    As llama.cpp does it: the text is cut into chunks of the context size, each
+    is read from an empty cache, and the tokens of its second half are scored.
+    The figure comes with one standard error. It compares models only with the
+    same vocabulary, on the same text, at the same context size.
+
+    \b
+    [bold]motley perplexity model.gguf -f wiki.test.raw[/]
+    [bold]motley perplexity model.gguf -f wiki.test.raw -c 2048 -ctk q8_0[/]
+    """
+    with reporting_errors(debug):
+        text = resolve_text(prompt, file)
+        if text is None:
+            raise ConfigError("there is no text to measure", hint="add -f FILE")
+        path = resolve_model(model, model_flag)
+        with load(path, LoadOptions(ctx_size, cache_type_k, cache_type_v, backend, threads)) as llm:
+            n_ctx = ctx_size or llm.n_ctx
+            score, n_chunks = measure(llm, text, n_ctx, chunks)
+    if as_json:
+        result = {
+            "model": path.name,
+            "perplexity": score.perplexity,
+            "error": score.error,
+            "n_ctx": n_ctx,
+            "chunks": n_chunks,
+            "scored_tokens": score.count,
+        }
+        typer.echo(json.dumps(result))
+    else:
+        typer.echo(f"PPL = {score.perplexity:.4f} ± {score.error:.4f}")
+        typer.echo(f"{path.name}: {n_chunks} chunks of {n_ctx} tokens, {score.count} tokens scored")
+
+
+def measure(llm: LLM, text: str, n_ctx: int, limit: int | None = None) -> tuple[Score, int]:
+    """The score of `text`, and from how many chunks."""
+    tokenizer = llm.tokenizer
+    has_bos = tokenizer.bos_id is not None and tokenizer.encode("")[:1] == [tokenizer.bos_id]
+    tokens = tokenizer.encode(text, parse_special=False)
+    chunks = list(split_chunks(tokens, n_ctx, tokenizer.bos_id if has_bos else None))[:limit]
+    score = Score()
+    with steps_bar("Reading", len(chunks)) as advance:
+        for chunk in chunks:
+            score += second_half_nll(llm.logits(chunk), chunk)
+            advance(f"PPL {score.perplexity:.4f}")
+    return score, len(chunks)

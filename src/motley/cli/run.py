@@ -1,0 +1,117 @@
+"""`motley run`: answer one prompt, or chat."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import typer
+
+from motley.cli import options
+from motley.cli.chat import Talk, chat
+from motley.cli.console import INTERRUPTED, reporting_errors, show_figures
+from motley.cli.inputs import resolve_model, resolve_text
+from motley.cli.loading import LoadOptions, load
+from motley.engine import SamplingParams
+from motley.engine.request import CANCELLED
+from motley.errors import ConfigError
+
+_DEFAULT = SamplingParams()
+
+
+def run(
+    model: options.Model = None,
+    model_flag: options.ModelFlag = None,
+    prompt: options.Prompt = None,
+    file: options.File = None,
+    system_prompt: options.SystemPrompt = None,
+    conversation: options.Conversation = None,
+    single_turn: options.SingleTurn = False,
+    predict: options.Predict = -1,
+    reverse_prompt: options.ReversePrompt = None,
+    ignore_eos: options.IgnoreEos = False,
+    ctx_size: options.CtxSize = 0,
+    cache_type_k: options.CacheTypeK = "f16",
+    cache_type_v: options.CacheTypeV = "f16",
+    backend: options.Backend = "auto",
+    threads: options.Threads = None,
+    temp: options.Temp = _DEFAULT.temperature,
+    top_k: options.TopK = _DEFAULT.top_k,
+    top_p: options.TopP = _DEFAULT.top_p,
+    min_p: options.MinP = _DEFAULT.min_p,
+    typical: options.Typical = _DEFAULT.typical_p,
+    repeat_penalty: options.RepeatPenalty = _DEFAULT.repeat_penalty,
+    repeat_last_n: options.RepeatLastN = _DEFAULT.repeat_last_n,
+    presence_penalty: options.PresencePenalty = _DEFAULT.presence_penalty,
+    frequency_penalty: options.FrequencyPenalty = _DEFAULT.frequency_penalty,
+    seed: options.Seed = -1,
+    display_prompt: options.DisplayPrompt = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Answer a prompt, or chat when there is none.
+
+    The answer streams to standard output; speed and memory go to standard
+    error. In a chat, Ctrl-C stops the answer and /help lists the commands;
+    a chat also reads lines from a pipe.
+
+    \b
+    [bold]motley run[/]                                       talk to the bundled model
+    [bold]motley run -p "Once upon a time" -n 100[/]          let it continue a text
+    [bold]motley run model.gguf -p "Why is the sky blue?"[/]  ask your own model
+    [bold]motley run model.gguf -sys "Be brief." --temp 0[/]  chat without chance
+    [bold]motley run model.gguf -f question.txt --json[/]     for a program to read
+    """
+    with reporting_errors(debug):
+        params = SamplingParams(
+            temperature=temp,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            typical_p=typical,
+            repeat_penalty=repeat_penalty,
+            repeat_last_n=repeat_last_n,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            seed=None if seed == -1 else seed,
+            max_tokens=None if predict == -1 else predict,
+            stop=tuple(reverse_prompt or ()),
+            ignore_eos=ignore_eos,
+        )
+        text = resolve_text(prompt, file)
+        if as_json and text is None:
+            raise ConfigError("--json needs a prompt", hint="add -p TEXT or -f FILE")
+        path = resolve_model(model, model_flag)
+        with load(path, LoadOptions(ctx_size, cache_type_k, cache_type_v, backend, threads)) as llm:
+            talk = Talk(llm, params, system=system_prompt, use_template=conversation)
+            if as_json and text is not None:
+                _print_json(talk, path.name, text)
+            elif text is None or (conversation and not single_turn):
+                chat(talk, opening=text, single_turn=single_turn)
+            else:
+                _print_once(talk, text, display_prompt)
+
+
+def _print_once(talk: Talk, text: str, display_prompt: bool | None) -> None:
+    """Stream one answer; a text that is continued is shown first, where a person reads it."""
+    if not talk.is_chat and (sys.stdout.isatty() if display_prompt is None else display_prompt):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    answer = talk.print_answer(text)
+    show_figures(answer, talk.llm.memory())
+    if answer.finish_reason == CANCELLED:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _print_json(talk: Talk, model: str, text: str) -> None:
+    completion = talk.answer(text)
+    result = {
+        "model": model,
+        "text": completion.text,
+        "tokens": list(completion.tokens),
+        "finish_reason": completion.finish_reason,
+        "timings": asdict(completion.timings),
+        "memory": talk.llm.memory(),
+    }
+    typer.echo(json.dumps(result, ensure_ascii=False))

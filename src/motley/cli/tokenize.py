@@ -1,0 +1,62 @@
+"""`motley tokenize`: the tokens of a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from motley.cli import options
+from motley.cli.console import reporting_errors, say
+from motley.cli.inputs import resolve_model, resolve_text
+from motley.gguf import read_spec
+from motley.text import Tokenizer
+
+Ids = Annotated[bool, typer.Option("--ids", help="Print only the ids, on one line, as a list.")]
+NoBos = Annotated[bool, typer.Option("--no-bos", help="Add no beginning-of-text token.")]
+NoParseSpecial = Annotated[
+    bool, typer.Option("--no-parse-special", help="Read <|special|> tokens in the text as plain text.")
+]
+
+
+def tokenize(
+    model: options.Model = None,
+    model_flag: options.ModelFlag = None,
+    prompt: options.Prompt = None,
+    file: options.File = None,
+    ids: Ids = False,
+    no_bos: NoBos = False,
+    no_parse_special: NoParseSpecial = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show the tokens of a text: one line each, id and piece.
+
+    The text comes from -p, from -f, or from standard input. Only the
+    vocabulary is read, not the weights.
+
+    \b
+    [bold]motley tokenize model.gguf -p "Hello, world"[/]
+    [bold]cat book.txt | motley tokenize model.gguf --ids[/]
+    """
+    with reporting_errors(debug):
+        path = resolve_model(model, model_flag)
+        text = resolve_text(prompt, file)
+        tokenizer = Tokenizer.from_spec(read_spec(path))
+        tokens = tokenizer.encode(
+            sys.stdin.read() if text is None else text,
+            add_special=not no_bos,
+            parse_special=not no_parse_special,
+        )
+        pieces = [tokenizer.token_text(token) for token in tokens]
+    if as_json:
+        typer.echo(json.dumps({"count": len(tokens), "ids": tokens, "pieces": pieces}, ensure_ascii=False))
+    elif ids:
+        typer.echo(tokens)
+    else:
+        for token, piece in zip(tokens, pieces, strict=True):
+            typer.echo(f"{token:6d} -> {piece!r}")
+    if not as_json:
+        say(f"{len(tokens)} tokens")
