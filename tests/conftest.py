@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+
+torch.set_num_threads(1)  # the tensors of tests are tiny: more threads only wait for each other
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -56,7 +56,7 @@ def _plain(name: str, dtype: torch.dtype) -> CacheType:
 def _quantized(name: str) -> CacheType:
     quantizer = QUANTIZERS[name.upper()]
     if quantizer.bits == 8:
-        planes = [Plane("codes", torch.int8, TILE)]
+        planes = [Plane("codes", torch.uint8, TILE)]
     else:
         planes = [Plane("codes", torch.uint8, TILE // 2)]  # value i shares its byte with value i + 16
     if quantizer.bits == 5:

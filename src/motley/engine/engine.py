@@ -1,0 +1,112 @@
+"""The engine: requests in, tokens out, one step at a time. One thread drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from motley.engine.params import SamplingParams
+from motley.engine.request import CANCELLED, Request
+from motley.engine.scheduler import Scheduler, Step
+from motley.errors import RequestError
+from motley.kvcache.manager import CacheManager
+from motley.runtime import Batch, Chunk, Runner
+from motley.text import Tokenizer
+
+
+class Engine:
+    """A model that serves many requests at once."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: CacheManager,
+        tokenizer: Tokenizer,
+        *,
+        n_ctx: int,
+        n_vocab: int,
+        n_batch: int,
+        n_parallel: int,
+    ) -> None:
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._scheduler = Scheduler(cache, n_batch=n_batch, n_parallel=n_parallel)
+        self._cache = cache
+        self._n_ctx = n_ctx
+        self._n_vocab = n_vocab
+
+    def add(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        """Queue a request. RequestError or CacheError if it can never be served."""
+        self._check_tokens(prompt)
+        if len(prompt) >= self._n_ctx:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, but the context holds {self._n_ctx} and an answer needs room",
+                hint="shorten the prompt or raise the context size (-c / n_ctx)",
+            )
+        request = Request.make(tuple(prompt), params, self._tokenizer, self._n_ctx)
+        self._scheduler.add(request)
+        return request
+
+    def step(self) -> None:
+        """Advance all running requests by one pass through the model."""
+        step = self._scheduler.schedule()
+        logits = self._run(step)
+        self._scheduler.complete(step)
+        self._accept(step, logits)
+
+    def cancel(self, request: Request) -> None:
+        if not request.is_finished:
+            self._scheduler.remove(request)
+            request.finish(CANCELLED)
+
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """float32 (tokens, vocab): row i predicts what follows token i. Nothing is found in or left to the cache."""
+        self._check_tokens(tokens)
+        if len(tokens) > self._n_ctx:
+            raise RequestError(
+                f"{len(tokens)} tokens do not fit into a context of {self._n_ctx}", hint="raise n_ctx (-c)"
+            )
+        n_batch = self._scheduler.n_batch
+        self._cache.require_fit(len(tokens), n_batch)
+        sequence = self._cache.open().seq
+        rows = []
+        try:
+            for start in range(0, len(tokens), n_batch):
+                part = tuple(tokens[start : start + n_batch])
+                self._cache.advance(sequence, start)
+                room = self._cache.reserve(sequence, len(part))
+                if room is None:
+                    raise RequestError(f"no room in the KV cache for {len(tokens)} tokens beside running requests")
+                batch = Batch.of([Chunk(sequence, start, part, len(part))])
+                rows.append(self._runner.run(batch, self._cache, room.copies).clone())
+                self._cache.commit(sequence, part)
+        finally:
+            self._cache.free(sequence)
+        return torch.cat(rows)
+
+    def _run(self, step: Step) -> torch.Tensor:
+        chunks = []
+        for request, n_tokens in step.work:
+            assert request.sequence is not None
+            start, end = request.n_computed, request.n_computed + n_tokens
+            is_last = end == len(request.tokens)
+            chunks.append(Chunk(request.sequence, start, tuple(request.tokens[start:end]), int(is_last)))
+        return self._runner.run(Batch.of(chunks), self._cache, step.copies)
+
+    def _accept(self, step: Step, logits: torch.Tensor) -> None:
+        """Sample for each request whose tokens are all computed; rows of `logits` are in the order of work."""
+        rows = iter(logits)
+        for request, _ in step.work:
+            if request.n_pending:
+                continue
+            request.accept(request.sampler(next(rows), request.tokens))
+            if request.is_finished:
+                self._scheduler.remove(request)
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if not tokens:
+            raise RequestError("the prompt is empty", hint="give at least one token")
+        for token in tokens:
+            if not 0 <= token < self._n_vocab:
+                raise RequestError(f"token id {token} is outside the vocabulary of {self._n_vocab}")

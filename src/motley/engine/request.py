@@ -1,0 +1,164 @@
+"""A request: its tokens, how far they have been computed, and the text that has come of them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from motley.engine.params import SamplingParams
+from motley.engine.sampling import Sampler, build_sampler
+from motley.text import StopChecker, Tokenizer
+
+STOP = "stop"  # an end-of-generation token, a stop token or a stop string
+LENGTH = "length"  # max_tokens, or the context is full
+CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds are wall-clock: prompt from first schedule to first token, new from there to the end."""
+
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, found in the prefix cache
+    prompt_seconds: float
+    new_tokens: int
+    new_seconds: float
+
+    @property
+    def prompt_rate(self) -> float:
+        """Prompt tokens computed per second."""
+        return (self.prompt_tokens - self.cached_tokens) / self.prompt_seconds if self.prompt_seconds > 0 else 0.0
+
+    @property
+    def new_rate(self) -> float:
+        """Tokens per second after the first."""
+        return (self.new_tokens - 1) / self.new_seconds if self.new_seconds > 0 and self.new_tokens > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came of a request."""
+
+    text: str
+    tokens: tuple[int, ...]  # generated ones; an end-of-generation token is not among them
+    finish_reason: str
+    timings: Timings
+
+
+@dataclass(eq=False)
+class Request:
+    """Mutable state of one request. The scheduler moves `n_computed`, the engine appends tokens."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    sampler: Sampler
+    text: TextStream
+    stop_ids: frozenset[int]
+    max_tokens: int  # generated ones
+    tokens: list[int] = field(default_factory=list)  # prompt and generated
+    sequence: int | None = None  # in the cache, while scheduled
+    n_computed: int = 0  # tokens whose K/V are in the cache
+    n_cached: int = 0  # of the prompt, found there at the first start
+    finish_reason: str | None = None
+    started: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+
+    @staticmethod
+    def make(prompt: tuple[int, ...], params: SamplingParams, tokenizer: Tokenizer, n_ctx: int) -> Request:
+        room = n_ctx - len(prompt)
+        return Request(
+            prompt=prompt,
+            params=params,
+            sampler=build_sampler(params),
+            text=TextStream(tokenizer, params.stop),
+            stop_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else tokenizer.eog_ids),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            tokens=list(prompt),
+        )
+
+    @property
+    def n_generated(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens still to be computed."""
+        return len(self.tokens) - self.n_computed
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def accept(self, token: int) -> None:
+        """Take a sampled token; may finish the request."""
+        now = time.perf_counter()
+        self.first_token = self.first_token or now
+        if token in self.stop_ids:
+            self.finish(STOP)
+            return
+        self.tokens.append(token)
+        self.text.push(token)
+        if self.text.is_stopped:
+            self.finish(STOP)
+        elif self.n_generated >= self.max_tokens:
+            self.finish(LENGTH)
+
+    def finish(self, reason: str) -> None:
+        self.finish_reason = reason
+        self.finished = time.perf_counter()
+        self.text.finish()
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None, "the request is still running"
+        first = self.first_token or self.finished
+        timings = Timings(
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.n_cached,
+            prompt_seconds=first - self.started if self.started else 0.0,
+            new_tokens=self.n_generated,
+            new_seconds=self.finished - first,
+        )
+        generated = tuple(self.tokens[len(self.prompt) :])
+        return Completion(self.text.all, generated, self.finish_reason, timings)
+
+
+class TextStream:
+    """Tokens in, whole characters out, up to the first stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+        self._detokenizer = tokenizer.stream()
+        self._stops = StopChecker(stops)
+        self._pieces: list[str] = []
+        self._unread: deque[str] = deque()
+        self.is_stopped = False
+
+    @property
+    def all(self) -> str:
+        return "".join(self._pieces)
+
+    def push(self, token: int) -> None:
+        self._emit(self._detokenizer.push(token))
+
+    def finish(self) -> None:
+        """Emit what was held back: an unfinished character, the beginning of a stop string that did not come."""
+        if not self.is_stopped:
+            self._emit(self._detokenizer.flush())
+        if not self.is_stopped:
+            self._append(self._stops.flush())
+
+    def take(self) -> str:
+        """What has been emitted since the last call."""
+        text = "".join(self._unread)
+        self._unread.clear()
+        return text
+
+    def _emit(self, piece: str) -> None:
+        text, self.is_stopped = self._stops.push(piece)
+        self._append(text)
+
+    def _append(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self._unread.append(text)

@@ -1,0 +1,216 @@
+"""`LLM`: a model, ready to answer. The one place where concrete parts are wired together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from motley.backends import get_backend
+from motley.engine import Completion, Engine, Request, SamplingParams
+from motley.errors import ConfigError, RequestError
+from motley.gguf import read_spec
+from motley.kvcache.manager import CacheManager
+from motley.kvcache.sequences import GroupSpec
+from motley.kvcache.types import get_cache_type
+from motley.models import read_params
+from motley.runtime import Progress, Runner
+from motley.text import ChatTemplate, Tokenizer
+
+Prompt = str | Sequence[int]
+_DEFAULT_CTX = 4096  # at most, where the model allows more and nobody asked
+_BLOCK_SIZE = 32
+
+
+class LLM:
+    """A GGUF model on this machine's devices.
+
+    llm = LLM("model.gguf", n_ctx=4096)
+    print(llm.generate("Once upon a time", max_tokens=64).text)
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        n_ctx: int | None = None,
+        cache_type_k: str = "f16",
+        cache_type_v: str = "f16",
+        backend: str = "auto",
+        n_threads: int | None = None,
+        n_batch: int = 512,
+        n_parallel: int = 8,
+        progress: Progress | None = None,
+    ) -> None:
+        """`n_ctx`: tokens a sequence may have (default: the model's, at most 4096). `n_batch`: tokens per pass.
+
+        `n_parallel`: requests that run at the same time. `progress(done, total)` is called with bytes while loading.
+        """
+        k_type, v_type = get_cache_type(cache_type_k), get_cache_type(cache_type_v)
+        chosen = get_backend(backend)
+        self.spec = read_spec(model)
+        params = read_params(self.spec)
+        self.n_ctx = min(params.n_ctx_train, _DEFAULT_CTX) if n_ctx is None else n_ctx
+        for name, value in (("n_ctx", self.n_ctx), ("n_batch", n_batch), ("n_parallel", n_parallel)):
+            _require_positive(name, value)
+        if n_threads is not None:
+            _require_positive("n_threads", n_threads)
+            torch.set_num_threads(n_threads)
+        self.tokenizer = Tokenizer.from_spec(self.spec)
+        self.chat_template = ChatTemplate.from_spec(self.spec)
+        n_blocks = n_parallel * -(-self.n_ctx // _BLOCK_SIZE)
+        self._runner = Runner(
+            self.spec,
+            params,
+            chosen,
+            n_ctx=self.n_ctx,
+            n_blocks=n_blocks,
+            block_size=_BLOCK_SIZE,
+            k_type=k_type,
+            v_type=v_type,
+            progress=progress,
+        )
+        self._engine: Engine | None = Engine(
+            self._runner,
+            CacheManager([GroupSpec("full", n_blocks)], _BLOCK_SIZE),
+            self.tokenizer,
+            n_ctx=self.n_ctx,
+            n_vocab=params.n_vocab,
+            n_batch=n_batch,
+            n_parallel=n_parallel,
+        )
+
+    @overload
+    def generate(self, prompt: str, *, params: SamplingParams | None = None, **sampling: Any) -> Completion: ...
+    @overload
+    def generate(
+        self, prompt: list[str] | list[list[int]], *, params: SamplingParams | None = None, **sampling: Any
+    ) -> list[Completion]: ...
+    def generate(
+        self, prompt: Any, *, params: SamplingParams | None = None, **sampling: Any
+    ) -> Completion | list[Completion]:
+        """Complete a prompt (text or token ids), or a list of prompts at once. Options: SamplingParams' fields."""
+        resolved = _sampling_params(params, sampling)
+        if not _is_list_of_prompts(prompt):
+            return self.stream(prompt, params=resolved).finish()
+        engine, requests = self._open_engine(), []
+        try:
+            requests = [engine.add(self._tokens(p), resolved) for p in prompt]
+            while not all(request.is_finished for request in requests):
+                engine.step()
+        finally:
+            for request in requests:
+                engine.cancel(request)
+        return [request.completion() for request in requests]
+
+    def stream(self, prompt: Prompt, *, params: SamplingParams | None = None, **sampling: Any) -> Stream:
+        """Complete a prompt piece by piece; the pieces are whole characters."""
+        engine = self._open_engine()
+        return Stream(engine, engine.add(self._tokens(prompt), _sampling_params(params, sampling)))
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, params: SamplingParams | None = None, **sampling: Any
+    ) -> Completion:
+        """Answer a conversation: messages with a role and content, as the model's chat template wants them."""
+        return self.stream_chat(messages, params=params, **sampling).finish()
+
+    def stream_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, params: SamplingParams | None = None, **sampling: Any
+    ) -> Stream:
+        resolved = _sampling_params(params, sampling)
+        text = self.chat_template.render(messages)
+        engine = self._open_engine()
+        tokens = self.tokenizer.encode(text, add_special=not text.startswith(self.chat_template.bos or "\0"))
+        return Stream(engine, engine.add(tokens, resolved.with_stops(self.chat_template.stops)))
+
+    def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Raw logits (tokens, vocab): row i predicts what follows token i."""
+        result: npt.NDArray[np.float32] = self._open_engine().logits([int(t) for t in tokens]).numpy()
+        return result
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights, KV cache and activations."""
+        return self._runner.memory()
+
+    def close(self) -> None:
+        """Give the memory back. Calling it again does nothing; everything else is an error from now on."""
+        self._engine = None
+        self.__dict__.pop("_runner", None)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_engine(self) -> Engine:
+        if self._engine is None:
+            raise RequestError("this LLM is closed", hint="make a new one")
+        return self._engine
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+
+
+class Stream(Iterator[str]):
+    """Pieces of an answer as they come. Close it to cancel the request; `completion` is there when it has ended."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine = engine
+        self._request = request
+
+    def __next__(self) -> str:
+        while True:
+            piece = self._request.text.take()
+            if piece:
+                return piece
+            if self._request.is_finished:
+                raise StopIteration
+            try:
+                self._engine.step()
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        self._engine.cancel(self._request)
+
+    def finish(self) -> Completion:
+        """Run to the end."""
+        for _ in self:
+            pass
+        return self.completion
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer, once the stream has ended or been closed."""
+        if not self._request.is_finished:
+            raise RequestError("the answer is not complete yet", hint="read the stream to its end, or close it")
+        return self._request.completion()
+
+
+def _is_list_of_prompts(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], int | np.integer)
+
+
+def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:
+    if params is not None and sampling:
+        raise RequestError("give either params or sampling options by name, not both")
+    known = [field.name for field in fields(SamplingParams)]
+    unknown = sorted(set(sampling) - set(known))
+    if unknown:
+        raise RequestError(f"unknown option {unknown[0]!r}", hint=f"there are: {', '.join(known)}")
+    return params or SamplingParams(**sampling)
+
+
+def _require_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least 1")
