@@ -1,6 +1,6 @@
 """Compute graphs for one device: tensors, ops, a verifier. Knows nothing of devices, files or caches' insides."""
 
 from motley.graph.graph import Graph
-from motley.graph.tensor import CACHE, F32, I32, Op, Sample, Shape, Tensor
+from motley.graph.tensor import CACHE, F32, I32, Op, Sample, Shape, Tensor, Way
 
-__all__ = ["CACHE", "F32", "I32", "Graph", "Op", "Sample", "Shape", "Tensor"]
+__all__ = ["CACHE", "F32", "I32", "Graph", "Op", "Sample", "Shape", "Tensor", "Way"]

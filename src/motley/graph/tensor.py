@@ -1,4 +1,4 @@
-"""`Tensor`, a node of the graph, and `Op`, what makes it: shape rule, reference and sample inputs in one place.
+"""`Tensor`, a node of the graph, and `Op`, what makes it: shape rule, split rule, reference and samples in one place.
 
 An op is a frozen dataclass whose fields are its attributes, so `RmsNorm(eps=1e-6)(x, weight)` adds a node and
 `node.op.eps` is typed. Tensors are immutable and compare by identity; a graph is whatever its outputs reach.
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from motley.errors import GraphError
+from motley.ownership import MIRRORED, State
 
 Shape = tuple[int, ...]
 
@@ -53,6 +54,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Way:
+    """A way to compute an op on parts: the states that it takes, and the state that comes of it."""
+
+    inputs: tuple[State, ...]
+    output: State
+
+
+@dataclass(frozen=True)
 class Op:
     """One operation. Subclasses are frozen dataclasses of attributes and override the rules below."""
 
@@ -78,6 +87,18 @@ class Op:
         """The specification of the op on torch tensors: slow and obviously right."""
         raise GraphError(f"{self.name} has no reference: it cannot be run by itself")
 
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        """The split rule: ways to compute the op on parts, best first, given the states that its inputs have.
+
+        A way may ask for other states; inference weighs what it costs to get there. Not listed here, because every
+        op has them: all mirrored, and everything on one device.
+        """
+        return iter(())
+
+    def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
+        """This op on a device's parts of its inputs; `shape` is that of the device's part of the output."""
+        return self(*inputs, name=name)
+
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         """Random inputs of the shapes that matter; called on any instance, yields ops of its own choice."""
         return iter(())
@@ -101,3 +122,7 @@ def draw(rng: random.Random, *shape: int) -> torch.Tensor:
 
 def draw_ids(rng: random.Random, n: int, below: int) -> torch.Tensor:
     return torch.tensor([rng.randrange(below) for _ in range(n)], dtype=torch.int32)
+
+
+def mirrored(n: int) -> tuple[State, ...]:
+    return (MIRRORED,) * n

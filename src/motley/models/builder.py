@@ -32,15 +32,16 @@ class ModelBuilder:
         self.output_rows = Input((batch.n_outputs,), I32)(name="output_rows")
         self._weights: dict[str, Tensor] = {}
 
-    def weight(self, name: str, *shape: int) -> Tensor:
-        """The tensor `name`, which must have `shape`."""
+    def weight(self, name: str, *shape: int, source: str | None = None) -> Tensor:
+        """The weight `name`, which must have `shape`; `source` is its name in the file, if that is another."""
         if name not in self._weights:
-            info = tensor_info(self.spec, name)
-            if shape and info.shape != shape:
+            info = tensor_info(self.spec, source or name)
+            if info.shape != shape:
                 raise ModelError(
-                    f"{self.spec.path}: tensor {name!r} has shape {info.shape}, the model's metadata asks for {shape}"
+                    f"{self.spec.path}: tensor {info.name!r} has shape {info.shape}, "
+                    f"but the model's metadata asks for {shape}"
                 )
-            self._weights[name] = Weight(info.shape, info.format.name)(name=name)
+            self._weights[name] = Weight(shape, info.format.name, info.name)(name=name)
         return self._weights[name]
 
     def optional_weight(self, name: str, *shape: int) -> Tensor | None:
@@ -59,8 +60,9 @@ class ModelBuilder:
         p = self.params
         x = GetRows()(x, self.output_rows, name="output_hidden")
         x = RmsNorm(p.norm_eps)(x, self.weight("output_norm.weight", p.n_embd), name="output_norm")
-        name = "output.weight" if "output.weight" in self.spec.tensors else "token_embd.weight"
-        return MatMul()(x, self.weight(name, p.n_vocab, p.n_embd), name="logits")
+        source = "output.weight" if "output.weight" in self.spec.tensors else "token_embd.weight"  # tied
+        weight = self.weight("output.weight", p.n_vocab, p.n_embd, source=source)
+        return MatMul()(x, weight, name="logits")
 
 
 class LayerBuilder:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from motley.backends import Backend
 from motley.formats import PackedTensor
 from motley.gguf import ModelSpec
+from motley.graph import Tensor
+from motley.graph.ops import Weight
 from motley.kvcache.arena import Arena, LayerGroup
 from motley.kvcache.batching import Extent, group_batches
 from motley.kvcache.manager import CacheManager
@@ -39,7 +41,7 @@ class Runner:
         progress: Progress | None = None,
     ) -> None:
         smallest = build_graph(spec, params, BatchShape(1, 1), n_ctx)  # fails early, and names the weights
-        weights = _load(spec, [node.name for node in smallest.weights], backend, progress)
+        weights = _load(spec, smallest.weights, backend, progress)
         layers = LayerGroup(tuple(range(params.n_layers)), (params.n_kv_heads,) * params.n_layers, n_blocks)
         arena = Arena(k_type, v_type, [layers], block_size=block_size, head_dim=params.head_dim)
         self._device = DeviceRunner(
@@ -69,14 +71,13 @@ class Runner:
         }
 
 
-def _load(
-    spec: ModelSpec, names: Iterable[str], backend: Backend, progress: Progress | None
-) -> dict[str, PackedTensor]:
-    names = list(names)
-    total, done, weights = sum(spec.tensors[name].nbytes for name in names), 0, {}
-    for name in names:
-        weights[name] = backend.load(spec.tensor(name))
-        done += weights[name].nbytes
+def _load(spec: ModelSpec, nodes: Sequence[Tensor], backend: Backend, progress: Progress | None) -> dict[str, PackedTensor]:
+    """The weights by name; those with the same source share memory."""
+    sources = dict.fromkeys(node.op.source for node in nodes if isinstance(node.op, Weight))
+    total, done, loaded = sum(spec.tensors[source].nbytes for source in sources), 0, {}
+    for source in sources:
+        loaded[source] = backend.load(spec.tensor(source))
+        done += loaded[source].nbytes
         if progress is not None:
             progress(done, total)
-    return weights
+    return {node.name: loaded[node.op.source] for node in nodes if isinstance(node.op, Weight)}

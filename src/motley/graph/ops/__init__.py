@@ -8,7 +8,7 @@ from motley.graph.ops.experts import ExpertMatMul, Gather, Sum, TopK
 from motley.graph.ops.matmul import BatchMatMul, MatMul
 from motley.graph.ops.norm import RmsNorm
 from motley.graph.ops.rope import HALVES, INTERLEAVED, Rope, Yarn
-from motley.graph.ops.rows import GetRows, SetRows
+from motley.graph.ops.rows import GetRows, LocalIds, SetRows
 from motley.graph.ops.sources import Hadamard, Input, Weight
 from motley.graph.ops.views import Concat, Permute, Repeat, Reshape, Slice
 from motley.graph.tensor import Op
@@ -19,7 +19,7 @@ OPS: dict[str, type[Op]] = {
         *(Input, Weight, Hadamard),
         *(Add, Mul, Scale, Activation, Softmax, RmsNorm),
         *(MatMul, BatchMatMul, Rope, CacheStore, Attention),
-        *(Reshape, Permute, Slice, Concat, Repeat, GetRows, SetRows),
+        *(Reshape, Permute, Slice, Concat, Repeat, GetRows, SetRows, LocalIds),
         *(TopK, Gather, ExpertMatMul, Sum),
     )
 }
@@ -39,6 +39,7 @@ __all__ = [
     "GetRows",
     "Hadamard",
     "Input",
+    "LocalIds",
     "MatMul",
     "Mul",
     "Permute",

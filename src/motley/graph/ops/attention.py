@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from motley.graph.tensor import CACHE, Op, Shape, Tensor
+from motley.graph.tensor import CACHE, Op, Shape, Tensor, Way
 from motley.graph.values import CachedSequence, CacheLayer
+from motley.ownership import Split, State
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,16 @@ class CacheStore(Op):
         cache: CacheLayer = inputs[0]
         cache.write(inputs[1], inputs[2])
         return cache
+
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        """The cache is cut at heads, as the keys are; it has no other way to lie."""
+        cache, keys, values = states
+        if isinstance(cache, Split):
+            yield Way((cache, Split(1, cache.word), Split(1, cache.word)), cache)
+            return
+        for state in (keys, values):
+            if isinstance(state, Split) and state.axis == 1:
+                yield Way((Split(0, state.word), Split(1, state.word), Split(1, state.word)), Split(0, state.word))
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,14 @@ class Attention(Op):
             for sequence in cache.sequences():
                 out[sequence.rows] = self._attend(q[sequence.rows], sequence)
         return out
+
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        """A KV head and the queries of its group are on one device."""
+        q, cache = inputs
+        kv = states[1]
+        if isinstance(kv, Split) and kv.axis == 0:
+            heads = Split(1, kv.word.stretch(q.shape[1] // cache.shape[0]))
+            yield Way((heads, kv), heads)
 
     def _attend(self, q: torch.Tensor, sequence: CachedSequence) -> torch.Tensor:
         keys, values = sequence.read()  # (context, kv heads, dim)

@@ -10,8 +10,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from motley.graph.tensor import Op, Sample, Shape, Tensor, draw
+from motley.graph.tensor import Op, Sample, Shape, Tensor, Way, draw
 from motley.graph.values import Value, dense
+from motley.ownership import MIRRORED, PARTIAL, Mirrored, Partial, Split, State
 
 
 def _broadcast(op: Op, a: Tensor, b: Tensor) -> Shape:
@@ -20,6 +21,27 @@ def _broadcast(op: Op, a: Tensor, b: Tensor) -> Shape:
     fits = len(padded) == len(a.shape) and all(q in (1, p) for p, q in zip(a.shape, padded, strict=True))
     op.require(fits, "the second input does not broadcast to the first", a, b)
     return a.shape
+
+
+def _same_split(inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+    """Both inputs cut alike; where the second broadcasts along the cut axis it is mirrored."""
+    a, b = inputs
+    missing = len(a.shape) - len(b.shape)
+    for state, shift in zip(states, (0, missing), strict=True):
+        if not isinstance(state, Split):
+            continue
+        axis = state.axis + shift  # of a
+        if a.shape[axis] != len(state.word):  # b broadcasts along it, so a cannot follow
+            continue
+        is_broadcast = axis < missing or b.shape[axis - missing] == 1 != a.shape[axis]
+        second = MIRRORED if is_broadcast else Split(axis - missing, state.word)
+        yield Way((Split(axis, state.word), second), Split(axis, state.word))
+
+
+def _keep_split(states: Sequence[State]) -> Iterator[Way]:
+    """One input, value by value: however it is cut."""
+    if isinstance(states[0], Split):
+        yield Way((states[0],), states[0])
 
 
 @dataclass(frozen=True)
@@ -35,6 +57,11 @@ class Add(Op):
     def reference(self, inputs: Sequence[Value]) -> torch.Tensor:
         a, b = map(dense, inputs)
         return a + b
+
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        yield from _same_split(inputs, states)
+        if PARTIAL in states:  # a sum of sums: the all-reduce waits
+            yield Way((PARTIAL, PARTIAL), PARTIAL)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         n, m = rng.randint(1, 9), rng.randint(1, 33)
@@ -56,6 +83,14 @@ class Mul(Op):
         a, b = map(dense, inputs)
         return a * b
 
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        yield from _same_split(inputs, states)
+        match states:  # linear in each input while the other is whole
+            case (Partial(), Mirrored()):
+                yield Way((PARTIAL, MIRRORED), PARTIAL)
+            case (Mirrored(), Partial()):
+                yield Way((MIRRORED, PARTIAL), PARTIAL)
+
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         n, m = rng.randint(1, 9), rng.randint(1, 33)
         yield Sample(Mul(), (draw(rng, n, m), draw(rng, n, m)))
@@ -74,6 +109,9 @@ class Scale(Op):
 
     def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         return inputs[0] * self.factor
+
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        yield Way((states[0],), states[0])
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         yield Sample(Scale(rng.uniform(-2, 2)), (draw(rng, rng.randint(1, 9), 7),))
@@ -105,6 +143,9 @@ class Activation(Op):
         result: torch.Tensor = _ACTIVATIONS[self.function](inputs[0])
         return result
 
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        yield from _keep_split(states)
+
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         for function in _ACTIVATIONS:
             yield Sample(Activation(function), (draw(rng, rng.randint(1, 9), rng.randint(1, 33)),))
@@ -121,6 +162,10 @@ class Softmax(Op):
 
     def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.softmax(inputs[0], dim=-1)
+
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        if isinstance(states[0], Split) and states[0].axis < len(inputs[0].shape) - 1:
+            yield from _keep_split(states)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         yield Sample(Softmax(), (draw(rng, rng.randint(1, 9), rng.randint(1, 33)),))

@@ -9,8 +9,9 @@ from typing import ClassVar
 
 import torch
 
-from motley.graph.tensor import Op, Sample, Shape, Tensor, draw
+from motley.graph.tensor import Op, Sample, Shape, Tensor, Way, draw, mirrored
 from motley.graph.values import Value, dense
+from motley.ownership import Split, State
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class RmsNorm(Op):
         x, *weight = map(dense, inputs)
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return normed * weight[0] if weight else normed
+
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        """Rows are normed by themselves, so any cut will do but one through the rows."""
+        x = states[0]
+        if isinstance(x, Split) and x.axis < len(inputs[0].shape) - 1:
+            yield Way((x, *mirrored(len(inputs) - 1)), x)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         n = rng.choice([1, 31, 64, 130])

@@ -10,8 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from motley.graph.tensor import I32, Op, Sample, Shape, Tensor, draw
+from motley.graph.tensor import I32, Op, Sample, Shape, Tensor, Way, draw, mirrored
 from motley.graph.values import Value, dense
+from motley.ownership import Partial, Split, State
 
 INTERLEAVED = "interleaved"  # pairs (0, 1), (2, 3), …
 HALVES = "halves"  # pairs (0, n/2), (1, n/2 + 1), … (NeoX)
@@ -92,6 +93,15 @@ class Rope(Op):
         result[..., first] = a * cos - b * sin
         result[..., second] = a * sin + b * cos
         return result
+
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        x, n_divisors = states[0], len(inputs) - 2
+        if isinstance(x, Split) and x.axis == 1:  # heads turn by themselves
+            yield Way((x, *mirrored(1 + n_divisors)), x)
+        if isinstance(x, Split) and x.axis == 0:
+            yield Way((x, Split(0, x.word), *mirrored(n_divisors)), x)
+        if isinstance(x, Partial):  # a rotation is linear
+            yield Way((x, *mirrored(1 + n_divisors)), x)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         for style in (INTERLEAVED, HALVES):

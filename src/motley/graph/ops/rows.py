@@ -10,13 +10,51 @@ from typing import ClassVar
 import torch
 
 from motley.formats import FORMATS, PackedTensor
-from motley.graph.tensor import I32, Op, Sample, Shape, Tensor, draw, draw_ids
+from motley.graph.tensor import I32, Op, Sample, Shape, Tensor, Way, draw, draw_ids
 from motley.graph.values import Value
+from motley.ownership import MIRRORED, PARTIAL, Split, State, Word
+
+
+@dataclass(frozen=True)
+class LocalIds(Op):
+    """Ids of the whole axis as ids of a device's part of it; -1 for what it does not own.
+
+    Ops that choose by id treat -1 as "not here": they give zeros, or leave things as they are.
+    """
+
+    name: ClassVar[str] = "local_ids"
+    word: Word
+    device: int
+
+    def shape(self, inputs: Sequence[Tensor]) -> Shape:
+        return inputs[0].shape
+
+    def dtype(self, inputs: Sequence[Tensor]) -> str:
+        return I32
+
+    def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        (ids,) = inputs
+        result, n_before = torch.full_like(ids, -1), 0
+        for start, stop in self.word.global_ranges(self.device):
+            is_inside = (ids >= start) & (ids < stop)
+            result = torch.where(is_inside, ids - start + n_before, result)
+            n_before += stop - start
+        return result
+
+    def samples(self, rng: random.Random) -> Iterator[Sample]:
+        word = Word.run([rng.randint(0, 4) for _ in range(3)]).power(2)
+        yield Sample(LocalIds(word, rng.randrange(3)), (draw_ids(rng, 5, max(len(word), 1)),))
+
+
+def only_own(ids: Tensor, state: State, axis: int, device: int) -> Tensor:
+    """`ids` as the device's own, if the tensor they choose from is cut along the axis they choose on."""
+    is_cut = isinstance(state, Split) and state.axis == axis
+    return LocalIds(state.word, device)(ids) if isinstance(state, Split) and is_cut else ids
 
 
 @dataclass(frozen=True)
 class GetRows(Op):
-    """Rows `ids` (n,) of `table` (rows, …), which may be packed → (n, …)."""
+    """Rows `ids` (n,) of `table` (rows, …), which may be packed → (n, …). Zeros for an id of -1."""
 
     name: ClassVar[str] = "get_rows"
     n_inputs: ClassVar[tuple[int, int]] = (2, 2)
@@ -30,7 +68,25 @@ class GetRows(Op):
     def reference(self, inputs: Sequence[Value]) -> torch.Tensor:
         table, ids = inputs
         assert isinstance(ids, torch.Tensor)
-        return table.rows(ids.long()) if isinstance(table, PackedTensor) else table[ids.long()]
+        is_here = ids >= 0
+        index = ids[is_here].long()
+        rows = table.rows(index) if isinstance(table, PackedTensor) else table[index]
+        result = rows.new_zeros(len(ids), *rows.shape[1:])
+        result[is_here] = rows
+        return result
+
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        table, ids = states
+        if isinstance(table, Split) and table.axis == 0:
+            yield Way((table, MIRRORED), PARTIAL)
+        elif not isinstance(ids, Split):
+            yield Way((table, MIRRORED), table)
+        if isinstance(ids, Split):
+            yield Way((MIRRORED, ids), ids)
+
+    def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
+        table, ids = inputs
+        return self(table, only_own(ids, way.inputs[0], 0, device), name=name)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         rows = rng.randint(1, 9)
@@ -41,7 +97,7 @@ class GetRows(Op):
 
 @dataclass(frozen=True)
 class SetRows(Op):
-    """A copy of `table` (rows, …) with `rows` (n, …) at `ids` (n,); the last of equal ids wins."""
+    """A copy of `table` (rows, …) with `rows` (n, …) at `ids` (n,); the last of equal ids wins, -1 is skipped."""
 
     name: ClassVar[str] = "set_rows"
     n_inputs: ClassVar[tuple[int, int]] = (3, 3)
@@ -56,8 +112,22 @@ class SetRows(Op):
         table, ids, rows = inputs
         result = table.clone()
         for i, row in zip(ids.tolist(), rows, strict=True):
-            result[i] = row
+            if i >= 0:
+                result[i] = row
         return result
+
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        for state in (states[0], states[2]):
+            if isinstance(state, Split) and state.axis > 0:
+                yield Way((state, MIRRORED, state), state)
+        if isinstance(states[0], Split) and states[0].axis == 0:
+            yield Way((states[0], MIRRORED, MIRRORED), states[0])
+        if PARTIAL in (states[0], states[2]):
+            yield Way((PARTIAL, MIRRORED, PARTIAL), PARTIAL)
+
+    def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
+        table, ids, rows = inputs
+        return self(table, only_own(ids, way.inputs[0], 0, device), rows, name=name)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         n = rng.randint(0, 4)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from motley.graph.tensor import Op, Shape, Tensor
+from motley.graph.tensor import Op, Shape, Tensor, Way
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,9 @@ class Input(Op):
     size: Shape
     kind: str
 
+    def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
+        return Input(shape, self.kind)(name=name)
+
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         return self.size
 
@@ -29,12 +32,19 @@ class Input(Op):
 
 @dataclass(frozen=True)
 class Weight(Op):
-    """A tensor of the model file, packed in `format`; rows along the last axis are whole quant blocks."""
+    """A tensor of the model file, packed in `format`; rows along the last axis are whole quant blocks.
+
+    `source` is its name in the file. Two weights may have one source (tied embeddings): each may lie differently.
+    """
 
     name: ClassVar[str] = "weight"
     n_inputs: ClassVar[tuple[int, int]] = (0, 0)
     size: Shape
     format: str
+    source: str = ""
+
+    def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
+        return Weight(shape, self.format, self.source)(name=name)
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         return self.size

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
 import torch
 
-from motley.graph.tensor import Op, Sample, Shape, Tensor, draw
+from motley.errors import SplitError
+from motley.graph.tensor import Op, Sample, Shape, Tensor, Way, draw
+from motley.ownership import (
+    Split,
+    State,
+    concat_state,
+    permute_state,
+    reshape_state,
+    slice_state,
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,13 @@ class Reshape(Op):
 
     def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         return inputs[0].reshape(self.to)
+
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        with suppress(SplitError):
+            yield Way((states[0],), reshape_state(states[0], inputs[0].shape, self.to))
+
+    def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
+        return Reshape(shape)(*inputs, name=name)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         a, b, c = (rng.randint(1, 5) for _ in range(3))
@@ -51,6 +68,9 @@ class Permute(Op):
 
     def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         return inputs[0].permute(self.axes)
+
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        yield Way((states[0],), permute_state(states[0], self.axes))
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         axes = [0, 1, 2]
@@ -75,6 +95,15 @@ class Slice(Op):
 
     def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         return inputs[0].narrow(self.axis, self.start, self.stop - self.start)
+
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        yield Way((states[0],), slice_state(states[0], self.axis, self.start, self.stop))
+
+    def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
+        state = way.inputs[0]
+        if isinstance(state, Split) and state.axis == self.axis:
+            return Slice(self.axis, *state.word.local_range(device, self.start, self.stop))(*inputs, name=name)
+        return self(*inputs, name=name)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         n = rng.randint(1, 9)
@@ -101,6 +130,13 @@ class Concat(Op):
     def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(inputs), self.axis)
 
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        with suppress(SplitError):
+            yield Way(tuple(states), concat_state(states, self.axis, [t.shape for t in inputs]))
+        for state in states:  # the others, if they are whole, can be cut across the joint like this one
+            if isinstance(state, Split) and state.axis != self.axis:
+                yield Way((state,) * len(inputs), state)
+
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         yield Sample(Concat(1), tuple(draw(rng, 3, rng.randint(0, 5), 2) for _ in range(3)))
 
@@ -120,6 +156,11 @@ class Repeat(Op):
 
     def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         return inputs[0].repeat_interleave(self.times, self.axis)
+
+    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
+        (x,) = states
+        is_along = isinstance(x, Split) and x.axis == self.axis
+        yield Way((x,), Split(x.axis, x.word.stretch(self.times)) if isinstance(x, Split) and is_along else x)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         yield Sample(Repeat(rng.randint(0, 2), rng.randint(1, 4)), (draw(rng, 2, 3, 4),))
