@@ -1,11 +1,17 @@
 """How weights and cache entries are stored: a table of formats, each with its block, its pack and its unpack.
 
-bits      bit fields inside bytes, the one primitive under every layout
-grids     the whole numbers that a code can stand for
-planar    32-value quantizers: values <-> planes of codes, scales and minima
-block32   the GGUF arrangement of those planes (Q4_0 ... Q8_0, IQ4_NL)
-plain     F32, F16, BF16
-packed    `Format` and `PackedTensor`
+table       the formats by name
+packed      `Format`, and `PackedTensor`: a tensor that stays packed
+plain       F32, F16, BF16
+planar      quantizers of 32 values: values <-> planes of codes, scales and minima
+superblock  quantizers of 256 values: the scales are quantized too
+search      small errors: the search for good scales
+block32     how GGUF arranges the planes of 32-value blocks
+block256    ... and of 256-value super-blocks
+layout      fields of a block <-> planes
+grids       the whole numbers that codes stand for
+bits        bit fields inside bytes
+numeric     arithmetic that stays finite
 """
 
 from __future__ import annotations

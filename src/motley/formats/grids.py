@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 class Grid(Protocol):
-    """Codes and the numbers they stand for. `nearest` expects finite input and clamps it to the grid."""
+    """Codes (uint8) and the numbers they stand for. Values outside of the grid go to its ends."""
 
     @property
     def lowest(self) -> int: ...
@@ -18,51 +19,68 @@ class Grid(Protocol):
     @property
     def highest(self) -> int: ...
 
+    @property
+    def spacing(self) -> float:
+        """The mean distance of neighbouring levels."""
+        ...
+
     def nearest(self, x: Tensor) -> Tensor:
-        """The code whose level is nearest to each x (float32)."""
+        """The code whose level is nearest to each x (finite float32)."""
         ...
 
     def levels(self, codes: Tensor) -> Tensor:
         """The level of each code, as float32."""
         ...
 
+    def snap(self, x: Tensor) -> Tensor:
+        """The level nearest to each x, ties aside that of `nearest`; faster, and may overwrite x."""
+        ...
+
 
 @dataclass(frozen=True)
 class UniformGrid:
-    """Unsigned codes 0, 1, 2 ... stand for lowest, lowest + 1, ... highest. Ties round up."""
+    """Codes 0, 1, 2 ... stand for lowest, lowest + 1, ... highest. Ties round up."""
 
     lowest: int
     highest: int
+    spacing: float = 1.0
 
     def nearest(self, x: Tensor) -> Tensor:
         # One addition: a second rounding would differ from other implementations near ties.
         return (x + (0.5 - self.lowest)).floor_().clamp_(0, self.highest - self.lowest).to(torch.uint8)
 
     def levels(self, codes: Tensor) -> Tensor:
-        return codes.float() + self.lowest
+        return codes.float().add_(self.lowest)
+
+    def snap(self, x: Tensor) -> Tensor:
+        return x.round_().clamp_(self.lowest, self.highest)
 
 
 @dataclass(frozen=True)
 class SignedGrid:
-    """A signed code is its own level. Ties round away from zero."""
+    """A code is the byte of a signed level (`codes.view(torch.int8)`). Ties round away from zero."""
 
     lowest: int
     highest: int
+    spacing: float = 1.0
 
     def nearest(self, x: Tensor) -> Tensor:
         size = x.abs()
         whole = size.floor()
         # Not floor(size + 0.5): that addition rounds 0.49999997 up to 1.
         whole += size - whole >= 0.5
-        return whole.copysign_(x).clamp_(self.lowest, self.highest).to(torch.int8)
+        return whole.copysign_(x).clamp_(self.lowest, self.highest).to(torch.int8).view(torch.uint8)
 
     def levels(self, codes: Tensor) -> Tensor:
-        return codes.float()
+        return codes.view(torch.int8).float()
+
+    def snap(self, x: Tensor) -> Tensor:
+        return x.round_().clamp_(self.lowest, self.highest)
 
 
 @dataclass(frozen=True)
 class CodebookGrid:
-    """Unsigned codes index an ascending table of levels."""
+    """Codes index an ascending table of levels. Ties round up."""
 
     table: tuple[int, ...]
 
@@ -74,11 +92,38 @@ class CodebookGrid:
     def highest(self) -> int:
         return self.table[-1]
 
+    @property
+    def spacing(self) -> float:
+        return (self.highest - self.lowest) / (len(self.table) - 1)
+
     def nearest(self, x: Tensor) -> Tensor:
-        table = torch.tensor(self.table, dtype=torch.float32, device=x.device)
-        midpoints = (table[1:] + table[:-1]) / 2
-        return torch.bucketize(x, midpoints, right=True).to(torch.uint8)
+        return _nearest_codes(self.table, x.device)[self._half_steps(x)]
 
     def levels(self, codes: Tensor) -> Tensor:
-        table = torch.tensor(self.table, dtype=torch.float32, device=codes.device)
-        return table[codes.int()]
+        return _table(self.table, codes.device)[codes.int()]
+
+    def snap(self, x: Tensor) -> Tensor:
+        return self.levels(self.nearest(x))
+
+    def _half_steps(self, x: Tensor) -> Tensor:
+        """Where x falls in steps of a half: all midpoints between levels are on the border of two steps."""
+        n_steps = 2 * (self.highest - self.lowest)
+        return (x - self.lowest).mul_(2).floor_().clamp_(0, n_steps).int()
+
+
+@lru_cache
+def _table(table: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(table, dtype=torch.float32, device=device)
+
+
+@lru_cache
+def _nearest_codes(table: tuple[int, ...], device: torch.device) -> Tensor:
+    """The nearest code for every half step from the lowest level to the highest."""
+    levels = _table(table, device)
+    midpoints = (levels[1:] + levels[:-1]) / 2
+    steps = torch.arange(2 * table[0], 2 * table[-1] + 1, device=device) / 2
+    return torch.bucketize(steps, midpoints, right=True).to(torch.uint8)
+
+
+# The 16 levels of IQ4_NL and IQ4_XS, denser near zero where weights are (a constant of the GGUF format).
+IQ4_GRID = CodebookGrid((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))

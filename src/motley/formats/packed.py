@@ -51,11 +51,15 @@ class Format:
     def unpack(self, data: Tensor) -> Tensor:
         """uint8 (..., row_bytes) -> float32 (..., n_values). F32 comes back as a view of `data`."""
         shape = (*data.shape[:-1], self.row_values(data.shape[-1]))
+        if data.numel() == 0:
+            return data.new_empty(shape, dtype=torch.float32)
         return self.unpack_blocks(data.reshape(-1, self.block_bytes)).view(shape)
 
     def pack(self, values: Tensor) -> Tensor:
         """float32 (..., n_values) -> uint8 (..., row_bytes)."""
         shape = (*values.shape[:-1], self.row_bytes(values.shape[-1]))
+        if values.numel() == 0:
+            return values.new_empty(shape, dtype=torch.uint8)
         return self.pack_blocks(values.float().reshape(-1, self.block_size)).view(shape)
 
 
@@ -67,8 +71,8 @@ class PackedTensor:
     format: Format
 
     @classmethod
-    def pack(cls, values: Tensor, format: Format) -> PackedTensor:  # noqa: A002
-        return cls(format.pack(values), format)
+    def pack(cls, values: Tensor, fmt: Format) -> PackedTensor:
+        return cls(fmt.pack(values), fmt)
 
     @property
     def shape(self) -> tuple[int, ...]:

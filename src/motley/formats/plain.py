@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from motley.formats.bits import bytes_of
 from motley.formats.packed import Format
 
 
@@ -14,7 +13,7 @@ def _format(name: str, dtype: torch.dtype) -> Format:
         return data.contiguous().view(dtype).float()
 
     def pack(values: Tensor) -> Tensor:
-        return bytes_of(values.to(dtype))
+        return values.to(dtype).view(torch.uint8)
 
     return Format(name, block_size=1, block_bytes=dtype.itemsize, unpack_blocks=unpack, pack_blocks=pack)
 

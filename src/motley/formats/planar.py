@@ -16,23 +16,20 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from motley.formats.bits import to_half
-from motley.formats.grids import CodebookGrid, Grid, SignedGrid, UniformGrid
+from motley.formats.grids import IQ4_GRID, Grid, SignedGrid, UniformGrid
+from motley.formats.numeric import farthest_from_zero, least_squares_scale, reciprocal, to_half
 
 BLOCK = 32  # values that share one scale
 
-# Half of float32's range: max - min of two such values is still finite.
-_LARGEST = 2.0**126
-
-# The 16 levels of IQ4_NL and IQ4_XS, denser near zero where weights are (a constant of the GGUF format).
-IQ4_GRID = CodebookGrid((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+# Nothing larger can be stored, as 127 times the largest float16 is less; and sums of such values stay finite.
+_LARGEST = 2.0**23
 
 
 @dataclass(frozen=True)
 class Planes:
     """Quantized values, one tensor per kind of number."""
 
-    codes: Tensor  # (..., n) one code per value: uint8, or int8 for Q8_0
+    codes: Tensor  # (..., n) uint8; those of Q8_0 are signed bytes
     scale: Tensor  # (..., n / 32) float16
     minimum: Tensor | None = None  # (..., n / 32) float16
 
@@ -58,13 +55,12 @@ class Quantizer:
         is_finite = blocks.isfinite().all(-1, keepdim=True)
         blocks = torch.where(is_finite, blocks, 0.0).clamp_(-_LARGEST, _LARGEST)
         scale, minimum = self.fit(blocks, self.grid)
-        codes = self.grid.nearest((blocks if minimum is None else blocks - minimum) * _reciprocal(scale))
+        codes = self.grid.nearest((blocks if minimum is None else blocks - minimum) * reciprocal(scale))
         if self.refits:
-            scale = _least_squares_scale(blocks, self.grid.levels(codes))
+            scale = least_squares_scale(blocks, self.grid.levels(codes))
         scale = torch.where(is_finite, to_half(scale), torch.nan)
-        return Planes(
-            codes.flatten(-2), scale.squeeze(-1), None if minimum is None else to_half(minimum).squeeze(-1)
-        )
+        minimum = None if minimum is None else to_half(minimum).squeeze(-1)
+        return Planes(codes.flatten(-2), scale.squeeze(-1), minimum)
 
     def dequantize(self, planes: Planes) -> Tensor:
         """Planes -> (..., n) float32."""
@@ -75,21 +71,9 @@ class Quantizer:
         return values.flatten(-2)
 
 
-def _reciprocal(scale: Tensor) -> Tensor:
-    """1 / scale, and 0 where that is not finite: such a scale is zero in float16."""
-    inverse = 1 / scale
-    return torch.where(inverse.isfinite(), inverse, 0.0)
-
-
-def _least_squares_scale(blocks: Tensor, levels: Tensor) -> Tensor:
-    energy = levels.square().sum(-1, keepdim=True)
-    return torch.where(energy > 0, (blocks * levels).sum(-1, keepdim=True) / energy, 0.0)
-
-
 def _fit_extreme(blocks: Tensor, grid: Grid) -> tuple[Tensor, None]:
     """The value farthest from zero, whatever its sign, falls on the lowest level: the grid's far end."""
-    farthest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-    return farthest / grid.lowest, None
+    return farthest_from_zero(blocks) / grid.lowest, None
 
 
 def _fit_magnitude(blocks: Tensor, grid: Grid) -> tuple[Tensor, None]:
