@@ -1,0 +1,130 @@
+"""Every architecture, in every variant, gives the logits of transformers; however its tokens are batched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hf_to_gguf import pack_matrices, to_gguf
+from model_driver import ModelDriver
+from tiny_models import LONGROPE, TINY_MODELS, TinyModel, hf_logits, random_tokens
+
+from motley.models import ARCHITECTURES
+
+TOLERANCE = 1e-3  # against transformers
+BATCHING_TOLERANCE = 1e-4  # of one engine against itself
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A tiny model as a file in use, a text, and both engines' logits for it."""
+
+    model: TinyModel
+    driver: ModelDriver
+    tokens: list[int]
+    expected: torch.Tensor  # transformers'
+    logits: torch.Tensor  # Motley's, of all tokens at once
+
+
+@pytest.fixture(scope="module", params=TINY_MODELS, ids=lambda model: model.name)
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    model: TinyModel = request.param
+    reference = model.build()
+    path = to_gguf(reference).write(tmp_path_factory.mktemp("models") / "model.gguf")
+    driver = ModelDriver(path, model.n_ctx)
+    tokens = random_tokens(model.n_tokens, seed=1)
+    return Converted(model, driver, tokens, hf_logits(reference, tokens), driver.logits(tokens))
+
+
+def test_logits_are_those_of_transformers(converted: Converted) -> None:
+    assert _difference(converted.logits, converted.expected) <= TOLERANCE
+
+
+def test_every_architecture_is_compared() -> None:
+    assert {model.architecture for model in TINY_MODELS} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("model", [m for m in TINY_MODELS if m.has_own_rope], ids=lambda model: model.name)
+def test_comparison_would_notice_rope_options_that_are_ignored(model: TinyModel) -> None:
+    tokens = random_tokens(model.n_tokens, seed=1)
+    plain = model.build(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    assert _difference(hf_logits(plain, tokens), hf_logits(model.build(), tokens)) > 1000 * TOLERANCE
+
+
+def test_chunks_of_any_size_give_the_same_logits(converted: Converted) -> None:
+    sizes = list(_random_sizes(random.Random(2), len(converted.tokens)))
+    assert (
+        _difference(converted.driver.logits(converted.tokens, sizes), converted.logits) <= BATCHING_TOLERANCE
+    )
+
+
+def test_token_by_token_gives_the_same_logits(converted: Converted) -> None:
+    one_by_one = converted.driver.logits(converted.tokens, [1] * len(converted.tokens))
+    assert _difference(one_by_one, converted.logits) <= BATCHING_TOLERANCE
+
+
+def test_sequences_in_one_batch_do_not_see_each_other(converted: Converted) -> None:
+    rng, driver = random.Random(3), converted.driver
+    texts = [converted.tokens, *(random_tokens(n, seed=n) for n in (converted.model.n_tokens, 17))]
+    alone = [converted.logits, *(driver.logits(text) for text in texts[1:])]
+    pieces = {driver.open(): _random_pieces(rng, text) for text in texts}
+    parts: dict[int, list[torch.Tensor]] = {sequence: [] for sequence in pieces}
+    while waiting := [sequence for sequence, rest in pieces.items() if rest]:
+        turn = rng.sample(waiting, rng.randint(1, len(waiting)))  # in any order
+        for sequence, logits in driver.step({sequence: pieces[sequence].pop(0) for sequence in turn}).items():
+            parts[sequence].append(logits)
+    for sequence, expected in zip(parts, alone, strict=True):
+        assert _difference(torch.cat(parts[sequence]), expected) <= BATCHING_TOLERANCE
+        driver.close(sequence)
+
+
+@pytest.mark.parametrize("n_ctx", [64, 65])
+def test_context_size_chooses_the_longrope_factors(tmp_path: Path, n_ctx: int) -> None:
+    """Transformers goes by the length of a text instead; with equal factors it has no choice."""
+    tokens = random_tokens(30, seed=4)
+    rope = LONGROPE.options["rope_parameters"]
+    chosen = rope["long_factor" if n_ctx > rope["original_max_position_embeddings"] else "short_factor"]
+    reference = LONGROPE.build(rope_parameters=rope | {"short_factor": chosen, "long_factor": chosen})
+    path = to_gguf(LONGROPE.build()).write(tmp_path / "model.gguf")
+    logits = ModelDriver(path, n_ctx).logits(tokens)
+    assert _difference(logits, hf_logits(reference, tokens)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("architecture", "format_name", "width"),
+    [("llama", "Q8_0", 64), ("qwen2", "F16", 64), ("phi3", "Q4_0", 64), ("qwen3", "Q4_K", 256)],
+)
+def test_packed_weights_count_as_the_values_they_stand_for(
+    tmp_path: Path, architecture: str, format_name: str, width: int
+) -> None:
+    sizes = {"hidden_size": width, "intermediate_size": width, "head_dim": width // 4}
+    reference = TinyModel("packed", architecture, sizes).build()
+    packed = pack_matrices(reference, format_name)
+    path = to_gguf(reference, packed).write(tmp_path / "model.gguf")
+    tokens = random_tokens(40, seed=5)
+    logits = ModelDriver(path, n_ctx=64).logits(tokens)
+    assert _difference(logits, hf_logits(reference, tokens)) <= TOLERANCE
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape
+    return (a - b).abs().max().item()
+
+
+def _random_sizes(rng: random.Random, total: int) -> Iterator[int]:
+    while total:
+        size = min(rng.choice([1, 2, 7, 16, 33]), total)
+        yield size
+        total -= size
+
+
+def _random_pieces(rng: random.Random, tokens: list[int]) -> list[list[int]]:
+    pieces, start = [], 0
+    for size in _random_sizes(rng, len(tokens)):
+        pieces.append(tokens[start : start + size])
+        start += size
+    return pieces

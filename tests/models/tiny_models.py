@@ -1,0 +1,139 @@
+"""Tiny random transformers models: every architecture in the variants that change its graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+N_VOCAB = 260
+_CONTEXT = 128
+_SIZES: Mapping[str, Any] = {
+    "vocab_size": N_VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": _CONTEXT,
+    "pad_token_id": None,
+    "eos_token_id": N_VOCAB - 1,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """An architecture with options of its transformers configuration, and how long a text to try it on."""
+
+    name: str
+    architecture: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    n_ctx: int = _CONTEXT
+    n_tokens: int = 80  # beyond every original context that a scaling mentions
+
+    @property
+    def has_own_rope(self) -> bool:
+        return "rope_parameters" in self.options
+
+    def build(self, **overrides: Any) -> PreTrainedModel:
+        """The same weights at every call, whatever rope options are overridden."""
+        options = {**_SIZES, **self.options, **overrides}
+        config = AutoConfig.for_model(self.architecture, **options)
+        model_class: Any = AutoModelForCausalLM
+        model: PreTrainedModel = model_class.from_config(config, attn_implementation="eager").eval()
+        _randomize(model)
+        return model
+
+
+def hf_logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
+    """float32 (tokens, vocab)"""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def random_tokens(n: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(N_VOCAB, (n,), generator=generator).tolist()
+
+
+def _randomize(model: PreTrainedModel) -> None:
+    """Weights of a size at which attention prefers some tokens, so that a wrong angle moves the logits."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 2:
+            parameter.data = 1.5 * noise / math.sqrt(parameter.shape[1])
+        elif "norm" in name:
+            parameter.data = 1 + 0.3 * noise
+        else:
+            parameter.data = 0.5 * noise
+
+
+def _rope(kind: str, **options: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **options}}
+
+
+def _longrope(n_dims: int, **options: Any) -> dict[str, Any]:
+    return _rope(
+        "longrope",
+        short_factor=[1 + 0.05 * i for i in range(n_dims // 2)],
+        long_factor=[1 + 0.5 * i for i in range(n_dims // 2)],
+        factor=2.0,
+        original_max_position_embeddings=64,
+        **options,
+    )
+
+
+_MHA = {"num_key_value_heads": 4}
+_MQA = {"num_key_value_heads": 1}
+_TIED = {"tie_word_embeddings": True}
+_LINEAR = _rope("linear", factor=4.0)
+_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=32)
+_TUNED_YARN = {
+    "max_position_embeddings": 512,
+    **_rope(
+        "yarn",
+        factor=8.0,
+        original_max_position_embeddings=64,
+        attention_factor=0.8,
+        beta_fast=4.0,
+        beta_slow=0.5,
+    ),
+}
+_LLAMA3 = _rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+
+LLAMA = TinyModel("llama", "llama")
+LONGROPE = TinyModel("phi3, longrope", "phi3", _longrope(16))
+
+TINY_MODELS = [
+    LLAMA,
+    TinyModel("llama, MHA, tied", "llama", _MHA | _TIED),
+    TinyModel("llama, MQA, wide heads", "llama", _MQA | {"head_dim": 48}),
+    TinyModel("llama, biases", "llama", {"attention_bias": True, "mlp_bias": True}),
+    TinyModel("llama, linear", "llama", _LINEAR),
+    TinyModel("llama, yarn", "llama", _YARN),
+    TinyModel("llama, tuned yarn", "llama", _TUNED_YARN),
+    TinyModel("llama, llama3", "llama", _LLAMA3),
+    TinyModel("qwen2", "qwen2"),
+    TinyModel("qwen2, MHA, tied, heads of 24", "qwen2", _MHA | _TIED | {"hidden_size": 96}),
+    TinyModel("qwen2, MQA, yarn", "qwen2", _MQA | _YARN),
+    TinyModel("qwen2, linear", "qwen2", _LINEAR),
+    TinyModel("qwen3, wide heads", "qwen3", {"head_dim": 32}),
+    TinyModel("qwen3, MHA, tied, biases", "qwen3", _MHA | _TIED | {"head_dim": 16, "attention_bias": True}),
+    TinyModel("qwen3, MQA, tuned yarn", "qwen3", _MQA | _TUNED_YARN | {"head_dim": 24}),
+    TinyModel("phi3", "phi3"),
+    TinyModel("phi3, MHA, tied", "phi3", _MHA | _TIED),
+    TinyModel("phi3, MQA, wide heads", "phi3", _MQA | {"head_dim": 32}),
+    TinyModel("phi3, window", "phi3", {"sliding_window": 20}),
+    TinyModel("phi3, part of each head", "phi3", _rope("default", partial_rotary_factor=0.5)),
+    TinyModel("phi3, longrope, short context", "phi3", LONGROPE.options, n_ctx=64, n_tokens=64),
+    LONGROPE,
+    TinyModel("phi3, longrope, part of each head", "phi3", _longrope(8, partial_rotary_factor=0.5)),
+]
