@@ -18,6 +18,8 @@ Asserts are for our own mistakes; these are for everybody else's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class MotleyError(Exception):
     """What went wrong, where, and (in `hint`) what to do about it."""
@@ -56,7 +58,14 @@ class GraphError(MotleyError):
 
 
 class SplitError(MotleyError):
-    """A split that no rule of an op allows."""
+    """A split that no rule of an op allows: which op, how its inputs lie, and why that does not do."""
+
+    def __init__(self, op: str, states: Sequence[object], why: str, *, hint: str | None = None) -> None:
+        lie = f" (inputs are {', '.join(map(str, states))})" if states else ""
+        super().__init__(f"{op}: {why}{lie}", hint=hint)
+        self.op = op
+        self.states = tuple(states)
+        self.why = why
 
 
 class PlanError(MotleyError):

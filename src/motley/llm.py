@@ -10,7 +10,6 @@ from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from motley.backends import get_backend
 from motley.engine import Completion, Engine, Request, SamplingParams
@@ -19,8 +18,8 @@ from motley.gguf import read_spec
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import GroupSpec
 from motley.kvcache.types import get_cache_type
-from motley.models import read_params
-from motley.runtime import Progress, Runner
+from motley.models import GraphOptions, read_params
+from motley.runtime import ModelSplit, Progress, Runner, make_crew
 from motley.text import ChatTemplate, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -43,6 +42,10 @@ class LLM:
         cache_type_k: str = "f16",
         cache_type_v: str = "f16",
         backend: str = "auto",
+        devices: str | Sequence[str] = "cpu",
+        split_mode: str | None = None,
+        tensor_split: str | Sequence[float] | None = None,
+        device_memory: str | Sequence[str | int] | None = None,
         n_threads: int | None = None,
         n_batch: int = 512,
         n_parallel: int = 8,
@@ -51,9 +54,12 @@ class LLM:
         """`n_ctx`: tokens a sequence may have (default: the model's, at most 4096). `n_batch`: tokens per pass.
 
         `n_parallel`: requests that run at the same time. `progress(done, total)` is called with bytes while loading.
+        `devices="cpu,cpu"`, `split_mode="tensor"` (or "layer"), `tensor_split=(3, 1)`: share the model over devices;
+        `device_memory=("2GiB", "1GiB")`: what each may use at most.
         """
         k_type, v_type = get_cache_type(cache_type_k), get_cache_type(cache_type_v)
         chosen = get_backend(backend)
+        crew = make_crew(devices, split_mode, tensor_split, device_memory)
         self.spec = read_spec(model)
         params = read_params(self.spec)
         self.n_ctx = min(params.n_ctx_train, _DEFAULT_CTX) if n_ctx is None else n_ctx
@@ -61,19 +67,18 @@ class LLM:
             _require_positive(name, value)
         if n_threads is not None:
             _require_positive("n_threads", n_threads)
-            torch.set_num_threads(n_threads)
         self.tokenizer = Tokenizer.from_spec(self.spec)
         self.chat_template = ChatTemplate.from_spec(self.spec)
         n_blocks = n_parallel * -(-self.n_ctx // _BLOCK_SIZE)
         self._runner = Runner(
             self.spec,
-            params,
+            ModelSplit(self.spec, params, crew, GraphOptions(self.n_ctx)),
             chosen,
-            n_ctx=self.n_ctx,
             n_blocks=n_blocks,
             block_size=_BLOCK_SIZE,
             k_type=k_type,
             v_type=v_type,
+            n_threads=n_threads,
             progress=progress,
         )
         self._engine: Engine | None = Engine(
@@ -135,13 +140,18 @@ class LLM:
         return result
 
     def memory(self) -> dict[str, int]:
-        """Bytes of weights, KV cache and activations."""
-        return self._runner.memory()
+        """Bytes of weights, KV cache and activations, over all devices."""
+        totals: dict[str, int] = {}
+        for device in self._runner.memory():
+            for purpose, n_bytes in device.items():
+                totals[purpose] = totals.get(purpose, 0) + n_bytes
+        return totals
 
     def close(self) -> None:
         """Give the memory back. Calling it again does nothing; everything else is an error from now on."""
+        if self._engine is not None:
+            self._runner.close()
         self._engine = None
-        self.__dict__.pop("_runner", None)
 
     def __enter__(self) -> LLM:
         return self

@@ -20,7 +20,7 @@ class Graph:
 
     @staticmethod
     def of(*outputs: Tensor) -> Graph:
-        graph = Graph(tuple(_in_order(outputs)), outputs)
+        graph = Graph(tuple(in_order(outputs)), outputs)
         graph.verify()
         return graph
 
@@ -62,7 +62,7 @@ class Graph:
         return "\n".join(rows)
 
 
-def _in_order(outputs: Iterable[Tensor]) -> list[Tensor]:
+def in_order(outputs: Iterable[Tensor]) -> list[Tensor]:
     """Depth first, without recursion: graphs are thousands of nodes deep."""
     order: list[Tensor] = []
     done: set[Tensor] = set()

@@ -8,7 +8,7 @@ from motley.errors import ModelError
 from motley.gguf import ModelSpec
 from motley.graph import Graph, Tensor
 from motley.models import llama, phi3, qwen2, qwen3
-from motley.models.builder import BatchShape, ModelBuilder
+from motley.models.builder import BatchShape, GraphOptions, ModelBuilder
 from motley.models.params import DecoderParams
 
 ARCHITECTURES: dict[str, Callable[[ModelBuilder], Tensor]] = {
@@ -29,9 +29,9 @@ def read_params(spec: ModelSpec) -> DecoderParams:
     return DecoderParams.from_spec(spec)
 
 
-def build_graph(spec: ModelSpec, params: DecoderParams, batch: BatchShape, n_ctx: int) -> Graph:
+def build_graph(spec: ModelSpec, params: DecoderParams, batch: BatchShape, options: GraphOptions) -> Graph:
     """The model's graph for batches of one shape, as if for one device."""
-    return Graph.of(ARCHITECTURES[spec.architecture](ModelBuilder(spec, params, batch, n_ctx)))
+    return Graph.of(ARCHITECTURES[spec.architecture](ModelBuilder(spec, params, batch, options)))
 
 
-__all__ = ["ARCHITECTURES", "BatchShape", "DecoderParams", "build_graph", "read_params"]
+__all__ = ["ARCHITECTURES", "BatchShape", "DecoderParams", "GraphOptions", "build_graph", "read_params"]

@@ -43,11 +43,11 @@ def _project(layer: LayerBuilder, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _rope_divisors(layer: LayerBuilder) -> list[Tensor]:
     """Frequency divisors that the file brings as a tensor: llama3's, or longrope's for short or long contexts."""
     p, model = layer.params, layer.model
-    name = "rope_freqs.weight"
+    n_pairs = p.rope_dims // 2
     if p.rope_scaling.kind == "longrope":
-        is_long = model.n_ctx > p.rope_scaling.original_context
-        name = f"rope_factors_{'long' if is_long else 'short'}.weight"
-    divisors = model.optional_weight(name, p.rope_dims // 2)
+        is_long = model.options.n_ctx > p.rope_scaling.original_context
+        return [model.weight(f"rope_factors_{'long' if is_long else 'short'}.weight", n_pairs)]
+    divisors = model.optional_weight("rope_freqs.weight", n_pairs)
     return [] if divisors is None else [divisors]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from motley.errors import ModelError
 from motley.gguf import ModelSpec
 from motley.graph import CACHE, I32, Tensor
-from motley.graph.ops import Add, Attention, CacheStore, GetRows, Input, MatMul, RmsNorm, Weight
+from motley.graph.ops import Add, Attention, CacheStore, GetRows, Input, MatMul, Repeat, RmsNorm, Weight
 from motley.models.params import DecoderParams, tensor_info
 
 
@@ -19,14 +19,24 @@ class BatchShape:
     n_outputs: int  # rows that want logits
 
 
+@dataclass(frozen=True)
+class GraphOptions:
+    """What graphs depend on besides the model and the batch; model files do not look at it."""
+
+    n_ctx: int
+    kv_repeat: int = 1  # each KV head is stored that many times, for as many devices to share its queries
+
+
 class ModelBuilder:
     """Builds one graph. Weights are made once each, checked against the file's table."""
 
-    def __init__(self, spec: ModelSpec, params: DecoderParams, batch: BatchShape, n_ctx: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, params: DecoderParams, batch: BatchShape, options: GraphOptions
+    ) -> None:
         self.spec = spec
         self.params = params
         self.batch = batch
-        self.n_ctx = n_ctx
+        self.options = options
         self.tokens = Input((batch.n_tokens,), I32)(name="tokens")
         self.positions = Input((batch.n_tokens,), I32)(name="positions")
         self.output_rows = Input((batch.n_outputs,), I32)(name="output_rows")
@@ -88,6 +98,10 @@ class LayerBuilder:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
         """Store k and v (tokens, kv heads, dim) and attend with q (tokens, heads, dim) → (tokens, heads, dim)."""
+        repeat = self.model.options.kv_repeat
+        if repeat > 1:
+            k = Repeat(1, repeat)(k, name=self.label("k_repeated"))
+            v = Repeat(1, repeat)(v, name=self.label("v_repeated"))
         cache = Input(k.shape[1:], CACHE)(name=f"cache.{self.index}")
         stored = CacheStore()(cache, k, v, name=self.label("kv"))
         return Attention(self.params.attention_scale, window)(q, stored, name=self.label("attention"))

@@ -45,32 +45,32 @@ class DecoderParams:
     @staticmethod
     def from_spec(spec: ModelSpec) -> DecoderParams:
         md, arch = spec.metadata, spec.architecture
-        n_embd = md.int(f"{arch}.embedding_length")
-        n_heads = _uniform(spec, f"{arch}.attention.head_count")
-        n_kv_heads = _uniform(spec, f"{arch}.attention.head_count_kv", default=n_heads)
-        if n_embd < 1 or n_heads < 1 or n_kv_heads < 1 or n_heads % n_kv_heads:
+        n_embd = _count(spec, f"{arch}.embedding_length")
+        n_heads = _count(spec, f"{arch}.attention.head_count")
+        n_kv_heads = _count(spec, f"{arch}.attention.head_count_kv", default=n_heads)
+        if n_heads % n_kv_heads or n_heads > n_embd:
             raise ModelError(
                 f"{spec.path}: {n_heads} attention heads, {n_kv_heads} KV heads, embedding of {n_embd}: "
-                "heads must be positive and a multiple of KV heads"
+                "heads must be a multiple of KV heads and no more than the embedding's values"
             )
-        head_dim = md.int(f"{arch}.attention.key_length", default=n_embd // n_heads)
+        head_dim = _count(spec, f"{arch}.attention.key_length", default=n_embd // n_heads)
         if md.int(f"{arch}.attention.value_length", default=head_dim) != head_dim:
             raise ModelError(f"{spec.path}: keys and values of different length are not supported")
         if md.int(f"{arch}.expert_count", default=0) > 0:
             raise ModelError(f"{spec.path}: {arch!r} with experts is not supported")
         return DecoderParams(
             architecture=arch,
-            n_layers=md.int(f"{arch}.block_count"),
+            n_layers=_count(spec, f"{arch}.block_count"),
             n_embd=n_embd,
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
-            n_ff=_uniform(spec, f"{arch}.feed_forward_length"),
+            n_ff=_count(spec, f"{arch}.feed_forward_length"),
             n_vocab=tensor_info(spec, "token_embd.weight").shape[0],
-            n_ctx_train=md.int(f"{arch}.context_length"),
-            norm_eps=md.float(f"{arch}.attention.layer_norm_rms_epsilon"),
-            rope_dims=md.int(f"{arch}.rope.dimension_count", default=head_dim),
-            rope_base=md.float(f"{arch}.rope.freq_base", default=10000.0),
+            n_ctx_train=_count(spec, f"{arch}.context_length"),
+            norm_eps=_number(spec, f"{arch}.attention.layer_norm_rms_epsilon"),
+            rope_dims=_rope_dims(spec, head_dim),
+            rope_base=_number(spec, f"{arch}.rope.freq_base", default=10000.0, above=1.0),
             rope_scaling=_rope_scaling(spec),
             attention_scale=md.float(f"{arch}.attention.scale", default=0.0) or head_dim**-0.5,
             sliding_window=md.int(f"{arch}.attention.sliding_window", default=0) or None,
@@ -95,34 +95,54 @@ def tensor_info(spec: ModelSpec, name: str) -> TensorInfo:
     return info
 
 
-def _uniform(spec: ModelSpec, key: str, default: int | None = None) -> int:
-    """An integer that some files give once per layer; layers that differ are not supported."""
-    value = spec.metadata.get(key)
-    if isinstance(value, int) or value is None:
-        return spec.metadata.int(key) if default is None else spec.metadata.int(key, default=default)
-    per_layer = set(spec.metadata.ints(key))
-    if len(per_layer) != 1:
-        raise ModelError(f"{spec.path}: {key} differs from layer to layer ({sorted(per_layer)}): not supported")
-    return per_layer.pop()
+def _count(spec: ModelSpec, key: str, default: int | None = None) -> int:
+    """A whole number of at least 1. Some files give it once per layer, which must not differ then."""
+    md, value = spec.metadata, spec.metadata.get(key)
+    if value is None or isinstance(value, int):
+        values = {md.int(key) if default is None else md.int(key, default=default)}
+    else:
+        values = set(md.ints(key))
+    if len(values) != 1:
+        raise ModelError(f"{spec.path}: {key} differs from layer to layer ({sorted(values)}): not supported")
+    (count,) = values
+    if count < 1:
+        raise ModelError(f"{spec.path}: {key} is {count}, but must be at least 1")
+    return count
+
+
+def _number(spec: ModelSpec, key: str, default: float | None = None, *, above: float = 0.0) -> float:
+    """A finite number above a bound: others would end in NaN or a division by zero."""
+    number = spec.metadata.float(key) if default is None else spec.metadata.float(key, default=default)
+    if not above < number < math.inf:
+        raise ModelError(f"{spec.path}: {key} is {number}, but must be a finite number above {above:g}")
+    return number
+
+
+def _rope_dims(spec: ModelSpec, head_dim: int) -> int:
+    key = f"{spec.architecture}.rope.dimension_count"
+    n_dims = spec.metadata.int(key, default=head_dim)
+    if n_dims % 2 or not 0 <= n_dims <= head_dim:
+        raise ModelError(f"{spec.path}: {key} is {n_dims}, but must be even and at most a head's {head_dim}")
+    return n_dims
 
 
 def _rope_scaling(spec: ModelSpec) -> RopeScaling:
     md, prefix = spec.metadata, f"{spec.architecture}.rope.scaling"
-    kind = md.str(f"{prefix}.type", default="none")
-    if "rope_factors_long.weight" in spec.tensors:
+    # A factor without a type is linear: files were written so before there were other types.
+    kind = md.str(f"{prefix}.type", default="linear" if f"{prefix}.factor" in md else "none")
+    if any(name.startswith("rope_factors_") for name in spec.tensors):
         kind = "longrope"
     known = ("none", "linear", "yarn", "longrope")
     if kind not in known:
         raise ModelError(f"{spec.path}: rope scaling {kind!r} is not supported; there are {', '.join(known)}")
-    factor = md.float(f"{prefix}.factor", default=1.0)
     original = md.int(f"{prefix}.original_context_length", default=0)
-    if factor <= 0 or (kind == "yarn" and original <= 0):
-        raise ModelError(f"{spec.path}: {prefix} has factor {factor} and original context {original}")
+    if original < 0 or (kind == "yarn" and original == 0):
+        raise ModelError(f"{spec.path}: {prefix} is {kind!r} with an original context of {original} tokens")
     return RopeScaling(
         kind=kind,
-        factor=factor,
-        original_context=original or md.int(f"{spec.architecture}.context_length"),
-        magnitude=md.float(f"{prefix}.attn_factor", default=1.0),
-        beta_fast=md.float(f"{prefix}.yarn_beta_fast", default=32.0),
-        beta_slow=md.float(f"{prefix}.yarn_beta_slow", default=1.0),
+        factor=_number(spec, f"{prefix}.factor", default=1.0),
+        original_context=original or _count(spec, f"{spec.architecture}.context_length"),
+        magnitude=_number(spec, f"{prefix}.attn_factor", default=1.0),
+        beta_fast=_number(spec, f"{prefix}.yarn_beta_fast", default=32.0),
+        beta_slow=_number(spec, f"{prefix}.yarn_beta_slow", default=1.0),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,9 @@ from motley.backends import Backend, Executable
 from motley.formats import PackedTensor
 from motley.graph import CACHE, Graph
 from motley.kvcache.arena import Arena, GroupBatch
+from motley.kvcache.sequences import BlockCopy
 from motley.models import BatchShape
-from motley.plan import DevicePlan
+from motley.plan import DevicePlan, Kernel
 
 _MAX_PLANS = 64  # batch shapes kept ready; the least recently used goes first
 
@@ -25,6 +26,7 @@ class DeviceBatch:
     shape: BatchShape
     inputs: Mapping[str, torch.Tensor]
     cache: tuple[GroupBatch, ...]
+    copies: Sequence[BlockCopy]  # to be made first
 
 
 class DeviceRunner:
@@ -36,15 +38,20 @@ class DeviceRunner:
         weights: Mapping[str, PackedTensor],
         arena: Arena,
         build: Callable[[BatchShape], Graph],
+        collectives: Kernel,
+        n_weight_bytes: int,
     ) -> None:
         self._backend = backend
+        self._kernels = (collectives, *backend.kernels)
         self._weights = weights
+        self._n_weight_bytes = n_weight_bytes
         self._build = build
         self._plans: OrderedDict[BatchShape, tuple[Graph, Executable]] = OrderedDict()
         self.arena = arena
 
     def run(self, batch: DeviceBatch) -> torch.Tensor:
         graph, executable = self._plan(batch.shape)
+        self.arena.copy(batch.copies)
         inputs = {
             node.name: self.arena.layer(int(node.name.removeprefix("cache.")), batch.cache)
             if node.dtype == CACHE
@@ -56,7 +63,8 @@ class DeviceRunner:
 
     @property
     def n_weight_bytes(self) -> int:
-        return sum(weight.nbytes for weight in self._weights.values())
+        """Of what was loaded; tables that stay mapped do not count."""
+        return self._n_weight_bytes
 
     @property
     def n_activation_bytes(self) -> int:
@@ -68,7 +76,7 @@ class DeviceRunner:
             self._plans.move_to_end(shape)
         else:
             graph = self._build(shape)
-            plan = DevicePlan.of(graph, self._backend.kernels)
+            plan = DevicePlan.of(graph, self._kernels)
             self._plans[shape] = graph, self._backend.prepare(plan, self._weights)
             if len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)

@@ -1,83 +1,96 @@
-"""`Runner`: model + cache + batch → logits."""
+"""`Runner`: model + cache + batch → logits, on a crew of devices. One path for one device and for many."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from motley.backends import Backend
-from motley.formats import PackedTensor
 from motley.gguf import ModelSpec
-from motley.graph import Tensor
-from motley.graph.ops import Weight
+from motley.graph import CACHE
 from motley.kvcache.arena import Arena, LayerGroup
 from motley.kvcache.batching import Extent, group_batches
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy
 from motley.kvcache.types import CacheType
-from motley.models import BatchShape, DecoderParams, build_graph
+from motley.models import BatchShape
 from motley.runtime.batch import Batch
 from motley.runtime.device import DeviceBatch, DeviceRunner
-
-Progress = Callable[[int, int], None]
-"""Called while loading with (bytes done, bytes in all)."""
+from motley.runtime.group import CollectiveKernel, ThreadGroup
+from motley.runtime.loading import Progress, load_weights, weight_bytes
+from motley.runtime.splitting import ModelSplit
+from motley.split.localize import LocalGraph
 
 
 class Runner:
-    """Loads a model onto a backend and runs batches through it."""
+    """A loaded model."""
 
     def __init__(
         self,
         spec: ModelSpec,
-        params: DecoderParams,
+        split: ModelSplit,
         backend: Backend,
         *,
-        n_ctx: int,
         n_blocks: int,
         block_size: int,
         k_type: CacheType,
         v_type: CacheType,
+        n_threads: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        smallest = build_graph(spec, params, BatchShape(1, 1), n_ctx)  # fails early, and names the weights
-        weights = _load(spec, smallest.weights, backend, progress)
-        layers = LayerGroup(tuple(range(params.n_layers)), (params.n_kv_heads,) * params.n_layers, n_blocks)
-        arena = Arena(k_type, v_type, [layers], block_size=block_size, head_dim=params.head_dim)
-        self._device = DeviceRunner(
-            backend, weights, arena, lambda shape: build_graph(spec, params, shape, n_ctx)
-        )
+        n_devices = len(split.crew)
+        shares = [split.share(device, BatchShape(1, 1)) for device in range(n_devices)]
+        weights = load_weights(spec, shares, [backend] * n_devices, progress)
+        self._group = ThreadGroup(n_devices, n_threads)
+        self._devices = [
+            DeviceRunner(
+                backend,
+                weights[device],
+                Arena(
+                    k_type,
+                    v_type,
+                    [_layers(shares[device], n_blocks)],
+                    block_size=block_size,
+                    head_dim=split.params.head_dim,
+                ),
+                build=lambda shape, device=device: split.share(device, shape).graph,  # type: ignore[misc]
+                collectives=CollectiveKernel(self._group.lines[device]),
+                n_weight_bytes=weight_bytes(shares[device]),
+            )
+            for device in range(n_devices)
+        ]
 
     def run(self, batch: Batch, manager: CacheManager, copies: Iterable[BlockCopy]) -> torch.Tensor:
         """Logits (outputs, vocab) of the rows that want them. Slots have been reserved; `copies` are made first."""
-        self._device.arena.copy(copies)
+        copies = list(copies)
         extents = [Extent(c.sequence, c.start, len(c.tokens)) for c in batch.chunks]
         inputs = {"tokens": batch.tokens(), "positions": batch.positions(), "output_rows": batch.output_rows()}
-        return self._device.run(
-            DeviceBatch(
-                BatchShape(batch.n_tokens, batch.n_outputs),
-                {name: torch.tensor(ids, dtype=torch.int32) for name, ids in inputs.items()},
-                tuple(group_batches(manager, extents)),
-            )
+        work = DeviceBatch(
+            BatchShape(batch.n_tokens, batch.n_outputs),
+            {name: torch.tensor(ids, dtype=torch.int32) for name, ids in inputs.items()},
+            tuple(group_batches(manager, extents)),
+            copies,
         )
+        return self._group.run(lambda device: self._devices[device].run(work))[0]
 
-    def memory(self) -> dict[str, int]:
-        """Bytes by purpose."""
-        device = self._device
-        return {
-            "weights": device.n_weight_bytes,
-            "kv_cache": device.arena.n_bytes,
-            "activations": device.n_activation_bytes,
-        }
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes by purpose, for each device."""
+        return [
+            {
+                "weights": device.n_weight_bytes,
+                "kv_cache": device.arena.n_bytes,
+                "activations": device.n_activation_bytes,
+            }
+            for device in self._devices
+        ]
+
+    def close(self) -> None:
+        self._group.close()
+        self._devices.clear()
 
 
-def _load(spec: ModelSpec, nodes: Sequence[Tensor], backend: Backend, progress: Progress | None) -> dict[str, PackedTensor]:
-    """The weights by name; those with the same source share memory."""
-    sources = dict.fromkeys(node.op.source for node in nodes if isinstance(node.op, Weight))
-    total, done, loaded = sum(spec.tensors[source].nbytes for source in sources), 0, {}
-    for source in sources:
-        loaded[source] = backend.load(spec.tensor(source))
-        done += loaded[source].nbytes
-        if progress is not None:
-            progress(done, total)
-    return {node.name: loaded[node.op.source] for node in nodes if isinstance(node.op, Weight)}
+def _layers(share: LocalGraph, n_blocks: int) -> LayerGroup:
+    """The cache layers that a device has heads of."""
+    heads = {int(t.name.removeprefix("cache.")): t.shape[0] for t in share.graph.inputs if t.dtype == CACHE}
+    return LayerGroup(tuple(heads), tuple(heads.values()), n_blocks)

@@ -1,0 +1,105 @@
+"""The crew: which devices share a model, how much memory each may use, and in what proportion they share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from motley.errors import ConfigError, DeviceError
+from motley.split.placement import LAYER, NONE, SPLIT_MODES
+
+_UNITS = {"": 1, "B": 1} | {f"{p}{i}B": 1024**n for n, p in enumerate("KMGT", 1) for i in ("", "i")}
+KNOWN_DEVICES = ("cpu",)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of the crew. The same name may stand for several: virtual devices on the same hardware."""
+
+    name: str
+    memory: int | None = None  # bytes it may use; None: as much as there is
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Devices, how the model is split over them, and their shares (which sum to anything above 0)."""
+
+    devices: tuple[Device, ...]
+    mode: str
+    shares: tuple[Fraction, ...]
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def label(self, index: int) -> str:
+        """How messages call a device: `cpu`, or `cpu#1` where there are several."""
+        name = self.devices[index].name
+        is_alone = sum(device.name == name for device in self.devices) == 1
+        return name if is_alone else f"{name}#{index}"
+
+
+def make_crew(
+    devices: str | Sequence[str] = "cpu",
+    split_mode: str | None = None,
+    tensor_split: str | Sequence[float] | None = None,
+    device_memory: str | Sequence[str | int] | None = None,
+) -> Crew:
+    """Check and complete what the user said. Shares default to the memory budgets, and those to equality."""
+    names = _listed(devices)
+    if not names:
+        raise DeviceError("no devices were named", hint=f"there are: {', '.join(KNOWN_DEVICES)}")
+    for name in names:
+        if name not in KNOWN_DEVICES:
+            raise DeviceError(f"unknown device {name!r}", hint=f"there are: {', '.join(KNOWN_DEVICES)}")
+    mode = split_mode or (NONE if len(names) == 1 else LAYER)
+    if mode not in SPLIT_MODES:
+        raise ConfigError(f"unknown split mode {mode!r}", hint=f"there are: {', '.join(SPLIT_MODES)}")
+    budgets = [parse_bytes(value) for value in _listed(device_memory or ())]
+    if budgets and len(budgets) != len(names):
+        raise ConfigError(f"{len(budgets)} memory budgets for {len(names)} devices", hint="give one for each device")
+    if mode == NONE:
+        names, budgets = names[:1], budgets[:1]
+    crew = tuple(Device(n, b) for n, b in zip(names, budgets or [None] * len(names), strict=True))
+    return Crew(crew, mode, _shares(tensor_split, budgets, mode, len(crew)))
+
+
+def _shares(asked: object, budgets: Sequence[int], mode: str, n_devices: int) -> tuple[Fraction, ...]:
+    values = _listed(asked)  # type: ignore[arg-type]
+    if mode == NONE or not values:
+        return tuple(Fraction(b) for b in budgets) or (Fraction(1),) * n_devices
+    try:
+        shares = tuple(Fraction(str(value)) for value in values)
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError(f"tensor split {asked!r} is no list of numbers", hint="for example 3,1") from None
+    if len(shares) != n_devices:
+        raise ConfigError(f"{len(shares)} proportions for {n_devices} devices", hint="give one for each device")
+    if min(shares) < 0 or not any(shares):
+        raise ConfigError(
+            f"tensor split {asked!r} cannot be met", hint="proportions are 0 or more, and one is above 0"
+        )
+    return shares
+
+
+def parse_bytes(value: str | int) -> int:
+    """`2GiB`, `512M`, `1.5 GB` (all powers of 1024) or a number of bytes."""
+    if isinstance(value, int):
+        number, unit = Fraction(value), ""
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if match is None:
+            raise ConfigError(f"{value!r} is no amount of memory", hint="for example 2GiB or 512MiB")
+        number, unit = Fraction(match[1]), match[2]
+    units = {name.upper(): size for name, size in _UNITS.items()} | {p: 1024**n for n, p in enumerate("KMGT", 1)}
+    if unit.upper() not in units or number <= 0:
+        raise ConfigError(f"{value!r} is no amount of memory", hint="for example 2GiB or 512MiB")
+    return int(number * units[unit.upper()])
+
+
+def _listed(value: str | Sequence[object] | None) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return [str(part) for part in value]

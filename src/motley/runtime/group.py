@@ -1,0 +1,184 @@
+"""Devices that work on one batch together, and how they talk.
+
+`Communicator` is the whole interface: one for each device. `ThreadGroup` is the in-process implementation, a thread
+for each device; processes can be another.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from motley.errors import DeviceError, MotleyError
+from motley.graph import Shape, Tensor
+from motley.ownership import Word
+from motley.plan import Launch
+from motley.split.collectives import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Collective,
+    Receive,
+    ReduceScatter,
+    Send,
+    put,
+    take,
+)
+
+T = TypeVar("T")
+
+
+class Communicator(Protocol):
+    """One device's line to the others. All devices make the same calls in the same order (send and receive: both ends)."""
+
+    device: int
+
+    def exchange(self, part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        """Everybody's tensors, by device. They may be read until the next call."""
+        ...
+
+    def send(self, tensor: torch.Tensor, target: int) -> None: ...
+
+    def receive(self, source: int) -> torch.Tensor: ...
+
+
+class CollectiveKernel:
+    """Runs collectives on a communicator. Sums are made in the order of devices, so all of them get the same bits."""
+
+    name = "collective"
+
+    def __init__(self, line: Communicator) -> None:
+        self._line = line
+
+    def supports(self, node: Tensor) -> str | None:
+        return None if isinstance(node.op, Collective) else "no collective"
+
+    def prepare(self, node: Tensor) -> Launch:
+        op, line = node.op, self._line
+
+        def launch(inputs: Sequence[Any], out: Any) -> Any:
+            match op:
+                case AllReduce():
+                    _sum_into(out, line.exchange(inputs[0]))
+                case ReduceScatter(axis, word, device):
+                    _sum_into(out, [take(_some(t), axis, word, device) for t in line.exchange(inputs[0])])
+                case AllGather(axis, word):
+                    _join_into(out, line.exchange(inputs[0]), axis, word)
+                case Broadcast(root, _):
+                    out.copy_(line.exchange(inputs[0] if inputs else None)[root])
+                case Send(_, target):
+                    line.send(inputs[0], target)
+                case Receive(source, _, _):
+                    out.copy_(line.receive(source))
+            return out
+
+        return launch
+
+
+def _sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
+    total = _some(parts[0]).clone()
+    for part in parts[1:]:
+        total += _some(part)
+    out.copy_(total)
+
+
+def _join_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None], axis: int, word: Word) -> None:
+    for device, part in enumerate(parts):
+        put(out, _some(part), axis, word, device)
+
+
+def _some(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None, "a device sent nothing"
+    return tensor
+
+
+class ThreadGroup:
+    """Devices of one process, each on a thread of its own."""
+
+    def __init__(self, n_devices: int, n_threads: int | None = None) -> None:
+        """`n_threads`: in all, shared out evenly; each device has at least one."""
+        self._barrier = threading.Barrier(n_devices)
+        self._slots: list[list[torch.Tensor | None]] = [[None] * n_devices, [None] * n_devices]
+        self._mail: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor | None]] = {
+            (a, b): queue.SimpleQueue() for a in range(n_devices) for b in range(n_devices)
+        }
+        each = max(1, (n_threads or torch.get_num_threads()) // n_devices)
+        self._workers = [
+            ThreadPoolExecutor(1, f"motley-{i}", initializer=torch.set_num_threads, initargs=(each,))
+            for i in range(n_devices)
+        ]
+        self.lines = [_Line(self, device) for device in range(n_devices)]
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """`work(device)` on all devices at once; the first failure ends the others and is raised."""
+        futures = [worker.submit(self._guarded, work, device) for device, worker in enumerate(self._workers)]
+        wait(futures)
+        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        if errors:
+            self._reset()
+            causes = [error for error in errors if not isinstance(error, threading.BrokenBarrierError | _HungUp)]
+            cause = causes[0] if causes else errors[0]
+            if isinstance(cause, MotleyError):
+                raise cause
+            raise DeviceError(f"a device failed: {cause}") from cause
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.shutdown()
+
+    def _guarded(self, work: Callable[[int], T], device: int) -> T:
+        try:
+            return work(device)
+        except BaseException:
+            self._barrier.abort()
+            for (_, target), box in self._mail.items():
+                if target != device:
+                    box.put(None)  # whoever waits for mail must not wait for ever
+            raise
+
+    def _reset(self) -> None:
+        self._barrier.reset()
+        for box in self._mail.values():
+            while not box.empty():
+                box.get()
+        for line in self.lines:
+            line.n_exchanges = 0
+
+
+class _HungUp(Exception):
+    """Another device has failed."""
+
+
+class _Line:
+    """One device's line in a ThreadGroup.
+
+    What is exchanged is copied into one of two sets of slots in turn. A device can only write to a set again after the
+    barrier in between, and by then everybody has read it: one barrier for each exchange is enough.
+    """
+
+    def __init__(self, group: ThreadGroup, device: int) -> None:
+        self._group = group
+        self.device = device
+        self.n_exchanges = 0
+
+    def exchange(self, part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        slots = self._group._slots[self.n_exchanges % 2]
+        self.n_exchanges += 1
+        slots[self.device] = None if part is None else part.clone()
+        self._group._barrier.wait()
+        return slots
+
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        self._group._mail[self.device, target].put(tensor.clone())
+
+    def receive(self, source: int) -> torch.Tensor:
+        tensor = self._group._mail[source, self.device].get()
+        if tensor is None:
+            raise _HungUp
+        return tensor

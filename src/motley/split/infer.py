@@ -1,0 +1,128 @@
+"""Split inference: how every tensor of an unmodified graph is spread, and where devices must talk.
+
+Nodes are visited in order. For each, the op lists its ways to run on parts; the way whose inputs are cheapest to
+have is taken, the first of equals. A tensor that has been brought into another state stays available in both, so a
+residual that was summed once is not summed again. Sums wait: partial + partial is partial, and nothing is reduced
+before an op that cannot take a partial input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from motley.errors import SplitError
+from motley.graph import Graph, Tensor, Way
+from motley.ownership import MIRRORED, Split, State, Word, sole_owner
+from motley.split.transitions import FREE, Cost, Transition, transition_cost
+
+
+@dataclass(frozen=True)
+class SplitGraph:
+    """A graph and how its tensors lie on `n_devices`."""
+
+    graph: Graph
+    n_devices: int
+    ways: Mapping[Tensor, Way]  # of every node; a source's way has no inputs
+    transitions: tuple[Transition, ...]  # in the order in which they are met
+
+    def state(self, tensor: Tensor) -> State:
+        """The state in which the tensor is made."""
+        return self.ways[tensor].output
+
+    @property
+    def collectives(self) -> tuple[Transition, ...]:
+        """Transitions for which devices must talk."""
+        return tuple(t for t in self.transitions if t.kind)
+
+
+def infer(graph: Graph, n_devices: int, placement: Mapping[str, State]) -> SplitGraph:
+    """States for all tensors, given those of weights and inputs by name (mirrored where nothing is said)."""
+    known = {node.name for node in graph.nodes if not node.inputs}
+    strangers = sorted(set(placement) - known)
+    if strangers:
+        raise SplitError("placement", [], f"{strangers[0]!r} is no weight or input of the graph")
+    inference = _Inference(n_devices)
+    for node in graph.nodes:
+        if node.inputs:
+            inference.visit(node)
+        else:
+            inference.start(node, placement.get(node.name, MIRRORED))
+    for output in graph.outputs:
+        inference.require(output, MIRRORED, None)
+    return SplitGraph(graph, n_devices, inference.ways, tuple(inference.transitions))
+
+
+def sole(tensor: Tensor, device: int) -> State:
+    """The state of a tensor that one device holds alone."""
+    return Split(0, Word.of(device, tensor.shape[0]))
+
+
+class _Inference:
+    def __init__(self, n_devices: int) -> None:
+        self.n_devices = n_devices
+        self.ways: dict[Tensor, Way] = {}
+        self.transitions: list[Transition] = []
+        self._available: dict[Tensor, list[State]] = {}  # the state it is made in, then those it was brought into
+
+    def start(self, node: Tensor, state: State) -> None:
+        if isinstance(state, Split) and not (state.fits(node.shape) and _names_only(state.word, self.n_devices)):
+            raise SplitError(node.name, [state], f"is no split of {node.shape} over {self.n_devices} devices")
+        self._produce(node, Way((), state))
+
+    def visit(self, node: Tensor) -> None:
+        best: tuple[Cost, Way] | None = None
+        for way in self._ways(node):
+            cost = self._cost(node, way)
+            if cost is not None and (best is None or cost < best[0]):
+                best = cost, way
+        if best is None:
+            states = [self.ways[t].output for t in node.inputs]
+            why = f"no way to compute {node.name or 'it'} from inputs that lie like this"
+            raise SplitError(node.op.name, states, why)
+        for tensor, state in zip(node.inputs, best[1].inputs, strict=True):
+            self.require(tensor, state, node)
+        self._produce(node, best[1])
+
+    def require(self, tensor: Tensor, target: State, user: Tensor | None) -> None:
+        """Have `tensor` in `target`, by the cheapest transition if it is not there yet."""
+        available = self._available[tensor]
+        if target not in available:
+            found = _cheapest(tensor, available, target)
+            assert found is not None, f"{tensor!r} cannot be {target}"
+            self.transitions.append(Transition(tensor, found[1], target, user))
+            available.append(target)
+
+    def _ways(self, node: Tensor) -> Iterator[Way]:
+        """Everything on one device, if its inputs are there; the op's own ways; everything everywhere."""
+        combinations = list(product(*(self._available[t] for t in node.inputs)))
+        owners = {sole_owner(state): None for states in combinations for state in states}
+        for owner in owners:
+            if owner is not None and all(t.shape for t in (node, *node.inputs)):
+                yield Way(tuple(sole(t, owner) for t in node.inputs), sole(node, owner))
+        for states in combinations:
+            yield from node.op.ways(node.inputs, states)
+        yield Way((MIRRORED,) * len(node.inputs), MIRRORED)
+
+    def _cost(self, node: Tensor, way: Way) -> Cost | None:
+        total = FREE
+        for tensor, target in zip(node.inputs, way.inputs, strict=True):
+            found = _cheapest(tensor, self._available[tensor], target)
+            if found is None:
+                return None
+            total += found[0]
+        return total
+
+    def _produce(self, node: Tensor, way: Way) -> None:
+        self.ways[node] = way
+        self._available[node] = [way.output]
+
+
+def _cheapest(tensor: Tensor, available: Iterable[State], target: State) -> tuple[Cost, State] | None:
+    costs = [(transition_cost(tensor, state, target), state) for state in available]
+    return min(((cost, state) for cost, state in costs if cost is not None), key=lambda pair: pair[0], default=None)
+
+
+def _names_only(word: Word, n_devices: int) -> bool:
+    return sum(word.counts(n_devices)) == len(word)

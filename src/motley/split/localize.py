@@ -1,0 +1,172 @@
+"""One device's share of a split graph, as an ordinary graph with static shapes.
+
+Walks the nodes in their order. A tensor that one other device holds alone is absent here, and so are the nodes that
+make it. Collectives are met in the same order on every device, whatever is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from motley.graph import Graph, Tensor, Way
+from motley.graph.graph import in_order
+from motley.graph.ops import Weight
+from motley.ownership import MIRRORED, Mirrored, Partial, Split, State, sole_owner
+from motley.split.collectives import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Collective,
+    Place,
+    Receive,
+    ReduceScatter,
+    Send,
+    Shard,
+    Zeros,
+)
+from motley.split.infer import SplitGraph
+from motley.split.transitions import Transition, is_fixed
+
+
+@dataclass(frozen=True)
+class LocalGraph:
+    """What one device runs; the graph's outputs are whole."""
+
+    graph: Graph
+    layouts: Mapping[str, State]  # of each weight, by its name in this graph: which part of its source it is
+
+
+def localize(split: SplitGraph, device: int) -> LocalGraph:
+    walk = _Walk(split, device)
+    pending = list(split.transitions)
+    for node in split.graph.nodes:
+        way = split.ways[node]
+        while pending and pending[0].user is node:
+            walk.bring(pending.pop(0))
+        walk.make(node, way)
+    for transition in pending:
+        walk.bring(transition)
+    outputs = [walk.part(t, MIRRORED) for t in split.graph.outputs]
+    assert all(outputs), "an output is absent"
+    effects = [t for t in walk.made if isinstance(t.op, Collective)]
+    kept = set(in_order([*effects, *(t for t in outputs if t)]))
+    nodes = [t for t in in_order(walk.made) if t in kept]
+    graph = Graph(tuple(nodes), tuple(t for t in outputs if t))
+    graph.verify()
+    return LocalGraph(graph, {node.name: walk.layouts[node.name] for node in graph.weights})
+
+
+class _Walk:
+    """Parts made so far, by tensor and state."""
+
+    def __init__(self, split: SplitGraph, device: int) -> None:
+        self._split = split
+        self._device = device
+        self._parts: dict[tuple[Tensor, State], Tensor | None] = {}
+        self.made: list[Tensor] = []  # in the order of the walk
+        self.layouts: dict[str, State] = {}
+
+    def part(self, tensor: Tensor, state: State) -> Tensor | None:
+        """This device's part of `tensor` in `state`; None if another device holds it alone."""
+        return self._parts[tensor, state]
+
+    def make(self, node: Tensor, way: Way) -> None:
+        if self._is_elsewhere(way.output):
+            self._parts[node, way.output] = None
+            return
+        if is_fixed(node) and not node.inputs:
+            part = self._lay_out(node, way.output)
+        else:
+            inputs = [self._present(t, state) for t, state in zip(node.inputs, way.inputs, strict=True)]
+            shape = way.output.local_shape(node.shape, self._device)
+            part = node.op.local(inputs, way, shape, self._device, node.name)
+        self._parts[node, way.output] = part
+        self.made.append(part)
+
+    def bring(self, transition: Transition) -> None:
+        """Make the tensor's part in the transition's target state."""
+        tensor, source, target = transition.tensor, transition.source, transition.target
+        key = tensor, target
+        if not is_fixed(tensor):
+            part = self._transit(tensor, source, target)
+        elif self._is_elsewhere(target):
+            part = None
+        else:
+            part = self._lay_out(tensor, target)
+        self._parts[key] = part
+        if part is not None:
+            self.made.append(part)
+
+    def _lay_out(self, tensor: Tensor, state: State) -> Tensor:
+        """A weight or cache layer as it lies here from the start: it is not cut at run time."""
+        shape = state.local_shape(tensor.shape, self._device)
+        is_as_placed = state == self._split.state(tensor) or not isinstance(tensor.op, Weight)
+        name = tensor.name if is_as_placed else f"{tensor.name} {state}"
+        self.layouts[name] = state
+        return tensor.op.local([], Way((), state), shape, self._device, name)
+
+    def _transit(self, tensor: Tensor, source: State, target: State) -> Tensor | None:
+        here, device = self._parts[tensor, source], self._device
+        name = f"{tensor.name}→{target}" if tensor.name else ""
+        owner, heir = sole_owner(source), sole_owner(target)
+        if isinstance(source, Mirrored):
+            return self._cut(here, target, name)
+        if owner is not None and owner == heir:
+            return here
+        match source, target:
+            case Partial(), Mirrored():
+                return AllReduce()(_some(here), name=name)
+            case Partial(), Split(axis, word):
+                return self._unless_empty(ReduceScatter(axis, word, device)(_some(here), name=name), target)
+            case Split(axis, word), Partial():
+                return Place(axis, word, device)(self._present(tensor, source), name=name)
+            case Split(), Mirrored() if owner is not None:
+                return Broadcast(owner, tensor.shape)(*([here] if here else []), name=name)
+            case Split(), Split() if owner is not None and heir is not None:
+                return self._hand_over(tensor, here, owner, heir, name)
+            case Split(axis, word), _:
+                whole = AllGather(axis, word)(self._present(tensor, source), name=name)
+                self.made.append(whole)
+                return self._cut(whole, target, name)
+        raise AssertionError(f"no transition from {source} to {target}")
+
+    def _cut(self, whole: Tensor | None, target: State, name: str) -> Tensor | None:
+        """From all of a tensor to what `target` says, without asking anybody."""
+        whole = _some(whole)
+        if self._is_elsewhere(target):
+            return None
+        match target:
+            case Split(axis, word) if sole_owner(target) is None:
+                return Shard(axis, word, self._device)(whole, name=name)
+            case Partial() if self._device != 0:
+                return Zeros(whole.shape)(name=name)
+        return whole
+
+    def _hand_over(self, tensor: Tensor, here: Tensor | None, owner: int, heir: int, name: str) -> Tensor | None:
+        if self._device == owner:
+            self.made.append(Send(owner, heir)(_some(here), name=name))
+        return Receive(owner, heir, tensor.shape)(name=name) if self._device == heir else None
+
+    def _unless_empty(self, part: Tensor, target: State) -> Tensor | None:
+        """A collective must run here even if its result is another's."""
+        self.made.append(part)
+        return None if self._is_elsewhere(target) else part
+
+    def _present(self, tensor: Tensor, state: State) -> Tensor:
+        """The part, or an empty one where another device holds the tensor alone."""
+        part = self._parts[tensor, state]
+        if part is not None:
+            return part
+        if is_fixed(tensor):
+            return self._lay_out(tensor, state)
+        return Zeros(state.local_shape(tensor.shape, self._device))()
+
+    def _is_elsewhere(self, state: State) -> bool:
+        owner = sole_owner(state)
+        return owner is not None and owner != self._device
+
+
+def _some(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "a tensor that every device holds is absent here"
+    return tensor
