@@ -1,0 +1,1 @@
+"""How the bundled model is made. See README.md beside this file."""
