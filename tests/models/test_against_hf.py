@@ -82,16 +82,18 @@ def test_sequences_in_one_batch_do_not_see_each_other(converted: Converted) -> N
         driver.close(sequence)
 
 
-@pytest.mark.parametrize("n_ctx", [64, 65])
-def test_context_size_chooses_the_longrope_factors(tmp_path: Path, n_ctx: int) -> None:
+def test_context_size_chooses_the_longrope_factors(tmp_path: Path) -> None:
     """Transformers goes by the length of a text instead; with equal factors it has no choice."""
-    tokens = random_tokens(30, seed=4)
-    rope = LONGROPE.options["rope_parameters"]
-    chosen = rope["long_factor" if n_ctx > rope["original_max_position_embeddings"] else "short_factor"]
-    reference = LONGROPE.build(rope_parameters=rope | {"short_factor": chosen, "long_factor": chosen})
+    options = LONGROPE.options
+    original, rope = options["original_max_position_embeddings"], options["rope_parameters"]
     path = to_gguf(LONGROPE.build()).write(tmp_path / "model.gguf")
-    logits = ModelDriver(path, n_ctx).logits(tokens)
-    assert _difference(logits, hf_logits(reference, tokens)) <= TOLERANCE
+    tokens = random_tokens(30, seed=4)
+    expected = []
+    for n_ctx, chosen in ((original, rope["short_factor"]), (original + 1, rope["long_factor"])):
+        equal = LONGROPE.build(rope_parameters=rope | {"short_factor": chosen, "long_factor": chosen})
+        expected.append(hf_logits(equal, tokens))
+        assert _difference(ModelDriver(path, n_ctx).logits(tokens), expected[-1]) <= TOLERANCE
+    assert _difference(*expected) > 1000 * TOLERANCE
 
 
 @pytest.mark.parametrize(

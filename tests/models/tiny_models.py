@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ _SIZES: Mapping[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": _CONTEXT,
+    "rms_norm_eps": 1e-3,
     "pad_token_id": None,
     "eos_token_id": N_VOCAB - 1,
 }
@@ -41,7 +43,9 @@ class TinyModel:
 
     def build(self, **overrides: Any) -> PreTrainedModel:
         """The same weights at every call, whatever rope options are overridden."""
-        options = {**_SIZES, **self.options, **overrides}
+        options = deepcopy(
+            {**_SIZES, **self.options, **overrides}
+        )  # configurations write into theirs
         config = AutoConfig.for_model(self.architecture, **options)
         model_class: Any = AutoModelForCausalLM
         model: PreTrainedModel = model_class.from_config(config, attn_implementation="eager").eval()
@@ -79,14 +83,12 @@ def _rope(kind: str, **options: Any) -> dict[str, Any]:
 
 
 def _longrope(n_dims: int, **options: Any) -> dict[str, Any]:
-    return _rope(
-        "longrope",
-        short_factor=[1 + 0.05 * i for i in range(n_dims // 2)],
-        long_factor=[1 + 0.5 * i for i in range(n_dims // 2)],
-        factor=2.0,
-        original_max_position_embeddings=64,
-        **options,
-    )
+    factors = {
+        "short_factor": [1 + 0.05 * i for i in range(n_dims // 2)],
+        "long_factor": [1 + 0.5 * i for i in range(n_dims // 2)],
+    }
+    # Phi 3's configuration has the original context beside the rope's parameters, not among them.
+    return {"original_max_position_embeddings": 64, **_rope("longrope", factor=2.0, **factors, **options)}
 
 
 _MHA = {"num_key_value_heads": 4}
@@ -101,8 +103,8 @@ _TUNED_YARN = {
         factor=8.0,
         original_max_position_embeddings=64,
         attention_factor=0.8,
-        beta_fast=4.0,
-        beta_slow=0.5,
+        beta_fast=2.0,
+        beta_slow=0.1,
     ),
 }
 _LLAMA3 = _rope(
