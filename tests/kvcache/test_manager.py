@@ -231,6 +231,17 @@ def test_a_windowed_prefix_is_found_although_its_beginning_is_gone() -> None:
     cache.check_integrity()
 
 
+def test_a_windowed_prefix_keeps_what_it_sees_when_its_tail_finds_no_room() -> None:
+    cache = CacheManager([GroupSpec("window", 4, window=6)], 4)
+    tokens = range(15)
+    start(cache, tokens, n_batch=15)
+    opened = cache.open(range(20))
+    assert (opened.n_cached, opened.copies) == (12, [])
+    # Token 12 sees 7 and on: entry 1. With the tail, token 15 would have seen 10 and on: entry 2.
+    assert blocks(cache, opened.seq) == [HOLE, 1, 2]
+    cache.check_integrity()
+
+
 def test_going_back_behind_a_window_is_refused_with_a_way_out() -> None:
     cache = make_windowed()
     seq = start(cache, range(20), n_batch=4)

@@ -275,6 +275,7 @@ class CacheManager:
         if match.n_tail and all(group.pool.n_available for group in self.groups):
             for group, table, block in zip(self.groups, sequence.tables, match.tails, strict=True):
                 copies += group.adopt_head(table, block, match.n_tail)
+                group.drop_unseen(table, n_cached + match.n_tail)
             n_cached += match.n_tail
         sequence.tokens = tokens[:n_cached]
         sequence.n_slots = n_cached

@@ -66,7 +66,7 @@ class PrefixMatch:
     """The longest known prefix: full blocks to share, and a head of one more block to copy, per group."""
 
     keys: list[bytes]  # the root, then the key of each matched full block
-    blocks: tuple[list[int], ...]  # per group: the full blocks, HOLE where its window has passed
+    blocks: tuple[list[int], ...]  # per group: the full blocks, HOLE for those that the next token cannot see
     n_tail: int  # tokens of the next block that are known too; 0: none
     tails: tuple[int, ...]  # per group: the block that begins with these tokens (if n_tail)
 
@@ -213,7 +213,7 @@ def find_prefix(
     keys = keys[: n_full + 1]
     heads = [index.find_head(keys[-1], tokens[n_full * size : limit]) for index in indexes]
     n_tail = min(n for _, n in heads)
-    blocks = tuple(_visible_blocks(index, keys, n_full * size + n_tail) for index in indexes)
+    blocks = tuple(_visible_blocks(index, keys, n_full * size) for index in indexes)
     return PrefixMatch(keys, blocks, n_tail, tuple(block for block, _ in heads))
 
 
