@@ -144,7 +144,12 @@ def kind_of(value: Value) -> str:
             return "a float"
         case str():
             return "a string"
-        case np.ndarray():
-            return f"an array of {value.dtype.name}"
         case _:
-            return "an array of strings" if _as_strs(value) is not None else "an array of arrays"
+            return f"an array of {item_kind(value)}"
+
+
+def item_kind(array: NDArray[Any] | tuple[Value, ...]) -> str:
+    """What an array is an array of."""
+    if isinstance(array, np.ndarray):
+        return str(array.dtype.name)
+    return "arrays" if _as_strs(array) is None else "strings"

@@ -8,6 +8,7 @@ All numbers are little endian. The tensor data, and each tensor in it, starts at
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,8 @@ def _map(path: Path) -> mmap.mmap:
     """A private mapping: pages come from the page cache, and a stray write never reaches the disk."""
     try:
         with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise GGUFError(f"{path}: the file is empty")
             if sys.platform != "linux":
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             # Without NORESERVE the kernel refuses a model that is larger than memory and swap.
@@ -61,8 +64,6 @@ def _map(path: Path) -> mmap.mmap:
             return mmap.mmap(
                 file.fileno(), 0, mmap.MAP_PRIVATE | no_reserve, mmap.PROT_READ | mmap.PROT_WRITE
             )
-    except ValueError:
-        raise GGUFError(f"{path}: the file is empty") from None
     except OSError as error:
         raise GGUFError(f"{path}: cannot be opened: {error.strerror or error}") from None
 

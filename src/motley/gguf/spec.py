@@ -17,7 +17,7 @@ from motley.gguf.metadata import Metadata
 from motley.gguf.part import Part, read_part
 from motley.gguf.tensors import TensorInfo
 
-_PART_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_PART_NAME = re.compile(r"(?P<stem>.*)-[0-9]{5}-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 
 
 @dataclass(frozen=True)
