@@ -1,4 +1,4 @@
-"""Sharing out whole units by proportion, fairly over many rounds."""
+"""Sharing out whole units by proportion, so that what a device got is never far from what it was asked to take."""
 
 from __future__ import annotations
 
@@ -7,25 +7,39 @@ from fractions import Fraction
 
 
 class Apportioner:
-    """Hands out units round by round (layer by layer). In each round every device gets its quota rounded down or up,
-    so it is within one unit of what was asked; who is rounded up is whoever is owed most so far, so errors do not
-    add up over rounds. A device with share 0 never gets anything.
+    """Hands out units of various sizes, round by round, in proportion to `shares`.
+
+    It remembers what each device is owed in bytes. A round gives each device what it is owed, rounded to whole units,
+    so rounding does not add up over rounds, and a coarse round (heads) is made up for by a fine one (FFN columns).
+    After any round a device is within one unit of its share, unless it was owed less than nothing before: then it
+    gets nothing. A device with share 0 never gets anything.
     """
 
     def __init__(self, shares: Sequence[Fraction | int]) -> None:
         total = sum(shares, Fraction(0))
         assert total > 0, "shares are checked where they enter"
         self._shares = [Fraction(share) / total for share in shares]
-        self._owed = [Fraction(0)] * len(shares)  # units asked for so far minus units given
+        self._owed = [Fraction(0)] * len(shares)  # bytes
 
-    def share_out(self, n_units: int) -> tuple[int, ...]:
+    def record(self, counts: Sequence[int], unit_bytes: int) -> None:
+        """Count in what others shared out: what devices got too much or too little of it, later rounds make up for."""
+        total = sum(counts) * unit_bytes
+        self._owed = [
+            owed + share * total - n * unit_bytes
+            for owed, share, n in zip(self._owed, self._shares, counts, strict=True)
+        ]
+
+    def share_out(self, n_units: int, unit_bytes: int = 1) -> tuple[int, ...]:
         """How many of `n_units` each device gets in this round."""
-        quotas = [share * n_units for share in self._shares]
-        counts = [int(quota) for quota in quotas]
-        self._owed = [owed + quota - n for owed, quota, n in zip(self._owed, quotas, counts, strict=True)]
-        can_round_up = [i for i, (quota, n) in enumerate(zip(quotas, counts, strict=True)) if quota > n]
-        can_round_up.sort(key=lambda i: (-self._owed[i], i))
-        for i in can_round_up[: n_units - sum(counts)]:
-            counts[i] += 1
-            self._owed[i] -= 1
+        owed_now = [
+            owed + share * n_units * unit_bytes for owed, share in zip(self._owed, self._shares, strict=True)
+        ]
+        wanted = [max(Fraction(0), owed) / unit_bytes for owed in owed_now]
+        scale = min(Fraction(1), n_units / sum(wanted)) if any(wanted) else Fraction(0)
+        counts = [int(units * scale) for units in wanted]
+        for _ in range(n_units - sum(counts)):
+            left = [owed - n * unit_bytes for owed, n in zip(owed_now, counts, strict=True)]
+            sharers = [i for i, share in enumerate(self._shares) if share > 0]
+            counts[max(sharers, key=lambda i: (left[i], -i))] += 1
+        self.record(counts, unit_bytes)
         return tuple(counts)

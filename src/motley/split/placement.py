@@ -86,62 +86,51 @@ class _TensorPlacement:
         self._params = params
         self._shares = shares
         self._repeat = choose_kv_repeat(weights, params, shares)
-        self._heads = Apportioner(shares)
-        self._ffn = Apportioner(shares)
+        self._heads = Apportioner(shares)  # KV heads by themselves: the cache is shared out as the model is
+        self._bytes = Apportioner(shares)  # everything; FFN columns make up for the coarseness of heads
         self._states: dict[str, State] = {}
 
     def place(self) -> Placement:
         for layer in range(self._params.n_layers):
-            heads = self._place_attention(f"blk.{layer}.")
-            self._place_ffn(f"blk.{layer}.", heads)
-        output = self._weights["output.weight"]
-        self._cut("output.weight", 0, Word.run(Apportioner(self._shares).share_out(output.shape[0])))
+            self._place_attention(layer)
+            self._place_ffn(layer)
+        n_vocab = self._weights["output.weight"].shape[0]
+        self._cut("output.weight", 0, _word(self._bytes.share_out(*self._units(n_vocab, 1, ["output.weight"])), 1, n_vocab))
         return Placement(self._states, self._repeat)
 
-    def _place_attention(self, prefix: str) -> tuple[int, ...]:
-        """Cut the layer's attention; returns how many (virtual) KV heads each device has."""
-        p, repeat = self._params, self._repeat
+    def _place_attention(self, layer: int) -> None:
+        p, repeat, prefix = self._params, self._repeat, f"blk.{layer}.attn_"
         group = p.n_heads // p.n_kv_heads // repeat
-        unit = _head_unit(_block_size(self._weights[f"{prefix}attn_output.weight"]), p.head_dim, group)
-        heads = _in_units(self._heads, p.n_kv_heads * repeat, unit)
-        kv = Word.run(heads).stretch(p.head_dim)
-        q = Word.run(heads).stretch(group * p.head_dim)
-        self._states[f"cache.{prefix.split('.')[1]}"] = Split(0, Word.run(heads))
-        self._cut(f"{prefix}attn_output.weight", 1, q)
-        self._cut(f"{prefix}attn_q.weight", 0, q)
-        if repeat == 1:  # copies of KV heads come of mirrored matrices, which are small
-            self._cut(f"{prefix}attn_k.weight", 0, kv)
-            self._cut(f"{prefix}attn_v.weight", 0, kv)
-            self._cut(f"{prefix}attn_qkv.weight", 0, q + kv + kv)
-        return heads
+        unit = _head_unit(_block_size(self._weights[f"{prefix}output.weight"]), p.head_dim, group)
+        is_repeated = repeat > 1  # then K and V matrices, which are small, are mirrored
+        names = ["q", "output"] if is_repeated else ["q", "k", "v", "qkv", "output"]
+        n_units, unit_bytes = self._units(p.n_kv_heads * repeat, unit, [f"{prefix}{n}.weight" for n in names])
+        counts = self._heads.share_out(n_units)
+        self._bytes.record(counts, unit_bytes)
+        heads = _word(counts, unit, p.n_kv_heads * repeat)
+        q, kv = heads.stretch(group * p.head_dim), heads.stretch(p.head_dim)
+        self._states[f"cache.{layer}"] = Split(0, heads)
+        self._cut(f"{prefix}output.weight", 1, q)
+        self._cut(f"{prefix}q.weight", 0, q)
+        if not is_repeated:
+            self._cut(f"{prefix}k.weight", 0, kv)
+            self._cut(f"{prefix}v.weight", 0, kv)
+            self._cut(f"{prefix}qkv.weight", 0, q + kv + kv)
 
-    def _place_ffn(self, prefix: str, heads: tuple[int, ...]) -> None:
-        n_ff, down = self._params.n_ff, self._weights[f"{prefix}ffn_down.weight"]
-        is_idle = any(share > 0 and not n for share, n in zip(self._shares, heads, strict=True))
-        apportioner = Apportioner(self._shares_left(prefix, heads)) if is_idle else self._ffn
-        word = Word.run(_in_units(apportioner, n_ff, _block_size(down)))
-        is_fused = f"{prefix}ffn_gate.weight" not in self._weights
-        self._cut(f"{prefix}ffn_gate.weight", 0, word)
-        self._cut(f"{prefix}ffn_up.weight", 0, word + word if is_fused else word)
-        self._cut(f"{prefix}ffn_down.weight", 1, word)
+    def _place_ffn(self, layer: int) -> None:
+        prefix = f"blk.{layer}.ffn_"
+        down, gate, up = (f"{prefix}{name}.weight" for name in ("down", "gate", "up"))
+        n_ff, unit = self._params.n_ff, _block_size(self._weights[down])
+        word = _word(self._bytes.share_out(*self._units(n_ff, unit, [down, gate, up])), unit, n_ff)
+        self._cut(gate, 0, word)
+        self._cut(up, 0, word if gate in self._weights else word + word)
+        self._cut(down, 1, word)
 
-    def _shares_left(self, prefix: str, heads: tuple[int, ...]) -> list[Fraction]:
-        """Shares of the FFN that make up for attention: a device without heads takes more columns."""
-        attention = self._n_bytes(prefix, "attn_")
-        ffn = self._n_bytes(prefix, "ffn_")
-        total = sum(self._shares, Fraction(0))
-        wanted = [
-            max(Fraction(0), share / total * (attention + ffn) - Fraction(n, sum(heads)) * attention)
-            for share, n in zip(self._shares, heads, strict=True)
-        ]
-        return wanted if any(wanted) else list(self._shares)
-
-    def _n_bytes(self, prefix: str, part: str) -> int:
-        return sum(
-            w.n_values * get_format(w.dtype).block_bytes // get_format(w.dtype).block_size
-            for name, w in self._weights.items()
-            if name.startswith(prefix + part)
-        )
+    def _units(self, n: int, unit: int, names: Sequence[str]) -> tuple[int, int]:
+        """An axis of `n` that these weights have in common: how many units of `unit` it is, and their bytes."""
+        n_units = -(-n // unit)
+        n_bytes = sum(_n_bytes(self._weights[name]) for name in names if name in self._weights)
+        return n_units, max(1, n_bytes // n_units)
 
     def _cut(self, name: str, axis: int, word: Word) -> None:
         weight = self._weights.get(name)
@@ -163,9 +152,14 @@ def _head_unit(block: int, head_dim: int, group: int) -> int:
     return lcm(block, width) // width
 
 
-def _in_units(apportioner: Apportioner, n: int, unit: int) -> tuple[int, ...]:
-    """Share out `n` in units of `unit`; the last unit may be short."""
-    counts = [c * unit for c in apportioner.share_out(-(-n // unit))]
-    last = max((i for i, c in enumerate(counts) if c), default=0)
-    counts[last] -= sum(counts) - n
-    return tuple(counts)
+def _word(counts: Sequence[int], unit: int, n: int) -> Word:
+    """The word of an axis of `n` that was shared out in units; the last unit may be short."""
+    lengths = [count * unit for count in counts]
+    last = max(i for i, length in enumerate(lengths) if length)
+    lengths[last] -= sum(lengths) - n
+    return Word.run(lengths)
+
+
+def _n_bytes(weight: Tensor) -> int:
+    form = get_format(weight.dtype)
+    return weight.n_values // form.block_size * form.block_bytes
