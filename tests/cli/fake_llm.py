@@ -37,6 +37,7 @@ class FakeTokenizer:
     """One token per character; 1 begins a text."""
 
     bos_id = 1
+    adds_bos = True
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         return [self.bos_id] * add_special + [ord(char) % 32 for char in text]

@@ -85,3 +85,21 @@ def test_single_turn_leaves_after_one_answer(motley: Motley, chat_llm: FakeLLM, 
 def test_without_a_template_each_line_is_continued(motley: Motley, llm: FakeLLM, model: str) -> None:
     motley("run", model, stdin="Once\nTwice\n")
     assert llm.prompts == ["Once", "Twice"]
+
+
+def test_ctrl_c_at_the_prompt_drops_the_line(
+    motley: Motley, chat_llm: FakeLLM, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str | type[BaseException]] = [KeyboardInterrupt, "Hi", EOFError]
+
+    def read(_prompt: str) -> str:
+        line = lines.pop(0)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+    result = motley("run", model)
+    assert result.exit_code == 0
+    assert "/quit or Ctrl-D leaves." in result.stderr
+    assert chat_llm.prompts == [[user("Hi")]]

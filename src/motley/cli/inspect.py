@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from motley.cli import options
-from motley.cli.console import reporting_errors
+from motley.cli.console import reporting_errors, size
 from motley.cli.inputs import resolve_model
 from motley.gguf import read_spec
-from motley.gguf.inspect import describe
+from motley.gguf.inspect import Description, TensorRow, TypeRow, describe
+
+_PIPE_WIDTH = 160  # columns, where there is no terminal to ask
+_VALUE_CHARS = 200  # of a metadata value: more than a line shows, less than a chat template
 
 Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor.")]
 
@@ -29,8 +36,102 @@ def inspect(
 
     \b
     [bold]motley inspect model.gguf --tensors[/]
-    [bold]motley inspect model.gguf --json | jq .architecture[/]
+    [bold]motley inspect model.gguf --json | jq .parameters[/]
     """
     with reporting_errors(debug):
         contents = describe(read_spec(resolve_model(model, model_flag)))
-    typer.echo(json.dumps(contents))
+    if as_json:
+        typer.echo(json.dumps(contents, ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_WIDTH)
+    console.print(_summary(contents))
+    console.print(_metadata_table(contents["metadata"]))
+    console.print(_type_table(contents["types"]))
+    if tensors:
+        console.print(_tensor_table(contents["tensors"]))
+
+
+def _summary(contents: Description) -> Table:
+    table = Table.grid(padding=(0, 2))
+    rows = {
+        "model": contents["name"] or "unnamed",
+        "architecture": contents["architecture"] or "unknown",
+        "parameters": f"{_count(contents['parameters'])} ({contents['parameters']:,})",
+        "weights": f"{size(contents['bytes'])}, {contents['bits_per_weight']:.2f} bits per parameter",
+    }
+    for name, value in rows.items():
+        table.add_row(Text(name, style="bold"), _text(value))
+    for file in contents["files"]:
+        described = (
+            f"{file['path']} ({size(file['bytes'])}, GGUF {file['version']}, {file['tensors']} tensors)"
+        )
+        table.add_row(Text("file", style="bold"), _text(described))
+    return table
+
+
+def _metadata_table(metadata: dict[str, Any]) -> Table:
+    table = _table("Metadata")
+    table.add_column("key", no_wrap=True)
+    table.add_column("value")  # takes what room the keys leave
+    for key, value in metadata.items():
+        table.add_row(_text(key), _text(_value(value)))
+    return table
+
+
+def _type_table(types: list[TypeRow]) -> Table:
+    table = _table("Types")
+    table.add_column("type")
+    for name in ("tensors", "parameters", "bytes", "bits per parameter"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for row in types:
+        table.add_row(
+            _text(row["type"]),
+            str(row["tensors"]),
+            _count(row["parameters"]),
+            size(row["bytes"]),
+            f"{row['bits_per_weight']:.2f}",
+            "" if row["is_supported"] else Text("not supported", style="red"),
+        )
+    return table
+
+
+def _tensor_table(tensors: list[TensorRow]) -> Table:
+    table = _table("Tensors")
+    table.add_column("name", no_wrap=True)
+    table.add_column("shape", justify="right")
+    table.add_column("type")
+    table.add_column("bytes", justify="right")
+    for row in tensors:
+        shape = " × ".join(str(axis) for axis in row["shape"])
+        table.add_row(_text(row["name"]), shape, _text(row["type"]), size(row["bytes"]))
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+
+
+def _value(value: Any) -> str:
+    """One line; of a long array, its length and its beginning."""
+    if isinstance(value, dict):
+        return f"{value['count']:,} × {value['of']}: {_value(value['first'])[:-1]}, …]"
+    if isinstance(value, float):
+        return f"{value:.7g}"  # all that a float32 knows
+    return value[:_VALUE_CHARS] if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _count(n: int) -> str:
+    """A readable number of parameters, as models are named by: 260 K, 7.24 B."""
+    for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if n >= scale:
+            return f"{n / scale:.3g} {unit}"
+    return str(n)
+
+
+def _text(string: str) -> Text:
+    """What a file says is shown, never obeyed: no markup, no control characters."""
+    printable = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in string)
+    return Text(printable, no_wrap=True, overflow="ellipsis")

@@ -69,9 +69,8 @@ def perplexity(
 def measure(llm: LLM, text: str, n_ctx: int, limit: int | None = None) -> tuple[Score, int]:
     """The score of `text`, and from how many chunks."""
     tokenizer = llm.tokenizer
-    has_bos = tokenizer.bos_id is not None and tokenizer.encode("")[:1] == [tokenizer.bos_id]
     tokens = tokenizer.encode(text, parse_special=False)
-    chunks = list(split_chunks(tokens, n_ctx, tokenizer.bos_id if has_bos else None))[:limit]
+    chunks = list(split_chunks(tokens, n_ctx, tokenizer.bos_id if tokenizer.adds_bos else None))[:limit]
     score = Score()
     with steps_bar("Reading", len(chunks)) as advance:
         for chunk in chunks:
