@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -12,8 +13,8 @@ from motley.gguf import read_spec
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import GroupSpec
 from motley.kvcache.types import get_cache_type
-from motley.models import read_params
-from motley.runtime import Batch, Chunk, Runner
+from motley.models import GraphOptions, read_params
+from motley.runtime import Batch, Chunk, ModelSplit, Runner, make_crew
 
 _BLOCK_SIZE = 16
 _MAX_SEQUENCES = 4
@@ -25,11 +26,11 @@ class ModelDriver:
     def __init__(self, path: Path, n_ctx: int) -> None:
         spec, cache_type = read_spec(path), get_cache_type("f32")
         n_blocks = _MAX_SEQUENCES * -(-n_ctx // _BLOCK_SIZE)
+        split = ModelSplit(spec, read_params(spec), make_crew("cpu"), GraphOptions(n_ctx))
         self._runner = Runner(
             spec,
-            read_params(spec),
+            split,
             get_backend("reference"),
-            n_ctx=n_ctx,
             n_blocks=n_blocks,
             block_size=_BLOCK_SIZE,
             k_type=cache_type,
@@ -44,9 +45,13 @@ class ModelDriver:
         self._lengths[sequence] = 0
         return sequence
 
-    def close(self, sequence: int) -> None:
+    def free(self, sequence: int) -> None:
         self._cache.free(sequence)
         del self._lengths[sequence]
+
+    def close(self) -> None:
+        """Give back the model's memory and threads."""
+        self._runner.close()
 
     def step(self, work: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Run the next tokens of each sequence in one batch. Logits (tokens, vocab) of each."""
@@ -70,5 +75,11 @@ class ModelDriver:
         for size in chunk_sizes or [len(tokens)]:
             rows.append(self.step({sequence: tokens[start : start + size]})[sequence])
             start += size
-        self.close(sequence)
+        self.free(sequence)
         return torch.cat(rows)
+
+
+def logits_of(path: Path, tokens: Sequence[int], n_ctx: int) -> torch.Tensor:
+    """(tokens, vocab) from a model that is only opened for this."""
+    with closing(ModelDriver(path, n_ctx)) as driver:
+        return driver.logits(tokens)

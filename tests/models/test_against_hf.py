@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from hf_to_gguf import pack_matrices, to_gguf
-from model_driver import ModelDriver
+from model_driver import ModelDriver, logits_of
 from tiny_models import LONGROPE, TINY_MODELS, TinyModel, hf_logits, random_tokens
 
 from motley.models import ARCHITECTURES
@@ -31,13 +32,15 @@ class Converted:
 
 
 @pytest.fixture(scope="module", params=TINY_MODELS, ids=lambda model: model.name)
-def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Converted:
+def converted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Converted]:
     model: TinyModel = request.param
     reference = model.build()
     path = to_gguf(reference).write(tmp_path_factory.mktemp("models") / "model.gguf")
-    driver = ModelDriver(path, model.n_ctx)
     tokens = random_tokens(model.n_tokens, seed=1)
-    return Converted(model, driver, tokens, hf_logits(reference, tokens), driver.logits(tokens))
+    with closing(ModelDriver(path, model.n_ctx)) as driver:
+        yield Converted(model, driver, tokens, hf_logits(reference, tokens), driver.logits(tokens))
 
 
 def test_logits_are_those_of_transformers(converted: Converted) -> None:
@@ -79,7 +82,7 @@ def test_sequences_in_one_batch_do_not_see_each_other(converted: Converted) -> N
             parts[sequence].append(logits)
     for sequence, expected in zip(parts, alone, strict=True):
         assert _difference(torch.cat(parts[sequence]), expected) <= BATCHING_TOLERANCE
-        driver.close(sequence)
+        driver.free(sequence)
 
 
 def test_context_size_chooses_the_longrope_factors(tmp_path: Path) -> None:
@@ -92,7 +95,7 @@ def test_context_size_chooses_the_longrope_factors(tmp_path: Path) -> None:
     for n_ctx, chosen in ((original, rope["short_factor"]), (original + 1, rope["long_factor"])):
         equal = LONGROPE.build(rope_parameters=rope | {"short_factor": chosen, "long_factor": chosen})
         expected.append(hf_logits(equal, tokens))
-        assert _difference(ModelDriver(path, n_ctx).logits(tokens), expected[-1]) <= TOLERANCE
+        assert _difference(logits_of(path, tokens, n_ctx), expected[-1]) <= TOLERANCE
     assert _difference(*expected) > 1000 * TOLERANCE
 
 
@@ -108,7 +111,7 @@ def test_packed_weights_count_as_the_values_they_stand_for(
     packed = pack_matrices(reference, format_name)
     path = to_gguf(reference, packed).write(tmp_path / "model.gguf")
     tokens = random_tokens(40, seed=5)
-    logits = ModelDriver(path, n_ctx=64).logits(tokens)
+    logits = logits_of(path, tokens, n_ctx=64)
     assert _difference(logits, hf_logits(reference, tokens)) <= TOLERANCE
 
 

@@ -43,9 +43,7 @@ class TinyModel:
 
     def build(self, **overrides: Any) -> PreTrainedModel:
         """The same weights at every call, whatever rope options are overridden."""
-        options = deepcopy(
-            {**_SIZES, **self.options, **overrides}
-        )  # configurations write into theirs
+        options = deepcopy({**_SIZES, **self.options, **overrides})  # configurations write into theirs
         config = AutoConfig.for_model(self.architecture, **options)
         model_class: Any = AutoModelForCausalLM
         model: PreTrainedModel = model_class.from_config(config, attn_implementation="eager").eval()
