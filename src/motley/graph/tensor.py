@@ -69,6 +69,7 @@ class Op:
     n_inputs: ClassVar[tuple[int, int]] = (1, 1)  # fewest, most
     tolerance: ClassVar[float] = 1e-5  # relative, for kernels against `reference`
     is_view: ClassVar[bool] = False  # the output is the first input's memory under another shape
+    is_constant: ClassVar[bool] = False  # the same in every batch: computed once, when a plan is prepared
 
     def __call__(self, *inputs: Tensor, name: str = "") -> Tensor:
         low, high = self.n_inputs

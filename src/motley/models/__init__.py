@@ -7,11 +7,12 @@ from collections.abc import Callable
 from motley.errors import ModelError
 from motley.gguf import ModelSpec
 from motley.graph import Graph, Tensor
-from motley.models import llama, phi3, qwen2, qwen3
-from motley.models.builder import BatchShape, GraphOptions, ModelBuilder
+from motley.models import gemma3, llama, phi3, qwen2, qwen3
+from motley.models.builder import BatchShape, GraphOptions, ModelBuilder, rotation_size
 from motley.models.params import DecoderParams
 
 ARCHITECTURES: dict[str, Callable[[ModelBuilder], Tensor]] = {
+    "gemma3": gemma3.build,
     "llama": llama.build,
     "phi3": phi3.build,
     "qwen2": qwen2.build,
@@ -34,4 +35,4 @@ def build_graph(spec: ModelSpec, params: DecoderParams, batch: BatchShape, optio
     return Graph.of(ARCHITECTURES[spec.architecture](ModelBuilder(spec, params, batch, options)))
 
 
-__all__ = ["ARCHITECTURES", "BatchShape", "DecoderParams", "GraphOptions", "build_graph", "read_params"]
+__all__ = ["ARCHITECTURES", "BatchShape", "DecoderParams", "GraphOptions", "build_graph", "read_params", "rotation_size"]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from motley.graph import Tensor
-from motley.graph.ops import Activation, Add, Mul, Reshape, Slice
+from motley.graph.ops import Activation, Add, Mul, Reshape, Rope, Slice
 from motley.models.builder import LayerBuilder, ModelBuilder
 
 
 def self_attention(
-    layer: LayerBuilder, x: Tensor, *, rope_style: str, has_qk_norm: bool = False, window: int | None = None
+    layer: LayerBuilder, x: Tensor, *, rope: Rope, has_qk_norm: bool = False, window: int | None = None
 ) -> Tensor:
     """Grouped-query attention with rotary positions; x (tokens, embd) → (tokens, embd)."""
     p, n_tokens = layer.params, x.shape[0]
     q, k, v = _project(layer, x)
     if has_qk_norm:
         q, k = layer.norm(q, "attn_q_norm"), layer.norm(k, "attn_k_norm")
-    rope, divisors = p.rope(rope_style), _rope_divisors(layer)
+    divisors = _rope_divisors(layer)
     q = rope(q, layer.model.positions, *divisors, name=layer.label("q_rope"))
     k = rope(k, layer.model.positions, *divisors, name=layer.label("k_rope"))
     attended = layer.attend(q, k, v, window=window)
@@ -72,11 +72,11 @@ def dense_decoder(
     builder: ModelBuilder, *, rope_style: str, has_qk_norm: bool = False, window: int | None = None
 ) -> Tensor:
     """Norm → attention → add, norm → gated FFN → add, layer after layer: the common dense decoder. → logits"""
-    x = builder.embedding()
+    x, rope = builder.embedding(), builder.params.rope(rope_style)
     for index in range(builder.params.n_layers):
         layer = builder.layer(index)
         normed = layer.norm(x, "attn_norm")
-        attended = self_attention(layer, normed, rope_style=rope_style, has_qk_norm=has_qk_norm, window=window)
+        attended = self_attention(layer, normed, rope=rope, has_qk_norm=has_qk_norm, window=window)
         x = residual(layer, x, attended, "after_attention")
         x = residual(layer, x, gated_ffn(layer, layer.norm(x, "ffn_norm")), "output")
     return builder.logits(x)

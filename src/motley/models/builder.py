@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from motley.errors import ModelError
 from motley.gguf import ModelSpec
 from motley.graph import CACHE, I32, Tensor
-from motley.graph.ops import Add, Attention, CacheStore, GetRows, Input, MatMul, Repeat, RmsNorm, Weight
+from motley.graph.ops import Add, Attention, CacheStore, GetRows, Hadamard, Input, MatMul, Repeat, Reshape, RmsNorm, Weight
 from motley.models.params import DecoderParams, tensor_info
 
 
@@ -25,6 +25,14 @@ class GraphOptions:
 
     n_ctx: int
     kv_repeat: int = 1  # each KV head is stored that many times, for as many devices to share its queries
+    k_rotation: int = 0  # size of the Hadamard matrix that turns keys (and queries); 0: none
+    v_rotation: int = 0  # the same for values (and the attention's output)
+
+
+def rotation_size(head_dim: int) -> int:
+    """The largest power of two that divides `head_dim`; 0 if that is below 32, a quantizer's block."""
+    size = head_dim & -head_dim
+    return size if size >= 32 else 0
 
 
 class ModelBuilder:
@@ -41,6 +49,7 @@ class ModelBuilder:
         self.positions = Input((batch.n_tokens,), I32)(name="positions")
         self.output_rows = Input((batch.n_outputs,), I32)(name="output_rows")
         self._weights: dict[str, Tensor] = {}
+        self._hadamard: Tensor | None = None  # of the one size that all heads share
 
     def weight(self, name: str, *shape: int, source: str | None = None) -> Tensor:
         """The weight `name`, which must have `shape`; `source` is its name in the file, if that is another."""
@@ -56,6 +65,14 @@ class ModelBuilder:
 
     def optional_weight(self, name: str, *shape: int) -> Tensor | None:
         return self.weight(name, *shape) if name in self.spec.tensors else None
+
+    def rotate(self, x: Tensor, size: int) -> Tensor:
+        """Spread outliers of each head over `size` dims; rotating twice gives x back. (tokens, heads, dim)"""
+        if not size:
+            return x
+        self._hadamard = self._hadamard or Hadamard(size)(name=f"hadamard.{size}")
+        rows = Reshape((x.n_values // size, size))(x)
+        return Reshape(x.shape)(MatMul()(rows, self._hadamard))
 
     def layer(self, index: int) -> LayerBuilder:
         return LayerBuilder(self, index)
@@ -98,10 +115,13 @@ class LayerBuilder:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
         """Store k and v (tokens, kv heads, dim) and attend with q (tokens, heads, dim) → (tokens, heads, dim)."""
-        repeat = self.model.options.kv_repeat
+        options, repeat = self.model.options, self.model.options.kv_repeat
+        q, k = (self.model.rotate(t, options.k_rotation) for t in (q, k))
+        v = self.model.rotate(v, options.v_rotation)
         if repeat > 1:
             k = Repeat(1, repeat)(k, name=self.label("k_repeated"))
             v = Repeat(1, repeat)(v, name=self.label("v_repeated"))
         cache = Input(k.shape[1:], CACHE)(name=f"cache.{self.index}")
         stored = CacheStore()(cache, k, v, name=self.label("kv"))
-        return Attention(self.params.attention_scale, window)(q, stored, name=self.label("attention"))
+        attended = Attention(self.params.attention_scale, window)(q, stored, name=self.label("attention"))
+        return self.model.rotate(attended, options.v_rotation)

@@ -32,7 +32,7 @@ class DevicePlan:
         steps = tuple(
             Step(node, choose_kernel(node, candidates))
             for node in graph.nodes
-            if not isinstance(node.op, Input | Weight)
+            if not (isinstance(node.op, Input | Weight) or node.op.is_constant)
         )
         return DevicePlan(graph, steps, lay_out(graph))
 

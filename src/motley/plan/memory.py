@@ -30,8 +30,9 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def owns_memory(tensor: Tensor) -> bool:
-    """Whether the arena has to hold it: not inputs, weights, views or cache handles."""
-    return not (isinstance(tensor.op, Input | Weight) or tensor.op.is_view or tensor.dtype == CACHE)
+    """Whether the arena has to hold it: not inputs, weights, constants, views or cache handles."""
+    is_given = isinstance(tensor.op, Input | Weight) or tensor.op.is_constant
+    return not (is_given or tensor.op.is_view or tensor.dtype == CACHE)
 
 
 def lay_out(graph: Graph) -> MemoryLayout:

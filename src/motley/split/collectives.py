@@ -140,6 +140,7 @@ class Zeros(Op):
 
     name: ClassVar[str] = "zeros"
     n_inputs: ClassVar[tuple[int, int]] = (0, 0)
+    is_constant: ClassVar[bool] = True
     size: Shape
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:

@@ -59,6 +59,7 @@ class Hadamard(Op):
 
     name: ClassVar[str] = "hadamard"
     n_inputs: ClassVar[tuple[int, int]] = (0, 0)
+    is_constant: ClassVar[bool] = True
     n: int
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:

@@ -1,0 +1,32 @@
+"""Gemma 3: sliding-window layers with an unscaled rope of their own between global ones, norms before and after."""
+
+from __future__ import annotations
+
+from motley.graph import Tensor
+from motley.graph.ops import HALVES, Rope, Scale
+from motley.models.blocks import gated_ffn, residual, self_attention
+from motley.models.builder import ModelBuilder
+
+_PERIOD = 6  # every sixth layer is global, where the file does not say
+
+
+def build(builder: ModelBuilder) -> Tensor:
+    p, metadata = builder.params, builder.spec.metadata
+    period = metadata.int("gemma3.attention.sliding_window_pattern", default=_PERIOD)
+    global_rope = p.rope(HALVES)
+    local_rope = Rope(p.rope_dims, metadata.float("gemma3.rope.freq_base_swa", default=10000.0), HALVES)
+    x = Scale(p.n_embd**0.5)(builder.embedding(), name="scaled_embedding")
+    for index in range(p.n_layers):
+        layer = builder.layer(index)
+        is_global = p.sliding_window is None or index % period == period - 1
+        attended = self_attention(
+            layer,
+            layer.norm(x, "attn_norm"),
+            rope=global_rope if is_global else local_rope,
+            has_qk_norm=True,
+            window=None if is_global else p.sliding_window,
+        )
+        x = residual(layer, x, layer.norm(attended, "post_attention_norm"), "after_attention")
+        changed = gated_ffn(layer, layer.norm(x, "ffn_norm"), activation="gelu_tanh")
+        x = residual(layer, x, layer.norm(changed, "post_ffw_norm"), "output")
+    return builder.logits(x)
