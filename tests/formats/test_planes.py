@@ -33,17 +33,10 @@ def test_planes_have_one_code_per_value_and_one_scale_per_block(quantizer: Quant
     assert int(planes.codes.max()) < 2**quantizer.bits
 
 
-@pytest.mark.parametrize("name", [name for name in QUANTIZERS if name != "IQ4_NL"])
-def test_planes_and_packed_blocks_hold_the_same_values(name: str) -> None:
-    values, quantizer, fmt = normal(5, 128), QUANTIZERS[name], FORMATS[name]
+@pytest.mark.parametrize("quantizer", ALL)
+def test_packed_blocks_are_an_arrangement_of_the_planes(quantizer: Quantizer) -> None:
+    values, fmt = normal(5, 128), FORMATS[quantizer.name]
     assert torch.equal(quantizer.dequantize(quantizer.quantize(values)), fmt.unpack(fmt.pack(values)))
-
-
-def test_the_search_for_weights_beats_the_quick_rule_of_the_cache() -> None:
-    values, quantizer, fmt = normal(64, 128), QUANTIZERS["IQ4_NL"], FORMATS["IQ4_NL"]
-    quick = (quantizer.dequantize(quantizer.quantize(values)) - values).square().mean()
-    searched = (fmt.unpack(fmt.pack(values)) - values).square().mean()
-    assert 0.8 * quick < searched < 0.95 * quick
 
 
 @pytest.mark.parametrize("quantizer", ALL)

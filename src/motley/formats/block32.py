@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
-from motley.formats.grids import Grid
 from motley.formats.layout import Bits, Half, Layout
 from motley.formats.packed import Format
 from motley.formats.planar import BLOCK, QUANTIZERS, Planes, Quantizer
-from motley.formats.search import fit_scale
 
 _NIBBLES = Bits("codes", 16, bits=4, width=16)
 _FIFTH_BITS = Bits("codes", 4, bits=1, width=1, first=4)
@@ -25,14 +21,6 @@ _LAYOUTS = {
 }
 
 
-def _fit_searched(blocks: Tensor, grid: Grid) -> tuple[Tensor, None]:
-    return fit_scale(blocks, grid)[0], None
-
-
-# Weights are packed once, so that their scales may take a search; a cache's have to be found on the fly.
-_WEIGHT_QUANTIZERS = {**QUANTIZERS, "IQ4_NL": replace(QUANTIZERS["IQ4_NL"], fit=_fit_searched)}
-
-
 def _format(quantizer: Quantizer, layout: Layout) -> Format:
     def unpack(blocks: Tensor) -> Tensor:
         return quantizer.dequantize(Planes(**layout.read(blocks)))
@@ -43,4 +31,4 @@ def _format(quantizer: Quantizer, layout: Layout) -> Format:
     return Format(quantizer.name, BLOCK, layout.block_bytes, unpack, pack)
 
 
-BLOCK32_FORMATS = tuple(_format(_WEIGHT_QUANTIZERS[name], layout) for name, layout in _LAYOUTS.items())
+BLOCK32_FORMATS = tuple(_format(QUANTIZERS[name], layout) for name, layout in _LAYOUTS.items())

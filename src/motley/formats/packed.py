@@ -18,12 +18,9 @@ class Format:
     name: str
     block_size: int  # values
     block_bytes: int
-    unpack_blocks: Callable[[Tensor], Tensor] = field(
-        repr=False
-    )  # (blocks, block_bytes) uint8 -> (blocks, block_size)
-    pack_blocks: Callable[[Tensor], Tensor] = field(
-        repr=False
-    )  # (blocks, block_size) float32 -> (blocks, block_bytes)
+    # (blocks, block_bytes) uint8 -> (blocks, block_size) float32, and back
+    unpack_blocks: Callable[[Tensor], Tensor] = field(repr=False)
+    pack_blocks: Callable[[Tensor], Tensor] = field(repr=False)
 
     @property
     def bits_per_value(self) -> float:
@@ -63,7 +60,7 @@ class Format:
         return self.pack_blocks(values.float().reshape(-1, self.block_size)).view(shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedTensor:
     """A tensor whose rows stay packed; the shape is the one that it has unpacked."""
 

@@ -25,7 +25,7 @@ BLOCK = 32  # values that share one scale
 _LARGEST = 2.0**23
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Planes:
     """Quantized values, one tensor per kind of number."""
 

@@ -26,7 +26,7 @@ SUPERBLOCK = 256  # values
 _LARGEST = 2.0**28
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SuperPlanes:
     """Quantized super-blocks, one tensor for each kind of number."""
 

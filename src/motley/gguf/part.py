@@ -28,7 +28,7 @@ _LEAST_ALIGNMENT = 8  # bytes
 _LARGEST_ALIGNMENT = 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """One file of a model."""
 
@@ -71,13 +71,15 @@ def _map(path: Path) -> mmap.mmap:
 def _read_version(cursor: Cursor) -> int:
     magic = bytes(cursor.bytes(len(_MAGIC)))
     if magic != _MAGIC:
-        raise cursor.error(f"the file starts with {magic!r} and not with {_MAGIC!r}: it is not GGUF")
+        message = f"the file starts with {magic!r} and not with {_MAGIC!r}: it is not GGUF"
+        raise cursor.error(message, hint="Motley reads GGUF models only; others have to be converted first")
     version = cursor.unsigned("I")
     if version in _VERSIONS:
         return version
     if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
         raise cursor.error(
-            "the file is big endian", hint="convert it to little endian, for instance with `gguf`"
+            "the file is big endian",
+            hint="convert it with gguf-convert-endian, which comes with the gguf package",
         )
     hint = f"versions {' and '.join(map(str, _VERSIONS))} are; convert the model again"
     raise cursor.error(f"GGUF version {version} is not supported", hint=hint)

@@ -20,7 +20,7 @@ from motley.gguf.tensors import TensorInfo
 _PART_NAME = re.compile(r"(?P<stem>.*)-[0-9]{5}-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelSpec:
     """Everything a model file says. Tensors are mapped, and read when they are touched."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -12,9 +12,8 @@ from motley.errors import GGUFError, ModelError
 from motley.formats import Format, get_format
 from motley.gguf.cursor import Cursor
 
-LEAST_TENSOR_BYTES = (
-    8 + 1 + 4 + 8 + 4 + 8
-)  # name length, a byte of it, dimension count, one dimension, type, offset
+# The name's length, a byte of it, the number of dimensions, one dimension, type, offset.
+LEAST_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 
 _MAX_DIMS = 4
 
@@ -54,7 +53,7 @@ def read_tensors(cursor: Cursor, n_tensors: int, alignment: int, part: int) -> t
             raise cursor.error("is there twice")
         relative[info.name] = info
     data_start = -(-cursor.position // alignment) * alignment
-    tensors = tuple(_placed(info, data_start) for info in relative.values())
+    tensors = tuple(replace(info, offset=data_start + info.offset) for info in relative.values())
     _check_places(cursor, tensors)
     return tensors
 
@@ -96,10 +95,6 @@ def _read_type(cursor: Cursor) -> tuple[str, int, int]:
     except (ValueError, KeyError):
         hint = "it may be newer than this version of Motley, or the file is damaged"
         raise cursor.error(f"the tensor type {number} is unknown", hint=hint) from None
-
-
-def _placed(info: TensorInfo, data_start: int) -> TensorInfo:
-    return TensorInfo(info.name, info.shape, info.type_name, info.nbytes, info.part, data_start + info.offset)
 
 
 def _check_places(cursor: Cursor, tensors: tuple[TensorInfo, ...]) -> None:
