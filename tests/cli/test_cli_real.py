@@ -1,20 +1,23 @@
-"""The commands as a user runs them: a process of their own and a real model."""
+"""The commands with a real model; twice as a process of its own, as a user runs them."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import Result
 
-TEXT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. " * 8
+Motley = Callable[..., Result]
+SENTENCE = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
 
 
-def run_motley(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def run_process(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from motley.cli import main; main()", *args]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -22,28 +25,61 @@ def stories(shared: Path) -> str:
     return str(shared / "data" / "models" / "stories260K" / "stories260K.gguf")
 
 
-def test_run_streams_a_story_and_shows_the_figures(stories: str) -> None:
-    result = run_motley("run", stories, "-no-cnv", "-p", "Once upon a time", "-n", "16", "--temp", "0")
+def test_a_process_streams_a_story_and_shows_the_figures(stories: str) -> None:
+    result = run_process("run", stories, "-p", "Once upon a time", "-n", "16", "--temp", "0")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(", there was a")
     assert "answer: 16 tokens" in result.stderr
     assert "memory: " in result.stderr
 
 
-def test_run_json_repeats_with_a_seed(stories: str) -> None:
-    args = ("run", stories, "-no-cnv", "-p", "Once", "-n", "8", "-s", "5", "--json")
-    first, second = (json.loads(run_motley(*args).stdout) for _ in range(2))
-    assert first["text"] == second["text"]
-    assert first["finish_reason"] == "length"
-    assert len(first["tokens"]) == first["timings"]["new_tokens"] == 8
-
-
-def test_a_file_that_is_no_model_is_an_error_with_exit_code_2(tmp_path: Path) -> None:
+def test_a_process_that_fails_exits_with_2_and_no_trace(tmp_path: Path) -> None:
     path = tmp_path / "notes.gguf"
     path.write_text("not a model")
-    result = run_motley("run", str(path), "-p", "x")
-    assert result.returncode == 2
-    assert result.stdout == ""
+    result = run_process("run", str(path), "-p", "x")
+    assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert "notes.gguf" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_seed_repeats_the_answer(motley: Motley, stories: str) -> None:
+    args = ("run", stories, "-p", "Once", "-n", "8", "--json")
+    first, second = (json.loads(motley(*args, "-s", "5").stdout) for _ in range(2))
+    assert first["tokens"] == second["tokens"]
+    assert len(first["tokens"]) == first["timings"]["new_tokens"] == 8
+    assert first["finish_reason"] == "length"
+
+
+def test_a_reverse_prompt_ends_the_answer(motley: Motley, stories: str) -> None:
+    result = motley("run", stories, "-p", "Once upon a time", "--temp", "0", "-r", "little", "--json")
+    answer = json.loads(result.stdout)
+    assert answer["text"] == ", there was a "
+    assert answer["finish_reason"] == "stop"
+
+
+def test_lines_from_a_pipe_are_continued_one_by_one(motley: Motley, stories: str) -> None:
+    result = motley("run", stories, "-n", "4", "--temp", "0", stdin="Once upon a\n/help\nThere was\n")
+    assert result.exit_code == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 2
+    assert result.stderr.count("answer: 4 tokens") == 2
+
+
+def test_a_prompt_longer_than_the_context_is_an_error(motley: Motley, stories: str) -> None:
+    result = motley("run", stories, "-p", SENTENCE * 2, "-c", "32")
+    assert result.exit_code == 2
+    assert "the context holds 32" in result.stderr
+
+
+def test_stories_are_predicted_better_than_reversed_stories(motley: Motley, stories: str) -> None:
+    def perplexity(text: str) -> float:
+        result = motley("perplexity", stories, "-p", text, "-c", "32", "--json")
+        assert result.exit_code == 0, result.stderr
+        return float(json.loads(result.stdout)["perplexity"])
+
+    assert 1 < perplexity(SENTENCE * 3) < 20 < perplexity(SENTENCE[::-1] * 3)
+
+
+def test_a_text_is_tokenized_without_loading_the_model(motley: Motley, stories: str) -> None:
+    result = motley("tokenize", stories, "-p", "Once upon a time", "--ids")
+    assert result.stdout == "[1, 403, 407, 261, 378]\n"

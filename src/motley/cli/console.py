@@ -83,6 +83,11 @@ def steps_bar(title: str, n_steps: int) -> Iterator[Callable[[str], None]]:
         yield lambda so_far: progress.update(task, advance=1, description=f"{title}, {so_far}")
 
 
+def printable(text: str) -> str:
+    """`text` with its control characters written out, so that a terminal shows and does not obey them."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def size(n_bytes: float) -> str:
     """A readable number of bytes, in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):

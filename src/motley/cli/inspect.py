@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from motley.cli import options
-from motley.cli.console import reporting_errors, size
+from motley.cli.console import printable, reporting_errors, size
 from motley.cli.inputs import resolve_model
 from motley.gguf import read_spec
 from motley.gguf.inspect import Description, TensorRow, TypeRow, describe
@@ -133,5 +133,4 @@ def _count(n: int) -> str:
 
 def _text(string: str) -> Text:
     """What a file says is shown, never obeyed: no markup, no control characters."""
-    printable = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in string)
-    return Text(printable, no_wrap=True, overflow="ellipsis")
+    return Text(printable(string), no_wrap=True, overflow="ellipsis")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from motley.cli import options
-from motley.cli.console import reporting_errors, say
+from motley.cli.console import printable, reporting_errors, say
 from motley.cli.inputs import resolve_model, resolve_text
 from motley.gguf import read_spec
 from motley.text import Tokenizer
@@ -50,13 +50,14 @@ def tokenize(
             add_special=not no_bos,
             parse_special=not no_parse_special,
         )
-        pieces = [tokenizer.token_text(token) for token in tokens]
+        # A token may hold part of a character; its bytes are then written out.
+        pieces = [tokenizer.token_bytes(token).decode(errors="backslashreplace") for token in tokens]
     if as_json:
         typer.echo(json.dumps({"count": len(tokens), "ids": tokens, "pieces": pieces}, ensure_ascii=False))
     elif ids:
         typer.echo(tokens)
     else:
         for token, piece in zip(tokens, pieces, strict=True):
-            typer.echo(f"{token:6d} -> {piece!r}")
+            typer.echo(f"{token:6d} -> '{printable(piece)}'")
     if not as_json:
         say(f"{len(tokens)} tokens")
