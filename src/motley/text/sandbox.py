@@ -1,0 +1,239 @@
+"""Jinja for templates that strangers wrote: they come with the model file, and run on the user's machine.
+
+Three walls. What a template can name is a list (filters, functions, methods); nothing else of Python can be
+reached from it. What it makes passes a meter: the code that Jinja generates gets a call of `Meter.admit` around
+every expression that builds something, and a tick in every round of a loop. And what could grow out of all
+proportion in a single operation pays before it runs (`growth`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from functools import partial
+from typing import Any, NoReturn
+
+from jinja2 import filters as jinja_filters
+from jinja2 import nodes, pass_environment
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
+from jinja2.utils import Namespace
+
+from motley.errors import TemplateError
+from motley.text.growth import Growth
+from motley.text.meter import Meter
+
+# Filters of Jinja whose cost is that of reading their input once (or of sorting it).
+PLAIN_FILTERS = (
+    *("abs", "count", "d", "default", "dictsort", "first", "float", "int", "items", "last", "length", "list"),
+    *("map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "unique"),
+)
+TEXT_FILTERS = ("capitalize", "e", "escape", "lower", "safe", "trim", "upper")
+
+METHODS: dict[type, frozenset[str]] = {
+    str: frozenset(
+        {
+            *(
+                "capitalize",
+                "casefold",
+                "count",
+                "endswith",
+                "find",
+                "index",
+                "isalnum",
+                "isalpha",
+                "isascii",
+            ),
+            *(
+                "isdecimal",
+                "isdigit",
+                "islower",
+                "isnumeric",
+                "isspace",
+                "istitle",
+                "isupper",
+                "lower",
+                "lstrip",
+            ),
+            *("partition", "removeprefix", "removesuffix", "rfind", "rindex", "rpartition", "rstrip"),
+            *("startswith", "strip", "swapcase", "title", "upper"),
+        }
+    ),
+    dict: frozenset({"get", "items", "keys", "values"}),
+    list: frozenset({"count", "index"}),
+    tuple: frozenset({"count", "index"}),
+    LoopContext: frozenset(
+        {
+            *("index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"),
+            *("cycle", "changed", "previtem", "nextitem"),
+        }
+    ),
+}
+GROWING_METHODS = ("join", "replace", "split", "rsplit", "splitlines")
+
+
+Visit = Callable[..., None]
+
+
+def _metered(visit: Visit) -> Visit:
+    """The code of a visited node, inside a call of `Meter.admit`."""
+
+    def visit_metered(self: MeteredCode, node: nodes.Node, frame: Frame, **options: Any) -> None:
+        self.write("environment.meter.admit(")
+        visit(self, node, frame, **options)
+        self.write(")")
+
+    return visit_metered
+
+
+class MeteredCode(CodeGenerator):
+    """Generates Python in which the meter sees every value that is made and every round of a loop."""
+
+    # ruff: noqa: N802, N815 (the names are those of the visitor)
+    visit_List = _metered(CodeGenerator.visit_List)
+    visit_Dict = _metered(CodeGenerator.visit_Dict)
+    visit_Compare = _metered(CodeGenerator.visit_Compare)
+    visit_Filter = _metered(CodeGenerator.visit_Filter)
+    visit_Test = _metered(CodeGenerator.visit_Test)
+    visit_Call = _metered(CodeGenerator.visit_Call)
+    _visit_new_tuple = _metered(CodeGenerator.visit_Tuple)
+    _visit_slice = _metered(CodeGenerator.visit_Getitem)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        is_target = node.ctx == "store"  # "a, b" in "for a, b in pairs" makes nothing
+        (super().visit_Tuple if is_target else self._visit_new_tuple)(node, frame)
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        is_slice = isinstance(node.arg, nodes.Slice)  # other items exist already
+        (self._visit_slice if is_slice else super().visit_Getitem)(node, frame)
+
+    @_metered
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.growth.join('', (")
+        for operand in node.nodes:
+            self.visit(operand, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        tick = nodes.EnvironmentAttribute("meter.tick()")
+        node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+        if node.test is not None:
+            node.test = nodes.And(tick, node.test, lineno=node.lineno)
+        super().visit_For(node, frame)
+
+    def _output_child_to_const(self, *_: object) -> NoReturn:
+        raise nodes.Impossible  # nothing is computed while compiling, and all output goes through `finalize`
+
+    def _refuse(self, node: nodes.Node, frame: Frame) -> None:
+        self.fail(f"'{type(node).__name__.lower()}' is not available in chat templates", node.lineno)
+
+    visit_Include = visit_Import = visit_FromImport = visit_Extends = visit_Block = _refuse
+    visit_EvalContextModifier = visit_ScopedEvalContextModifier = _refuse
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks what the assistant wrote, for training. Here its content is just output."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of one rendering; it holds the meter, so it is not shared."""
+
+    code_generator_class = MeteredCode
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, meter: Meter, now: Callable[[], datetime] = datetime.now) -> None:
+        self.meter = meter
+        self.growth = Growth(meter)
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,  # would evaluate constant expressions while compiling, unmetered
+            finalize=self._output,
+            cache_size=0,
+            extensions=["jinja2.ext.loopcontrols", GenerationTag],
+        )
+        self.filters = _filters(self.growth)
+        self.globals = {
+            "range": safe_range,
+            "dict": lambda *args, **kwargs: dict(*args, **kwargs),
+            "namespace": Namespace,
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda format: now().strftime(format[:100]),  # noqa: A006
+        }
+        self.binop_table |= {
+            "*": self.growth.multiply,
+            "**": self.growth.power,
+            "%": self.growth.remainder,
+        }
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        return self.meter.admit(super().call_binop(context, operator, left, right))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Methods that are listed, then items; nothing else is ever looked at."""
+        if isinstance(obj, str) and attribute == "format":
+            return lambda *args, **kwargs: self.growth.format(self, obj, args, kwargs)
+        if isinstance(obj, str) and attribute in GROWING_METHODS:
+            return partial(getattr(self.growth, attribute), obj)
+        if any(isinstance(obj, kind) and attribute in names for kind, names in METHODS.items()):
+            return getattr(obj, attribute)
+        if isinstance(obj, Namespace) and not attribute.startswith("_"):
+            return getattr(obj, attribute, self.undefined(obj=obj, name=attribute))
+        try:
+            return obj[attribute]
+        except (TypeError, LookupError):
+            if not isinstance(obj, Namespace) and hasattr(type(obj), attribute):
+                return self.unsafe_undefined(obj, attribute)
+            return self.undefined(obj=obj, name=attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        try:
+            return obj[argument]
+        except (TypeError, LookupError):
+            if isinstance(argument, str):
+                return self.getattr(obj, argument)
+            return self.undefined(obj=obj, name=argument)
+
+    def _output(self, value: object) -> str:
+        return self.meter.admit(self.growth.text(value))
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise TemplateError(f"the chat template refuses: {message}")
+
+
+def _filters(growth: Growth) -> dict[str, Callable[..., Any]]:
+    def of_text(apply: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda value, *args, **kwargs: apply(growth.text(value), *args, **kwargs)
+
+    @pass_environment
+    def join(environment: Sandbox, values: Iterable[Any], d: object = "", attribute: Any = None) -> str:
+        if attribute is not None:
+            values = map(jinja_filters.make_attrgetter(environment, attribute), values)
+        return growth.join(growth.text(d), values)
+
+    def replace(value: object, old: object, new: object, count: int | None = None) -> str:
+        text, before, after = map(growth.text, (value, old, new))
+        return growth.replace(text, before, after, -1 if count is None else count)
+
+    return {
+        **{name: jinja_filters.FILTERS[name] for name in PLAIN_FILTERS},
+        **{name: of_text(jinja_filters.FILTERS[name]) for name in TEXT_FILTERS},
+        "format": of_text(lambda text, *args, **kwargs: growth.remainder(text, kwargs or args)),
+        "indent": of_text(growth.indent),
+        "join": join,
+        "replace": replace,
+        "string": growth.text,
+        "title": of_text(growth.title),
+        "tojson": growth.to_json,
+    }
