@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import cached_property
 from types import TracebackType
 from typing import Any, overload
 
@@ -16,15 +17,24 @@ from motley.engine import Completion, Engine, Request, SamplingParams
 from motley.errors import ConfigError, RequestError
 from motley.gguf import read_spec
 from motley.kvcache.manager import CacheManager
-from motley.kvcache.sequences import GroupSpec
 from motley.kvcache.types import get_cache_type
-from motley.models import GraphOptions, read_params
-from motley.runtime import ModelSplit, Progress, Runner, make_crew
+from motley.models import BatchShape, GraphOptions, read_params, rotation_size
+from motley.runtime import (
+    CacheConfig,
+    CachePlan,
+    ModelSplit,
+    Progress,
+    Runner,
+    device_needs,
+    make_crew,
+    parse_bytes,
+    plan_cache,
+    room_for_cache,
+)
 from motley.text import ChatTemplate, Tokenizer
 
 Prompt = str | Sequence[int]
 _DEFAULT_CTX = 4096  # at most, where the model allows more and nobody asked
-_BLOCK_SIZE = 32
 
 
 class LLM:
@@ -46,6 +56,12 @@ class LLM:
         split_mode: str | None = None,
         tensor_split: str | Sequence[float] | None = None,
         device_memory: str | Sequence[str | int] | None = None,
+        kv_rotation: bool = True,
+        kv_block_size: int = 32,
+        kv_cache_tokens: int | None = None,
+        kv_cache_bytes: str | int | None = None,
+        kv_cache_demand_paged: bool = False,
+        prefix_cache: bool = True,
         n_threads: int | None = None,
         n_batch: int = 512,
         n_parallel: int = 8,
@@ -56,40 +72,52 @@ class LLM:
         `n_parallel`: requests that run at the same time. `progress(done, total)` is called with bytes while loading.
         `devices="cpu,cpu"`, `split_mode="tensor"` (or "layer"), `tensor_split=(3, 1)`: share the model over devices;
         `device_memory=("2GiB", "1GiB")`: what each may use at most.
+        `cache_type_k`, `cache_type_v`: f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl; quantized ones are rotated
+        unless `kv_rotation=False`. `kv_cache_tokens` or `kv_cache_bytes`: a hard limit of the cache.
         """
-        k_type, v_type = get_cache_type(cache_type_k), get_cache_type(cache_type_v)
+        for name, value in (("n_ctx", n_ctx), ("n_threads", n_threads), ("n_batch", n_batch), ("n_parallel", n_parallel)):
+            _require_positive(name, value)
+        cache = CacheConfig(
+            get_cache_type(cache_type_k),
+            get_cache_type(cache_type_v),
+            block_size=kv_block_size,
+            max_tokens=kv_cache_tokens,
+            max_bytes=None if kv_cache_bytes is None else parse_bytes(kv_cache_bytes),
+            demand_paged=kv_cache_demand_paged,
+            find_prefixes=prefix_cache,
+        )
         chosen = get_backend(backend)
         crew = make_crew(devices, split_mode, tensor_split, device_memory)
         self.spec = read_spec(model)
         params = read_params(self.spec)
-        self.n_ctx = min(params.n_ctx_train, _DEFAULT_CTX) if n_ctx is None else n_ctx
-        for name, value in (("n_ctx", self.n_ctx), ("n_batch", n_batch), ("n_parallel", n_parallel)):
-            _require_positive(name, value)
-        if n_threads is not None:
-            _require_positive("n_threads", n_threads)
+        self.n_ctx = n_ctx or min(params.n_ctx_train, _DEFAULT_CTX)
         self.tokenizer = Tokenizer.from_spec(self.spec)
-        self.chat_template = ChatTemplate.from_spec(self.spec)
-        n_blocks = n_parallel * -(-self.n_ctx // _BLOCK_SIZE)
-        self._runner = Runner(
-            self.spec,
-            ModelSplit(self.spec, params, crew, GraphOptions(self.n_ctx)),
-            chosen,
-            n_blocks=n_blocks,
-            block_size=_BLOCK_SIZE,
-            k_type=k_type,
-            v_type=v_type,
-            n_threads=n_threads,
-            progress=progress,
+        rotation = rotation_size(params.head_dim) if kv_rotation else 0
+        options = GraphOptions(
+            self.n_ctx,
+            k_rotation=rotation if cache.k_type.is_quantized else 0,
+            v_rotation=rotation if cache.v_type.is_quantized else 0,
         )
+        split = ModelSplit(self.spec, params, crew, options)
+        plan = _plan_cache(split, cache, n_batch=n_batch, n_parallel=n_parallel)
+        self._cache = CacheManager(
+            plan.group_specs(), cache.block_size, salt=repr(options).encode(), find_prefixes=cache.find_prefixes
+        )
+        self._runner = Runner(split, chosen, plan, n_threads=n_threads, progress=progress)
         self._engine: Engine | None = Engine(
             self._runner,
-            CacheManager([GroupSpec("full", n_blocks)], _BLOCK_SIZE),
+            self._cache,
             self.tokenizer,
             n_ctx=self.n_ctx,
             n_vocab=params.n_vocab,
             n_batch=n_batch,
             n_parallel=n_parallel,
         )
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """From the file, or a plain one; made at the first chat, so that a broken one hinders nothing else."""
+        return ChatTemplate.from_spec(self.spec)
 
     @overload
     def generate(self, prompt: str, *, params: SamplingParams | None = None, **sampling: Any) -> Completion: ...
@@ -129,10 +157,9 @@ class LLM:
         self, messages: Sequence[Mapping[str, Any]], *, params: SamplingParams | None = None, **sampling: Any
     ) -> Stream:
         resolved = _sampling_params(params, sampling)
-        text = self.chat_template.render(messages)
+        tokens = self.tokenizer.encode(self.chat_template.render(messages))
         engine = self._open_engine()
-        tokens = self.tokenizer.encode(text, add_special=not text.startswith(self.chat_template.bos or "\0"))
-        return Stream(engine, engine.add(tokens, resolved.with_stops(self.chat_template.stops)))
+        return Stream(engine, engine.add(tokens, replace(resolved, stop=resolved.stop + self.chat_template.stops)))
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Raw logits (tokens, vocab): row i predicts what follows token i."""
@@ -207,6 +234,22 @@ class Stream(Iterator[str]):
         return self._request.completion()
 
 
+def _plan_cache(split: ModelSplit, config: CacheConfig, *, n_batch: int, n_parallel: int) -> CachePlan:
+    """The cache that budgets and limits leave room for; refuses, before anything is loaded, what cannot be."""
+    n_ctx = split.options.n_ctx
+    needs = device_needs(split, BatchShape(min(n_batch, n_ctx), min(n_batch, n_parallel)))
+    smallest = BatchShape(1, 1)
+    return plan_cache(
+        split.split(smallest).graph,
+        [split.share(device, smallest) for device in range(len(split.crew))],
+        config,
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_parallel=n_parallel,
+        room=room_for_cache(split, needs),
+    )
+
+
 def _is_list_of_prompts(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], int | np.integer)
 
@@ -221,6 +264,6 @@ def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any])
     return params or SamplingParams(**sampling)
 
 
-def _require_positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
+def _require_positive(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or value < 1):
         raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least 1")

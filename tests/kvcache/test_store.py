@@ -80,7 +80,7 @@ def test_arena_keeps_layers_and_their_uneven_heads_apart() -> None:
         keys, stored = sequence.read()
         assert torch.equal(keys, values)
         assert torch.equal(stored, -values)
-    arena.copy([BlockCopy(0, 1, 0, 3)])
+    arena.begin(batch, [BlockCopy(0, 1, 0, 3)])
     moved = SequenceTable(torch.arange(2), torch.arange(2), 0, torch.tensor([1, 2]))
     (sequence,) = arena.layer(0, [GroupBatch(slots, (moved,)), batch[1]]).sequences()
     assert torch.equal(sequence.read()[0], written[0])

@@ -54,6 +54,7 @@ class Engine:
         logits = self._run(step)
         self._scheduler.complete(step)
         self._accept(step, logits)
+        self._runner.give_back(self._cache.take_emptied())
 
     def cancel(self, request: Request) -> None:
         if not request.is_finished:

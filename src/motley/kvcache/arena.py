@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from motley.graph.values import CachedSequence
+from motley.kvcache.paging import PagedMemory
 from motley.kvcache.sequences import BlockCopy
-from motley.kvcache.store import Allocate, Store, allocate_zeroed
+from motley.kvcache.store import Store, allocate_zeroed
 from motley.kvcache.types import CacheType
 
 
@@ -51,11 +52,14 @@ class Arena:
         *,
         block_size: int,
         head_dim: int,
-        allocate: Allocate = allocate_zeroed,
+        demand_paged: bool = False,
     ) -> None:
+        self._block_size = block_size
+        self._memory = [PagedMemory() if demand_paged else None for _ in groups]
+        self._empty = [set(range(group.n_blocks)) for group in groups]  # blocks that hold nothing
         self._stores: list[tuple[Store, Store]] = []
         self._places: dict[int, tuple[int, slice]] = {}  # layer → group, rows
-        for number, group in enumerate(groups):
+        for number, (group, memory) in enumerate(zip(groups, self._memory, strict=True)):
             row = 0
             for layer, n_heads in zip(group.layers, group.n_heads, strict=True):
                 self._places[layer] = (number, slice(row, row + n_heads))
@@ -67,7 +71,7 @@ class Arena:
                     block_size=block_size,
                     n_rows=row,
                     head_dim=head_dim,
-                    allocate=allocate,
+                    allocate=allocate_zeroed if memory is None else memory.allocate,
                 )
                 for kind in (k_type, v_type)
             )
@@ -77,16 +81,26 @@ class Arena:
     def n_bytes(self) -> int:
         return sum(keys.n_bytes + values.n_bytes for keys, values in self._stores)
 
+    def begin(self, batch: Sequence[GroupBatch], copies: Iterable[BlockCopy]) -> None:
+        """Before a batch runs: its blocks are empty no more; carry out its copies-on-write."""
+        for empty, group in zip(self._empty, batch, strict=True):
+            empty.difference_update((group.slots // self._block_size).tolist())
+        for copy in copies:
+            self._empty[copy.group].discard(copy.dst)
+            for store in self._stores[copy.group]:
+                store.copy_block(copy.src, copy.dst, copy.n_tokens)
+
+    def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
+        """Blocks of each group that hold nothing any more: return their memory, where it is demand-paged."""
+        for memory, empty, blocks in zip(self._memory, self._empty, emptied, strict=True):
+            empty.update(blocks)
+            if memory is not None:
+                memory.give_back(blocks, empty)
+
     def layer(self, layer: int, batch: Sequence[GroupBatch]) -> ArenaLayer:
         """What the graph's cache input of that layer is for this batch."""
         group, rows = self._places[layer]
         return ArenaLayer(*self._stores[group], rows, batch[group])
-
-    def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Carry out copies-on-write; must precede the writes of the batch they were returned for."""
-        for copy in copies:
-            for store in self._stores[copy.group]:
-                store.copy_block(copy.src, copy.dst, copy.n_tokens)
 
 
 @dataclass(frozen=True)

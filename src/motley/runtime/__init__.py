@@ -1,9 +1,26 @@
-"""Running batches: plan + cache + batch → logits."""
+"""Running batches on a crew: split + plans + cache + batch → logits."""
 
 from motley.runtime.batch import Batch, Chunk
-from motley.runtime.crew import Crew, make_crew
+from motley.runtime.budget import device_needs, room_for_cache, show_bytes
+from motley.runtime.caching import CacheConfig, CachePlan, plan_cache
+from motley.runtime.crew import Crew, make_crew, parse_bytes
 from motley.runtime.loading import Progress
 from motley.runtime.runner import Runner
 from motley.runtime.splitting import ModelSplit
 
-__all__ = ["Batch", "Chunk", "Crew", "ModelSplit", "Progress", "Runner", "make_crew"]
+__all__ = [
+    "Batch",
+    "CacheConfig",
+    "CachePlan",
+    "Chunk",
+    "Crew",
+    "ModelSplit",
+    "Progress",
+    "Runner",
+    "device_needs",
+    "make_crew",
+    "parse_bytes",
+    "plan_cache",
+    "room_for_cache",
+    "show_bytes",
+]

@@ -51,7 +51,7 @@ class DeviceRunner:
 
     def run(self, batch: DeviceBatch) -> torch.Tensor:
         graph, executable = self._plan(batch.shape)
-        self.arena.copy(batch.copies)
+        self.arena.begin(batch.cache, batch.copies)
         inputs = {
             node.name: self.arena.layer(int(node.name.removeprefix("cache.")), batch.cache)
             if node.dtype == CACHE

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
 from motley.backends import Backend
-from motley.gguf import ModelSpec
-from motley.graph import CACHE
-from motley.kvcache.arena import Arena, LayerGroup
+from motley.graph import Graph
 from motley.kvcache.batching import Extent, group_batches
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy
-from motley.kvcache.types import CacheType
 from motley.models import BatchShape
 from motley.runtime.batch import Batch
+from motley.runtime.caching import CachePlan
 from motley.runtime.device import DeviceBatch, DeviceRunner
 from motley.runtime.group import CollectiveKernel, ThreadGroup
 from motley.runtime.loading import Progress, load_weights, weight_bytes
 from motley.runtime.splitting import ModelSplit
-from motley.split.localize import LocalGraph
 
 
 class Runner:
@@ -28,33 +26,23 @@ class Runner:
 
     def __init__(
         self,
-        spec: ModelSpec,
         split: ModelSplit,
         backend: Backend,
+        cache: CachePlan,
         *,
-        n_blocks: int,
-        block_size: int,
-        k_type: CacheType,
-        v_type: CacheType,
         n_threads: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         n_devices = len(split.crew)
         shares = [split.share(device, BatchShape(1, 1)) for device in range(n_devices)]
-        weights = load_weights(spec, shares, [backend] * n_devices, progress)
+        weights = load_weights(split.spec, shares, [backend] * n_devices, progress)
         self._group = ThreadGroup(n_devices, n_threads)
         self._devices = [
             DeviceRunner(
                 backend,
                 weights[device],
-                Arena(
-                    k_type,
-                    v_type,
-                    [_layers(shares[device], n_blocks)],
-                    block_size=block_size,
-                    head_dim=split.params.head_dim,
-                ),
-                build=lambda shape, device=device: split.share(device, shape).graph,  # type: ignore[misc]
+                cache.arena(device),
+                build=partial(_graph_of, split, device),
                 collectives=CollectiveKernel(self._group.lines[device]),
                 n_weight_bytes=weight_bytes(shares[device]),
             )
@@ -74,6 +62,11 @@ class Runner:
         )
         return self._group.run(lambda device: self._devices[device].run(work))[0]
 
+    def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
+        """Blocks of each cache group that hold nothing any more; see Arena.give_back."""
+        for device in self._devices:
+            device.arena.give_back(emptied)
+
     def memory(self) -> list[dict[str, int]]:
         """Bytes by purpose, for each device."""
         return [
@@ -90,7 +83,5 @@ class Runner:
         self._devices.clear()
 
 
-def _layers(share: LocalGraph, n_blocks: int) -> LayerGroup:
-    """The cache layers that a device has heads of."""
-    heads = {int(t.name.removeprefix("cache.")): t.shape[0] for t in share.graph.inputs if t.dtype == CACHE}
-    return LayerGroup(tuple(heads), tuple(heads.values()), n_blocks)
+def _graph_of(split: ModelSplit, device: int, shape: BatchShape) -> Graph:
+    return split.share(device, shape).graph

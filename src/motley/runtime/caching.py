@@ -1,0 +1,168 @@
+"""How large the KV cache is and how it lies: groups of layers, blocks, bytes on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from motley.errors import CacheError, ConfigError
+from motley.graph import CACHE, Graph
+from motley.graph.ops import Attention
+from motley.kvcache.arena import Arena, LayerGroup
+from motley.kvcache.paging import can_page_on_demand
+from motley.kvcache.sequences import GroupSpec
+from motley.kvcache.types import CacheType
+from motley.split.localize import LocalGraph
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """What the user asked of the cache. At most one of the limits is given."""
+
+    k_type: CacheType
+    v_type: CacheType
+    block_size: int = 32
+    max_tokens: int | None = None
+    max_bytes: int | None = None  # over all devices
+    demand_paged: bool = False
+    find_prefixes: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_bytes is not None:
+            raise ConfigError("the KV cache is limited both in tokens and in bytes", hint="give one of the two")
+        for name, value in (("tokens", self.max_tokens), ("bytes", self.max_bytes), ("block size", self.block_size)):
+            if value is not None and value < 1:
+                raise ConfigError(f"a KV cache {name} of {value} is not at least 1")
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that forget alike: those with the same window, or with none."""
+
+    window: int | None
+    layers: tuple[int, ...]
+    n_blocks: int = 0
+
+    @property
+    def name(self) -> str:
+        return "full" if self.window is None else f"window {self.window}"
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The cache's layout on the whole crew."""
+
+    config: CacheConfig
+    head_dim: int
+    groups: tuple[CacheGroup, ...]
+    heads: tuple[dict[int, int], ...]  # for each device: KV heads of each layer that it has
+
+    def group_specs(self) -> list[GroupSpec]:
+        return [GroupSpec(group.name, group.n_blocks, group.window) for group in self.groups]
+
+    def arena(self, device: int) -> Arena:
+        heads = self.heads[device]
+        groups = [
+            LayerGroup(group.layers, tuple(heads.get(layer, 0) for layer in group.layers), group.n_blocks)
+            for group in self.groups
+        ]
+        is_paged = self.config.demand_paged and can_page_on_demand()
+        return Arena(
+            self.config.k_type,
+            self.config.v_type,
+            groups,
+            block_size=self.config.block_size,
+            head_dim=self.head_dim,
+            demand_paged=is_paged,
+        )
+
+    def block_bytes(self, device: int, group: CacheGroup) -> int:
+        """Bytes of one block of a group on a device."""
+        n_heads = sum(self.heads[device].get(layer, 0) for layer in group.layers)
+        kinds = self.config.k_type, self.config.v_type
+        return n_heads * self.config.block_size * sum(kind.head_bytes(self.head_dim) for kind in kinds)
+
+    def n_bytes(self, device: int) -> int:
+        return sum(group.n_blocks * self.block_bytes(device, group) for group in self.groups)
+
+
+def plan_cache(
+    graph: Graph,
+    shares: Sequence[LocalGraph],
+    config: CacheConfig,
+    *,
+    n_ctx: int,
+    n_batch: int,
+    n_parallel: int,
+    room: Sequence[int | None],
+) -> CachePlan:
+    """The largest cache within the limits. `room`: bytes that each device has left for it; None: no limit.
+
+    Full-attention layers get as many tokens as the limit allows, by default all that `n_parallel` sequences of
+    `n_ctx` tokens can use. Sliding-window layers get what the windows of those sequences need.
+    """
+    heads = tuple(_heads(share.graph) for share in shares)
+    head_dim = next(node.shape[1] for node in graph.inputs if node.dtype == CACHE)
+    groups = _groups(graph)
+    plan = CachePlan(config, head_dim, groups, heads)
+    size = config.block_size
+    most = n_parallel * -(-n_ctx // size)
+    if config.max_tokens is not None:
+        most = -(-config.max_tokens // size)
+
+    def sized(n_blocks: int) -> CachePlan:
+        counts = [
+            n_blocks if g.window is None else min(n_blocks, n_parallel * (-(-(g.window + n_batch) // size) + 1))
+            for g in groups
+        ]
+        chosen = (CacheGroup(g.window, g.layers, n) for g, n in zip(groups, counts, strict=True))
+        return CachePlan(config, head_dim, tuple(chosen), heads)
+
+    def fits(n_blocks: int) -> bool:
+        candidate = sized(n_blocks)
+        each = [candidate.n_bytes(device) for device in range(len(shares))]
+        within_all = config.max_bytes is None or sum(each) <= config.max_bytes
+        return within_all and all(r is None or n <= r for n, r in zip(each, room, strict=True))
+
+    if config.max_bytes is not None:
+        most = max(most, config.max_bytes // max(1, _bytes_of_a_block(plan, len(shares))))
+    n_blocks = _largest(most, fits)
+    if not n_blocks:
+        needed = [sized(1).n_bytes(device) for device in range(len(shares))]
+        raise CacheError(
+            f"the KV cache has no room for a single block of {size} tokens: it needs {needed} bytes on the devices, "
+            f"there are {[r if r is not None else 'enough' for r in room]}",
+            hint="raise --kv-cache-bytes or --device-memory, or choose a smaller cache type or block",
+        )
+    return sized(n_blocks)
+
+
+def _bytes_of_a_block(plan: CachePlan, n_devices: int) -> int:
+    return sum(plan.block_bytes(device, group) for device in range(n_devices) for group in plan.groups)
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest n ≤ most with fits(n), by bisection; 0 if there is none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _groups(graph: Graph) -> tuple[CacheGroup, ...]:
+    windows: dict[int | None, list[int]] = {}
+    for node in graph.nodes:
+        if isinstance(node.op, Attention):
+            cache = node.inputs[1].inputs[0]
+            windows.setdefault(node.op.window, []).append(_layer(cache.name))
+    ordered = sorted(windows.items(), key=lambda item: (item[0] is not None, item[0] or 0))
+    return tuple(CacheGroup(window, tuple(layers)) for window, layers in ordered)
+
+
+def _heads(graph: Graph) -> dict[int, int]:
+    return {_layer(node.name): node.shape[0] for node in graph.inputs if node.dtype == CACHE}
+
+
+def _layer(name: str) -> int:
+    return int(name.removeprefix("cache."))
