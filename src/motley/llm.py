@@ -75,7 +75,12 @@ class LLM:
         `cache_type_k`, `cache_type_v`: f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl; quantized ones are rotated
         unless `kv_rotation=False`. `kv_cache_tokens` or `kv_cache_bytes`: a hard limit of the cache.
         """
-        for name, value in (("n_ctx", n_ctx), ("n_threads", n_threads), ("n_batch", n_batch), ("n_parallel", n_parallel)):
+        for name, value in (
+            ("n_ctx", n_ctx),
+            ("n_threads", n_threads),
+            ("n_batch", n_batch),
+            ("n_parallel", n_parallel),
+        ):
             _require_positive(name, value)
         cache = CacheConfig(
             get_cache_type(cache_type_k),
@@ -101,7 +106,10 @@ class LLM:
         split = ModelSplit(self.spec, params, crew, options)
         plan = _plan_cache(split, cache, n_batch=n_batch, n_parallel=n_parallel)
         self._cache = CacheManager(
-            plan.group_specs(), cache.block_size, salt=repr(options).encode(), find_prefixes=cache.find_prefixes
+            plan.group_specs(),
+            cache.block_size,
+            salt=repr(options).encode(),
+            find_prefixes=cache.find_prefixes,
         )
         self._runner = Runner(split, chosen, plan, n_threads=n_threads, progress=progress)
         self._engine: Engine | None = Engine(
@@ -120,7 +128,9 @@ class LLM:
         return ChatTemplate.from_spec(self.spec)
 
     @overload
-    def generate(self, prompt: str, *, params: SamplingParams | None = None, **sampling: Any) -> Completion: ...
+    def generate(
+        self, prompt: str, *, params: SamplingParams | None = None, **sampling: Any
+    ) -> Completion: ...
     @overload
     def generate(
         self, prompt: list[str] | list[list[int]], *, params: SamplingParams | None = None, **sampling: Any
@@ -159,7 +169,9 @@ class LLM:
         resolved = _sampling_params(params, sampling)
         tokens = self.tokenizer.encode(self.chat_template.render(messages))
         engine = self._open_engine()
-        return Stream(engine, engine.add(tokens, replace(resolved, stop=resolved.stop + self.chat_template.stops)))
+        return Stream(
+            engine, engine.add(tokens, replace(resolved, stop=resolved.stop + self.chat_template.stops))
+        )
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Raw logits (tokens, vocab): row i predicts what follows token i."""
@@ -230,7 +242,9 @@ class Stream(Iterator[str]):
     def completion(self) -> Completion:
         """The whole answer, once the stream has ended or been closed."""
         if not self._request.is_finished:
-            raise RequestError("the answer is not complete yet", hint="read the stream to its end, or close it")
+            raise RequestError(
+                "the answer is not complete yet", hint="read the stream to its end, or close it"
+            )
         return self._request.completion()
 
 

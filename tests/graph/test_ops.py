@@ -126,8 +126,8 @@ def test_verifier_finds_wrong_order_shape_and_names() -> None:
     y = Add()(x, x)
     with pytest.raises(GraphError, match="before its input"):
         Graph((y, x), (y,)).verify()
+    wrong = Tensor(Add(), (x, x), (5, 5), F32)
     with pytest.raises(GraphError, match="by the rule of add"):
-        wrong = Tensor(Add(), (x, x), (5, 5), F32)
         Graph((x, wrong), (wrong,)).verify()
     with pytest.raises(GraphError, match="two inputs or weights are called 'x'"):
         Graph.of(Add()(x, Input((2, 2), F32)(name="x")))

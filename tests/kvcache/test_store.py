@@ -12,7 +12,16 @@ from motley.kvcache.sequences import BlockCopy
 from motley.kvcache.store import Store
 from motley.kvcache.types import CACHE_TYPES, get_cache_type
 
-TOLERANCE = {"f32": 0, "f16": 1e-3, "bf16": 8e-3, "q8_0": 8e-3, "q5_1": 0.08, "q5_0": 0.09, "q4_1": 0.15, "q4_0": 0.2}
+TOLERANCE = {
+    "f32": 0,
+    "f16": 1e-3,
+    "bf16": 8e-3,
+    "q8_0": 8e-3,
+    "q5_1": 0.08,
+    "q5_0": 0.09,
+    "q4_1": 0.15,
+    "q4_0": 0.2,
+}
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -28,7 +28,9 @@ GRAPH = Graph.of(Scale(2.0)(Input((2, 3), F32)(name="x"), name="double"))
 
 
 def test_the_first_candidate_that_fits_is_taken() -> None:
-    plan = DevicePlan.of(GRAPH, [Candidate("fast", "needs 32 columns"), Candidate("slow", None), Candidate("x", None)])
+    plan = DevicePlan.of(
+        GRAPH, [Candidate("fast", "needs 32 columns"), Candidate("slow", None), Candidate("x", None)]
+    )
     assert [step.kernel.name for step in plan.steps] == ["slow"]
     assert "double" in str(plan)
     assert "slow" in str(plan)

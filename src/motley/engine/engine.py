@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from motley.engine.params import SamplingParams
-from motley.engine.request import CANCELLED, Request
+from motley.engine.request import CANCELLED, Request, TextStream
+from motley.engine.sampling import build_sampler
 from motley.engine.scheduler import Scheduler, Step
 from motley.errors import RequestError
 from motley.kvcache.manager import CacheManager
@@ -44,7 +45,14 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, but the context holds {self._n_ctx} and an answer needs room",
                 hint="shorten the prompt or raise the context size (-c / n_ctx)",
             )
-        request = Request.make(tuple(prompt), params, self._tokenizer, self._n_ctx)
+        room = self._n_ctx - len(prompt)
+        request = Request(
+            prompt=tuple(prompt),
+            sampler=build_sampler(params),
+            text=TextStream(self._tokenizer, params.stop),
+            stop_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else self._tokenizer.eog_ids),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        )
         self._scheduler.add(request)
         return request
 
@@ -78,7 +86,9 @@ class Engine:
                 self._cache.advance(sequence, start)
                 room = self._cache.reserve(sequence, len(part))
                 if room is None:
-                    raise RequestError(f"no room in the KV cache for {len(tokens)} tokens beside running requests")
+                    raise RequestError(
+                        f"no room in the KV cache for {len(tokens)} tokens beside running requests"
+                    )
                 batch = Batch.of([Chunk(sequence, start, part, len(part))])
                 rows.append(self._runner.run(batch, self._cache, room.copies).clone())
                 self._cache.commit(sequence, part)

@@ -1,13 +1,13 @@
-"""A request: its tokens, how far they have been computed, and the text that has come of them."""
+"""A request: its tokens, how far they have been computed, and the text that has come of them. Imports no torch."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from motley.engine.params import SamplingParams
-from motley.engine.sampling import Sampler, build_sampler
 from motley.text import StopChecker, Tokenizer
 
 STOP = "stop"  # an end-of-generation token, a stop token or a stop string
@@ -28,12 +28,18 @@ class Timings:
     @property
     def prompt_rate(self) -> float:
         """Prompt tokens computed per second."""
-        return (self.prompt_tokens - self.cached_tokens) / self.prompt_seconds if self.prompt_seconds > 0 else 0.0
+        return (
+            (self.prompt_tokens - self.cached_tokens) / self.prompt_seconds
+            if self.prompt_seconds > 0
+            else 0.0
+        )
 
     @property
     def new_rate(self) -> float:
         """Tokens per second after the first."""
-        return (self.new_tokens - 1) / self.new_seconds if self.new_seconds > 0 and self.new_tokens > 1 else 0.0
+        return (
+            (self.new_tokens - 1) / self.new_seconds if self.new_seconds > 0 and self.new_tokens > 1 else 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,11 @@ class Request:
     """Mutable state of one request. The scheduler moves `n_computed`, the engine appends tokens."""
 
     prompt: tuple[int, ...]
-    params: SamplingParams
-    sampler: Sampler
+    sampler: Callable[[Any, Sequence[int]], int]  # (logits of one row, tokens so far) → the next token
     text: TextStream
     stop_ids: frozenset[int]
     max_tokens: int  # generated ones
-    tokens: list[int] = field(default_factory=list)  # prompt and generated
+    tokens: list[int] = field(init=False)  # prompt and generated
     sequence: int | None = None  # in the cache, while scheduled
     n_computed: int = 0  # tokens whose K/V are in the cache
     n_cached: int = 0  # of the prompt, found there at the first start
@@ -65,18 +70,8 @@ class Request:
     first_token: float = 0.0
     finished: float = 0.0
 
-    @staticmethod
-    def make(prompt: tuple[int, ...], params: SamplingParams, tokenizer: Tokenizer, n_ctx: int) -> Request:
-        room = n_ctx - len(prompt)
-        return Request(
-            prompt=prompt,
-            params=params,
-            sampler=build_sampler(params),
-            text=TextStream(tokenizer, params.stop),
-            stop_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else tokenizer.eog_ids),
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            tokens=list(prompt),
-        )
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
 
     @property
     def n_generated(self) -> int:

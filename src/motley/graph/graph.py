@@ -49,7 +49,9 @@ class Graph:
         names = Counter(t.name for t in self.nodes if isinstance(t.op, Input | Weight))
         twice = [name for name, n in names.items() if n > 1]
         if twice:
-            raise GraphError(f"two inputs or weights are called {twice[0]!r}; make the tensor once and use it twice")
+            raise GraphError(
+                f"two inputs or weights are called {twice[0]!r}; make the tensor once and use it twice"
+            )
 
     def __str__(self) -> str:
         labels = {t: t.name or f"%{i}" for i, t in enumerate(self.nodes)}
@@ -58,7 +60,9 @@ class Graph:
             arguments = ", ".join(labels[t] for t in node.inputs)
             attributes = f" {{{node.op.attributes}}}" if node.op.attributes else ""
             shape = "×".join(map(str, node.shape))
-            rows.append(f"{labels[node]:<28} {node.dtype:>6} {shape:<16} {node.op.name}({arguments}){attributes}")
+            rows.append(
+                f"{labels[node]:<28} {node.dtype:>6} {shape:<16} {node.op.name}({arguments}){attributes}"
+            )
         return "\n".join(rows)
 
 

@@ -37,7 +37,9 @@ class PagedMemory:
         """Return the pages of `blocks`, all of which are in `empty`: the blocks that hold nothing."""
         blocks = list(blocks)
         for memory, block_bytes, n_blocks in self._regions:
-            for page in {p for block in blocks for p in _pages(block * block_bytes, (block + 1) * block_bytes)}:
+            for page in {
+                p for block in blocks for p in _pages(block * block_bytes, (block + 1) * block_bytes)
+            }:
                 first, stop = page * PAGE // block_bytes, -(-(page + 1) * PAGE // block_bytes)
                 if all(block in empty for block in range(first, min(stop, n_blocks))):
                     memory.madvise(mmap.MADV_DONTNEED, page * PAGE, min(PAGE, len(memory) - page * PAGE))

@@ -97,4 +97,4 @@ class Store:
 def _tiled(values: torch.Tensor, n_tiles: int) -> torch.Tensor:
     """(tokens, heads, dim) → (tokens, heads, tiles, 32), the last tile padded with zeros."""
     padding = n_tiles * TILE - values.shape[-1]
-    return F.pad(values, (0, padding)).unflatten(-1, (n_tiles, TILE))
+    return torch.unflatten(F.pad(values, (0, padding)), -1, (n_tiles, TILE))

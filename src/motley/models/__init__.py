@@ -1,4 +1,4 @@
-"""One file per architecture, named as `general.architecture`. Each builds a single-device graph and knows no devices."""
+"""One file per architecture, named as `general.architecture`; each builds a graph as if for one device."""
 
 from __future__ import annotations
 
@@ -35,4 +35,12 @@ def build_graph(spec: ModelSpec, params: DecoderParams, batch: BatchShape, optio
     return Graph.of(ARCHITECTURES[spec.architecture](ModelBuilder(spec, params, batch, options)))
 
 
-__all__ = ["ARCHITECTURES", "BatchShape", "DecoderParams", "GraphOptions", "build_graph", "read_params", "rotation_size"]
+__all__ = [
+    "ARCHITECTURES",
+    "BatchShape",
+    "DecoderParams",
+    "GraphOptions",
+    "build_graph",
+    "read_params",
+    "rotation_size",
+]

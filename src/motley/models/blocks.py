@@ -35,7 +35,9 @@ def _project(layer: LayerBuilder, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             for part, start, stop in zip("qkv", cuts[:-1], cuts[1:], strict=True)
         ]
     else:
-        parts = [layer.linear(x, name, n) for name, n in (("attn_q", n_q), ("attn_k", n_kv), ("attn_v", n_kv))]
+        parts = [
+            layer.linear(x, name, n) for name, n in (("attn_q", n_q), ("attn_k", n_kv), ("attn_v", n_kv))
+        ]
     q, k, v = (Reshape((n_tokens, part.shape[1] // p.head_dim, p.head_dim))(part) for part in parts)
     return q, k, v
 

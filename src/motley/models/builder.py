@@ -7,7 +7,19 @@ from dataclasses import dataclass
 from motley.errors import ModelError
 from motley.gguf import ModelSpec
 from motley.graph import CACHE, I32, Tensor
-from motley.graph.ops import Add, Attention, CacheStore, GetRows, Hadamard, Input, MatMul, Repeat, Reshape, RmsNorm, Weight
+from motley.graph.ops import (
+    Add,
+    Attention,
+    CacheStore,
+    GetRows,
+    Hadamard,
+    Input,
+    MatMul,
+    Repeat,
+    Reshape,
+    RmsNorm,
+    Weight,
+)
 from motley.models.params import DecoderParams, tensor_info
 
 
@@ -105,7 +117,9 @@ class LayerBuilder:
 
     def linear(self, x: Tensor, name: str, n_out: int) -> Tensor:
         """x·Wᵀ (+ bias, where the file has one)."""
-        out = MatMul()(x, self.model.weight(self.label(f"{name}.weight"), n_out, x.shape[-1]), name=self.label(name))
+        out = MatMul()(
+            x, self.model.weight(self.label(f"{name}.weight"), n_out, x.shape[-1]), name=self.label(name)
+        )
         bias = self.model.optional_weight(self.label(f"{name}.bias"), n_out)
         return out if bias is None else Add()(out, bias, name=self.label(f"{name}+bias"))
 

@@ -91,7 +91,9 @@ class DecoderParams:
 def tensor_info(spec: ModelSpec, name: str) -> TensorInfo:
     info = spec.tensors.get(name)
     if info is None:
-        raise ModelError(f"{spec.path}: the tensor {name!r}, which {spec.architecture!r} models have, is missing")
+        raise ModelError(
+            f"{spec.path}: the tensor {name!r}, which {spec.architecture!r} models have, is missing"
+        )
     return info
 
 

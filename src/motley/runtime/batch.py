@@ -45,7 +45,8 @@ class Batch:
 
     def output_rows(self) -> list[int]:
         """Rows that want logits, in the order of chunks."""
-        rows, end = [], 0
+        rows: list[int] = []
+        end = 0
         for c in self.chunks:
             end += len(c.tokens)
             rows.extend(range(end - c.n_outputs, end))

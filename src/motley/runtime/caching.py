@@ -29,8 +29,14 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_bytes is not None:
-            raise ConfigError("the KV cache is limited both in tokens and in bytes", hint="give one of the two")
-        for name, value in (("tokens", self.max_tokens), ("bytes", self.max_bytes), ("block size", self.block_size)):
+            raise ConfigError(
+                "the KV cache is limited both in tokens and in bytes", hint="give one of the two"
+            )
+        for name, value in (
+            ("tokens", self.max_tokens),
+            ("bytes", self.max_bytes),
+            ("block size", self.block_size),
+        ):
             if value is not None and value < 1:
                 raise ConfigError(f"a KV cache {name} of {value} is not at least 1")
 
@@ -112,7 +118,9 @@ def plan_cache(
 
     def sized(n_blocks: int) -> CachePlan:
         counts = [
-            n_blocks if g.window is None else min(n_blocks, n_parallel * (-(-(g.window + n_batch) // size) + 1))
+            n_blocks
+            if g.window is None
+            else min(n_blocks, n_parallel * (-(-(g.window + n_batch) // size) + 1))
             for g in groups
         ]
         chosen = (CacheGroup(g.window, g.layers, n) for g, n in zip(groups, counts, strict=True))

@@ -58,15 +58,20 @@ def make_crew(
         raise ConfigError(f"unknown split mode {mode!r}", hint=f"there are: {', '.join(SPLIT_MODES)}")
     budgets = [parse_bytes(value) for value in _listed(device_memory or ())]
     if budgets and len(budgets) != len(names):
-        raise ConfigError(f"{len(budgets)} memory budgets for {len(names)} devices", hint="give one for each device")
+        raise ConfigError(
+            f"{len(budgets)} memory budgets for {len(names)} devices", hint="give one for each device"
+        )
     if mode == NONE:
         names, budgets = names[:1], budgets[:1]
-    crew = tuple(Device(n, b) for n, b in zip(names, budgets or [None] * len(names), strict=True))
+    memory: Sequence[int | None] = budgets or [None] * len(names)
+    crew = tuple(Device(name, n_bytes) for name, n_bytes in zip(names, memory, strict=True))
     return Crew(crew, mode, _shares(tensor_split, budgets, mode, len(crew)))
 
 
-def _shares(asked: object, budgets: Sequence[int], mode: str, n_devices: int) -> tuple[Fraction, ...]:
-    values = _listed(asked)  # type: ignore[arg-type]
+def _shares(
+    asked: str | Sequence[float] | None, budgets: Sequence[int], mode: str, n_devices: int
+) -> tuple[Fraction, ...]:
+    values = _listed(asked)
     if mode == NONE or not values:
         return tuple(Fraction(b) for b in budgets) or (Fraction(1),) * n_devices
     try:
@@ -74,7 +79,9 @@ def _shares(asked: object, budgets: Sequence[int], mode: str, n_devices: int) ->
     except (ValueError, ZeroDivisionError):
         raise ConfigError(f"tensor split {asked!r} is no list of numbers", hint="for example 3,1") from None
     if len(shares) != n_devices:
-        raise ConfigError(f"{len(shares)} proportions for {n_devices} devices", hint="give one for each device")
+        raise ConfigError(
+            f"{len(shares)} proportions for {n_devices} devices", hint="give one for each device"
+        )
     if min(shares) < 0 or not any(shares):
         raise ConfigError(
             f"tensor split {asked!r} cannot be met", hint="proportions are 0 or more, and one is above 0"
@@ -91,7 +98,9 @@ def parse_bytes(value: str | int) -> int:
         if match is None:
             raise ConfigError(f"{value!r} is no amount of memory", hint="for example 2GiB or 512MiB")
         number, unit = Fraction(match[1]), match[2]
-    units = {name.upper(): size for name, size in _UNITS.items()} | {p: 1024**n for n, p in enumerate("KMGT", 1)}
+    units = {name.upper(): size for name, size in _UNITS.items()} | {
+        p: 1024**n for n, p in enumerate("KMGT", 1)
+    }
     if unit.upper() not in units or number <= 0:
         raise ConfigError(f"{value!r} is no amount of memory", hint="for example 2GiB or 512MiB")
     return int(number * units[unit.upper()])

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from motley.errors import DeviceError, MotleyError
-from motley.graph import Shape, Tensor
+from motley.graph import Tensor
 from motley.ownership import Word
 from motley.plan import Launch
 from motley.split.collectives import (
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Communicator(Protocol):
-    """One device's line to the others. All devices make the same calls in the same order (send and receive: both ends)."""
+    """One device's line to the others. All make the same calls in the same order (send and receive: both ends)."""
 
     device: int
 
@@ -121,7 +121,11 @@ class ThreadGroup:
         errors = [error for error in (future.exception() for future in futures) if error is not None]
         if errors:
             self._reset()
-            causes = [error for error in errors if not isinstance(error, threading.BrokenBarrierError | _HungUp)]
+            causes = [
+                error
+                for error in errors
+                if not isinstance(error, threading.BrokenBarrierError | _HungUpError)
+            ]
             cause = causes[0] if causes else errors[0]
             if isinstance(cause, MotleyError):
                 raise cause
@@ -151,7 +155,7 @@ class ThreadGroup:
             line.n_exchanges = 0
 
 
-class _HungUp(Exception):
+class _HungUpError(Exception):
     """Another device has failed."""
 
 
@@ -180,5 +184,5 @@ class _Line:
     def receive(self, source: int) -> torch.Tensor:
         tensor = self._group._mail[source, self.device].get()
         if tensor is None:
-            raise _HungUp
+            raise _HungUpError
         return tensor

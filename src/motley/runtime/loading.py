@@ -20,7 +20,10 @@ Progress = Callable[[int, int], None]
 
 
 def load_weights(
-    spec: ModelSpec, shares: Sequence[LocalGraph], backends: Sequence[Backend], progress: Progress | None = None
+    spec: ModelSpec,
+    shares: Sequence[LocalGraph],
+    backends: Sequence[Backend],
+    progress: Progress | None = None,
 ) -> list[dict[str, PackedTensor]]:
     """Each device's weights by their name in its graph. What is only looked up by row stays mapped."""
     total, done = sum(weight_bytes(share) for share in shares), 0

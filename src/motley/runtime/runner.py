@@ -53,7 +53,11 @@ class Runner:
         """Logits (outputs, vocab) of the rows that want them. Slots have been reserved; `copies` are made first."""
         copies = list(copies)
         extents = [Extent(c.sequence, c.start, len(c.tokens)) for c in batch.chunks]
-        inputs = {"tokens": batch.tokens(), "positions": batch.positions(), "output_rows": batch.output_rows()}
+        inputs = {
+            "tokens": batch.tokens(),
+            "positions": batch.positions(),
+            "output_rows": batch.output_rows(),
+        }
         work = DeviceBatch(
             BatchShape(batch.n_tokens, batch.n_outputs),
             {name: torch.tensor(ids, dtype=torch.int32) for name, ids in inputs.items()},

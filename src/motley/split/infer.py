@@ -64,10 +64,14 @@ class _Inference:
         self.n_devices = n_devices
         self.ways: dict[Tensor, Way] = {}
         self.transitions: list[Transition] = []
-        self._available: dict[Tensor, list[State]] = {}  # the state it is made in, then those it was brought into
+        self._available: dict[
+            Tensor, list[State]
+        ] = {}  # the state it is made in, then those it was brought into
 
     def start(self, node: Tensor, state: State) -> None:
-        if isinstance(state, Split) and not (state.fits(node.shape) and _names_only(state.word, self.n_devices)):
+        if isinstance(state, Split) and not (
+            state.fits(node.shape) and _names_only(state.word, self.n_devices)
+        ):
             raise SplitError(node.name, [state], f"is no split of {node.shape} over {self.n_devices} devices")
         self._produce(node, Way((), state))
 
@@ -121,7 +125,9 @@ class _Inference:
 
 def _cheapest(tensor: Tensor, available: Iterable[State], target: State) -> tuple[Cost, State] | None:
     costs = [(transition_cost(tensor, state, target), state) for state in available]
-    return min(((cost, state) for cost, state in costs if cost is not None), key=lambda pair: pair[0], default=None)
+    return min(
+        ((cost, state) for cost, state in costs if cost is not None), key=lambda pair: pair[0], default=None
+    )
 
 
 def _names_only(word: Word, n_devices: int) -> bool:

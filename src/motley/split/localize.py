@@ -143,7 +143,9 @@ class _Walk:
                 return Zeros(whole.shape)(name=name)
         return whole
 
-    def _hand_over(self, tensor: Tensor, here: Tensor | None, owner: int, heir: int, name: str) -> Tensor | None:
+    def _hand_over(
+        self, tensor: Tensor, here: Tensor | None, owner: int, heir: int, name: str
+    ) -> Tensor | None:
         if self._device == owner:
             self.made.append(Send(owner, heir)(_some(here), name=name))
         return Receive(owner, heir, tensor.shape)(name=name) if self._device == heir else None

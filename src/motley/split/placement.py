@@ -34,7 +34,9 @@ class Placement:
     kv_repeat: int = 1
 
 
-def place(mode: str, weights: Sequence[Tensor], params: DecoderParams, shares: Sequence[Fraction]) -> Placement:
+def place(
+    mode: str, weights: Sequence[Tensor], params: DecoderParams, shares: Sequence[Fraction]
+) -> Placement:
     """Share the weights out over `len(shares)` devices."""
     if mode == LAYER or len(shares) == 1:
         return _place_layers(weights, params, shares)
@@ -95,7 +97,11 @@ class _TensorPlacement:
             self._place_attention(layer)
             self._place_ffn(layer)
         n_vocab = self._weights["output.weight"].shape[0]
-        self._cut("output.weight", 0, _word(self._bytes.share_out(*self._units(n_vocab, 1, ["output.weight"])), 1, n_vocab))
+        self._cut(
+            "output.weight",
+            0,
+            _word(self._bytes.share_out(*self._units(n_vocab, 1, ["output.weight"])), 1, n_vocab),
+        )
         return Placement(self._states, self._repeat)
 
     def _place_attention(self, layer: int) -> None:

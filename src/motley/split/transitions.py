@@ -80,7 +80,9 @@ def transition_cost(tensor: Tensor, source: State, target: State) -> Cost | None
     if source == target:
         return FREE
     if is_fixed(tensor):
-        can_lay_out = isinstance(tensor.op, Weight | Input) and source == MIRRORED and isinstance(target, Split)
+        can_lay_out = (
+            isinstance(tensor.op, Weight | Input) and source == MIRRORED and isinstance(target, Split)
+        )
         owner = sole_owner(source)
         is_same = owner is not None and owner == sole_owner(target)
         return FREE if can_lay_out or is_same else None

@@ -49,7 +49,9 @@ class ReferenceExecutable(Executable):
         self._arena = torch.empty(plan.layout.n_bytes, dtype=torch.uint8)
         self._fixed: dict[Tensor, Any] = {node: weights[node.name] for node in plan.graph.weights}
         self._fixed |= {node: node.op.reference([]) for node in plan.graph.nodes if node.op.is_constant}
-        self._steps = [(step.node, step.kernel.prepare(step.node), self._memory(step.node)) for step in plan.steps]
+        self._steps = [
+            (step.node, step.kernel.prepare(step.node), self._memory(step.node)) for step in plan.steps
+        ]
 
     @property
     def n_activation_bytes(self) -> int:

@@ -15,7 +15,7 @@ from motley.ownership import Split, State
 
 @dataclass(frozen=True)
 class CacheStore(Op):
-    """Write the batch's keys and values (tokens, kv heads, dim) into a layer of the cache → the same layer, afterwards."""
+    """Write the batch's keys and values (tokens, kv heads, dim) into a layer of the cache → that layer, afterwards."""
 
     name: ClassVar[str] = "cache_store"
     n_inputs: ClassVar[tuple[int, int]] = (3, 3)
@@ -44,7 +44,9 @@ class CacheStore(Op):
             return
         for state in (keys, values):
             if isinstance(state, Split) and state.axis == 1:
-                yield Way((Split(0, state.word), Split(1, state.word), Split(1, state.word)), Split(0, state.word))
+                yield Way(
+                    (Split(0, state.word), Split(1, state.word), Split(1, state.word)), Split(0, state.word)
+                )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -117,7 +117,7 @@ class Scale(Op):
         yield Sample(Scale(rng.uniform(-2, 2)), (draw(rng, rng.randint(1, 9), 7),))
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -140,8 +140,7 @@ class Activation(Op):
         return inputs[0].shape
 
     def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        result: torch.Tensor = _ACTIVATIONS[self.function](inputs[0])
-        return result
+        return _ACTIVATIONS[self.function](inputs[0])
 
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
         yield from _keep_split(states)

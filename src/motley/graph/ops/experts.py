@@ -54,7 +54,9 @@ class Gather(Op):
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         x, ids = inputs
-        self.require(len(x.shape) == len(ids.shape) == 2 and ids.dtype == I32, "needs (tokens, n) and i32 ids", x, ids)
+        self.require(
+            len(x.shape) == len(ids.shape) == 2 and ids.dtype == I32, "needs (tokens, n) and i32 ids", x, ids
+        )
         self.require(x.shape[0] == ids.shape[0], "tokens differ", x, ids)
         return ids.shape
 
@@ -96,9 +98,12 @@ class ExpertMatMul(Op):
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         x, weight, ids = inputs
-        self.require(len(x.shape) == len(weight.shape) == 3, "needs x (t, 1 or k, K) and W (experts, N, K)", *inputs)
+        self.require(
+            len(x.shape) == len(weight.shape) == 3, "needs x (t, 1 or k, K) and W (experts, N, K)", *inputs
+        )
         self.require(x.shape[2] == weight.shape[2], "the last axes differ", x, weight)
-        self.require(x.shape[0] == ids.shape[0] and x.shape[1] in (1, ids.shape[1]), "tokens or choices differ", *inputs)
+        is_paired = x.shape[0] == ids.shape[0] and x.shape[1] in (1, ids.shape[1])
+        self.require(is_paired, "tokens or choices differ", *inputs)
         return (*ids.shape, weight.shape[1])
 
     def reference(self, inputs: Sequence[Value]) -> torch.Tensor:

@@ -72,7 +72,9 @@ class BatchMatMul(Op):
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         a, b = inputs
-        self.require(len(a.shape) == len(b.shape) >= 2, "both need the same number of axes, two or more", a, b)
+        self.require(
+            len(a.shape) == len(b.shape) >= 2, "both need the same number of axes, two or more", a, b
+        )
         self.require(a.shape[:-2] == b.shape[:-2], "the batch axes differ", a, b)
         self.require(a.shape[-1] == b.shape[-2], "the inner axes differ", a, b)
         return (*a.shape[:-1], b.shape[-1])

@@ -25,7 +25,9 @@ class RmsNorm(Op):
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         x = inputs[0]
         for weight in inputs[1:]:
-            self.require(weight.shape == x.shape[-1:], "the weight is not as long as the last axis", x, weight)
+            self.require(
+                weight.shape == x.shape[-1:], "the weight is not as long as the last axis", x, weight
+            )
         return x.shape
 
     def reference(self, inputs: Sequence[Value]) -> torch.Tensor:

@@ -61,9 +61,14 @@ class Rope(Op):
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         x, positions, *divisors = inputs
         self.require(len(x.shape) == 3, "x is not (tokens, heads, dim)", x)
-        self.require(self.n_dims % 2 == 0 and self.n_dims <= x.shape[2], f"cannot rotate {self.n_dims} dims", x)
-        self.require(positions.shape == x.shape[:1] and positions.dtype == I32, "one i32 position a token", x, positions)
-        self.require(all(d.shape == (self.n_dims // 2,) for d in divisors), "one divisor a pair", x, *divisors)
+        self.require(
+            self.n_dims % 2 == 0 and self.n_dims <= x.shape[2], f"cannot rotate {self.n_dims} dims", x
+        )
+        has_positions = positions.shape == x.shape[:1] and positions.dtype == I32
+        self.require(has_positions, "needs one i32 position for each token", x, positions)
+        self.require(
+            all(d.shape == (self.n_dims // 2,) for d in divisors), "one divisor a pair", x, *divisors
+        )
         self.require(self.style in (INTERLEAVED, HALVES), f"no style {self.style!r}")
         return x.shape
 

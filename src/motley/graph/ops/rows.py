@@ -61,7 +61,9 @@ class GetRows(Op):
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         table, ids = inputs
-        self.require(len(table.shape) >= 1 and len(ids.shape) == 1, "needs a table and a list of ids", table, ids)
+        self.require(
+            len(table.shape) >= 1 and len(ids.shape) == 1, "needs a table and a list of ids", table, ids
+        )
         self.require(ids.dtype == I32, "ids are not i32", table, ids)
         return (*ids.shape, *table.shape[1:])
 
@@ -105,7 +107,9 @@ class SetRows(Op):
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         table, ids, rows = inputs
         self.require(len(ids.shape) == 1 and ids.dtype == I32, "ids are not a list of i32", table, ids, rows)
-        self.require(rows.shape == (*ids.shape, *table.shape[1:]), "rows do not fit the table", table, ids, rows)
+        self.require(
+            rows.shape == (*ids.shape, *table.shape[1:]), "rows do not fit the table", table, ids, rows
+        )
         return table.shape
 
     def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -70,4 +70,4 @@ class Hadamard(Op):
         matrix = torch.ones(1, 1)
         while matrix.shape[0] < self.n:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-        return matrix / self.n**0.5
+        return matrix.div(self.n**0.5)

@@ -102,7 +102,9 @@ class Slice(Op):
     def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
         state = way.inputs[0]
         if isinstance(state, Split) and state.axis == self.axis:
-            return Slice(self.axis, *state.word.local_range(device, self.start, self.stop))(*inputs, name=name)
+            return Slice(self.axis, *state.word.local_range(device, self.start, self.stop))(
+                *inputs, name=name
+            )
         return self(*inputs, name=name)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:

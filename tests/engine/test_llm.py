@@ -1,0 +1,137 @@
+"""`LLM` as people touch it, on a tiny trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from motley import LLM, MotleyError, SamplingParams
+from motley.errors import ConfigError, RequestError
+
+
+@pytest.fixture(scope="module")
+def path(shared: Path) -> Path:
+    return shared / "data" / "models" / "stories260K" / "stories260K.gguf"
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> LLM:
+    return LLM(path, n_ctx=256, n_parallel=4)
+
+
+def test_generate_gives_text_tokens_reason_and_timings(llm: LLM) -> None:
+    out = llm.generate("Once upon a time", max_tokens=12, temperature=0)
+    assert out.text.startswith(", there was a little girl")
+    assert len(out.tokens) == 12
+    assert out.finish_reason == "length"
+    assert out.timings.prompt_tokens == 5
+    assert out.timings.new_tokens == 12
+    assert llm.tokenizer.decode(out.tokens) == out.text.lstrip()  # decode drops the space that starts a text
+
+
+def test_streamed_pieces_add_up_to_the_answer(llm: LLM) -> None:
+    stream = llm.stream("Once upon a time", max_tokens=12, temperature=0)
+    assert "".join(stream) == stream.completion.text
+    assert stream.completion.text == llm.generate("Once upon a time", max_tokens=12, temperature=0).text
+
+
+def test_many_prompts_at_once_equal_one_by_one(llm: LLM) -> None:
+    prompts = ["Once upon a time", "The cat", "Tim and Sam", "One day", "Lily had a", "In the park"]
+    together = llm.generate(prompts, max_tokens=10, temperature=0)
+    assert [o.tokens for o in together] == [
+        llm.generate(p, max_tokens=10, temperature=0).tokens for p in prompts
+    ]
+
+
+def test_logits_are_float32_and_agree_with_greedy_choice(llm: LLM) -> None:
+    tokens = llm.tokenizer.encode("Once upon a time")
+    logits = llm.logits(tokens)
+    assert logits.dtype == np.float32
+    assert logits.shape == (5, 512)
+    assert int(logits[-1].argmax()) == llm.generate(tokens, max_tokens=1, temperature=0).tokens[0]
+
+
+def test_logits_of_more_tokens_than_a_batch(path: Path) -> None:
+    tokens = list(range(3, 103))
+    with LLM(path, n_ctx=128, n_batch=17) as small, LLM(path, n_ctx=128) as large:
+        np.testing.assert_allclose(small.logits(tokens), large.logits(tokens), atol=1e-4)
+
+
+def test_a_seed_makes_sampling_repeatable(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, seed=5, temperature=1.0)
+    assert llm.generate("Once", params=params).tokens == llm.generate("Once", params=params).tokens
+    others = {llm.generate("The", max_tokens=12, seed=s, temperature=3, min_p=0).tokens for s in range(4)}
+    assert len(others) > 1
+
+
+def test_stop_strings_end_the_answer_before_them(llm: LLM) -> None:
+    out = llm.generate("Once upon a time", max_tokens=60, temperature=0, stop=("Lily",))
+    assert out.finish_reason == "stop"
+    assert "Lily" not in out.text
+    assert out.text.endswith("named ")
+
+
+def test_chat_answers_with_the_plain_template(llm: LLM) -> None:
+    out = llm.chat([{"role": "user", "content": "Tell me a story."}], max_tokens=5, temperature=0)
+    assert len(out.tokens) == 5
+
+
+def test_closing_a_stream_cancels_the_request_and_keeps_the_model_usable(llm: LLM) -> None:
+    stream = llm.stream("Once", max_tokens=100, temperature=0)
+    next(stream)
+    with pytest.raises(RequestError, match="not complete"):
+        _ = stream.completion
+    stream.close()
+    assert stream.completion.finish_reason == "cancelled"
+    assert llm.generate("Once", max_tokens=2, temperature=0).finish_reason == "length"
+
+
+def test_bad_requests_are_refused_and_the_model_lives_on(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="300 tokens, but the context holds 256"):
+        llm.generate([1] * 300)
+    with pytest.raises(RequestError, match="empty"):
+        llm.logits([])
+    with pytest.raises(RequestError, match="token id 512"):
+        llm.generate([1, 512])
+    with pytest.raises(RequestError, match="unknown option 'temprature'"):
+        llm.generate("a", temprature=1)
+    assert llm.generate("Once", max_tokens=1).finish_reason == "length"
+
+
+def test_bad_options_are_refused(path: Path) -> None:
+    with pytest.raises(TypeError, match="n_contxt"):
+        LLM(path, n_contxt=5)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="n_ctx is 0"):
+        LLM(path, n_ctx=0)
+    with pytest.raises(ConfigError, match="unknown backend 'quantum'"):
+        LLM(path, backend="quantum")
+    with pytest.raises(ConfigError, match="q9"):
+        LLM(path, cache_type_k="q9")
+    with pytest.raises(MotleyError, match=r"missing\.gguf"):
+        LLM(path.parent / "missing.gguf")
+
+
+def test_a_closed_model_says_so(path: Path) -> None:
+    with LLM(path, n_ctx=64) as llm:
+        assert llm.generate("Once", max_tokens=1).tokens
+    llm.close()
+    with pytest.raises(RequestError, match="closed"):
+        llm.generate("Once")
+
+
+def test_progress_is_reported_in_bytes(path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    LLM(path, n_ctx=64, progress=lambda done, total: calls.append((done, total))).close()
+    assert calls[-1][0] == calls[-1][1] > 0
+    assert calls == sorted(calls)
+
+
+def test_memory_is_given_by_purpose(llm: LLM) -> None:
+    memory = llm.memory()
+    assert memory["weights"] > 0
+    assert (
+        memory["kv_cache"] == 4 * 256 * 5 * 4 * 2 * 32 * 2
+    )  # sequences, tokens, layers, heads, K+V, padded dim, f16
+    assert memory["activations"] > 0
