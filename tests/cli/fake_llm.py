@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from motley.engine import Completion, SamplingParams, Timings
 from motley.errors import MotleyError
 
 TIMINGS = Timings(prompt_tokens=5, cached_tokens=1, prompt_seconds=0.5, new_tokens=4, new_seconds=0.25)
+CHAT_SPEC = SimpleNamespace(metadata={"tokenizer.chat_template": "…"})
 
 
 class FakeStream:
@@ -48,7 +50,7 @@ class FakeLLM:
     """Answers every request with `pieces` and notes what it was asked."""
 
     pieces: Sequence[str] = ("Hello", ", ", "wörld")
-    chat_template: object | None = None
+    spec: Any = field(default_factory=lambda: SimpleNamespace(metadata={}))
     n_ctx: int = 64
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     before_piece: Callable[[int], None] = lambda index: None

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from fake_llm import FakeLLM
+from fake_llm import CHAT_SPEC, FakeLLM
 from typer.testing import Result
 
 from motley.errors import RequestError
@@ -24,7 +24,7 @@ def assistant(text: str) -> dict[str, str]:
 
 @pytest.fixture
 def chat_llm(llm: FakeLLM) -> FakeLLM:
-    llm.chat_template = object()
+    llm.spec = CHAT_SPEC
     llm.pieces = ("Hel", "lo.")
     return llm
 
@@ -80,6 +80,18 @@ def test_a_prompt_with_cnv_opens_the_chat(motley: Motley, chat_llm: FakeLLM, mod
 def test_single_turn_leaves_after_one_answer(motley: Motley, chat_llm: FakeLLM, model: str) -> None:
     result = motley("run", model, "-st", stdin="/help\nHi\nMore\n")
     assert (result.stdout, len(chat_llm.prompts)) == ("Hello.\n", 1)
+
+
+def test_cnv_chats_without_a_template_too(motley: Motley, llm: FakeLLM, model: str) -> None:
+    motley("run", model, "-cnv", "-sys", "Be kind.", stdin="Hi\n")
+    assert llm.prompts == [[{"role": "system", "content": "Be kind."}, user("Hi")]]
+
+
+def test_a_prompt_that_looks_like_a_command_is_a_prompt(
+    motley: Motley, chat_llm: FakeLLM, model: str
+) -> None:
+    motley("run", model, "-cnv", "-p", "/quit")
+    assert chat_llm.prompts == [[user("/quit")]]
 
 
 def test_without_a_template_each_line_is_continued(motley: Motley, llm: FakeLLM, model: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from fake_llm import TIMINGS, FakeLLM
+from fake_llm import CHAT_SPEC, TIMINGS, FakeLLM
 from typer.testing import Result
 
 from motley.bundled import bundled_model_path
@@ -89,7 +89,7 @@ def test_json_is_one_object_and_nothing_else(motley: Motley, llm: FakeLLM, model
 
 
 def test_a_chat_template_is_used_where_there_is_one(motley: Motley, llm: FakeLLM, model: str) -> None:
-    llm.chat_template = object()
+    llm.spec = CHAT_SPEC
     motley("run", model, "-p", "Hi", "-sys", "Be brief.")
     motley("run", model, "-p", "Hi", "-no-cnv")
     assert llm.prompts == [
@@ -136,8 +136,7 @@ def test_ctrl_c_ends_the_answer_between_two_tokens(motley: Motley, llm: FakeLLM,
         (("MODEL", "--json"), "--json needs a prompt", "-p"),
         (("MODEL", "-p", "x", "--top-p", "1.5"), "top_p=1.5", "from 0 to 1"),
         (("MODEL", "-p", "x", "-n", "0"), "max_tokens=0", ">= 1"),
-        (("MODEL", "-p", "x", "-cnv"), "no chat template", "leave out -cnv"),
-        (("MODEL", "-p", "x", "-sys", "y"), "a system prompt needs a chat template", "-sys"),
+        (("MODEL", "-p", "x", "-sys", "y"), "a system prompt needs a chat", "-cnv"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_hint(

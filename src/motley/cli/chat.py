@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 
 from motley.cli.console import report, say, show_figures
 from motley.cli.streaming import print_stream
 from motley.engine import Completion, SamplingParams
 from motley.errors import ConfigError, MotleyError
 from motley.llm import LLM
+from motley.text.template import KEY as CHAT_TEMPLATE
 
 HELP = """\
 /help   this list
@@ -24,17 +26,10 @@ class Talk:
     def __init__(
         self, llm: LLM, params: SamplingParams, *, system: str | None = None, use_template: bool | None = None
     ) -> None:
-        """`use_template` None: if the model has one."""
-        has_template = llm.chat_template is not None
-        self.is_chat = has_template if use_template is None else use_template
-        if self.is_chat and not has_template:
-            raise ConfigError(
-                "this model has no chat template", hint="leave out -cnv: it can continue a text"
-            )
+        """`use_template` None: if the model's file has one; True: even a generic one."""
+        self.is_chat = CHAT_TEMPLATE in llm.spec.metadata if use_template is None else use_template
         if system is not None and not self.is_chat:
-            raise ConfigError(
-                "a system prompt needs a chat template", hint="leave out -sys, or put it into the text"
-            )
+            raise ConfigError("a system prompt needs a chat", hint="add -cnv, or put it into the text")
         self.llm = llm
         self.params = params
         self._system = [] if system is None else [{"role": "system", "content": system}]
@@ -62,26 +57,23 @@ class Talk:
 
 
 def chat(talk: Talk, *, opening: str | None = None, single_turn: bool = False) -> None:
-    """Read a line, stream the answer, until /quit or the end of input. `opening` is the first line."""
+    """Answer `opening`, then line after line of standard input, until /quit or its end."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _welcome(talk)
-    line = opening
-    while True:
-        if line is None:
-            try:
-                line = _read_line(is_terminal)
-            except EOFError:
-                return
+    if opening is not None:
+        _take_turn(talk, opening)
+    for line in _read_lines("> " if is_terminal else ""):
         if line == "/quit":
             return
         if line.startswith("/"):
             _obey(line, talk)
-        elif line:
-            _take_turn(talk, line)
-            if single_turn:
-                return
-        line = None
+            continue
+        _take_turn(talk, line)
+        if single_turn:
+            return
+    if is_terminal:
+        say("")  # after Ctrl-D the cursor is still beside the prompt
 
 
 def _welcome(talk: Talk) -> None:
@@ -92,12 +84,18 @@ def _welcome(talk: Talk) -> None:
     say("/help lists the commands.")
 
 
-def _read_line(is_terminal: bool) -> str:
+def _read_lines(prompt: str) -> Iterator[str]:
+    """Lines that say something; Ctrl-C drops the one being typed."""
     while True:
         try:
-            return input("> " if is_terminal else "").strip()
+            line = input(prompt).strip()
+        except EOFError:
+            return
         except KeyboardInterrupt:
             say("\n/quit or Ctrl-D leaves.")
+            continue
+        if line:
+            yield line
 
 
 def _obey(command: str, talk: Talk) -> None:

@@ -29,5 +29,6 @@ def load(path: Path, options: LoadOptions) -> LLM:
             cache_type_v=options.cache_type_v,
             backend=options.backend,
             n_threads=options.threads,
+            n_parallel=1,  # a command has one sequence, and memory for no more
             progress=progress,
         )
