@@ -37,6 +37,12 @@ _LAYER_NAMES = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_GEMMA_LAYER_NAMES = _LAYER_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_GEMMA_PERIOD = 6  # layers from one global layer to the next, where the file does not say
 _PLAIN_TOKEN, _CONTROL_TOKEN = 1, 3  # GGUF's token types
 
 
@@ -78,17 +84,19 @@ def pack_matrices(model: PreTrainedModel, format_name: str) -> dict[str, PackedT
 def to_gguf(model: PreTrainedModel, packed: Mapping[str, PackedTensor] | None = None) -> GGUFContent:
     """The content of the model's file: weights as F32, but for those that come `packed`."""
     config = model.config
+    architecture = config.model_type.removesuffix("_text")
     rope_metadata, rope_tensors = _rope(model)
     tensors: dict[str, torch.Tensor | PackedTensor] = dict(rope_tensors)
     for name, parameter in model.named_parameters():
         weight = (packed or {}).get(name, parameter.detach())
-        if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             weight = _interleaved(weight, _head_dim(config))
-        tensors[_gguf_name(name)] = weight
-    metadata = {
-        f"{config.model_type}.{key}": value for key, value in (_sizes(config) | rope_metadata).items()
-    }
-    return GGUFContent(config.model_type, metadata | _vocabulary(config.vocab_size), tensors)
+        elif architecture == "gemma3" and "norm" in name:
+            weight = parameter.detach() + 1  # transformers adds it when it runs
+        tensors[_gguf_name(name, architecture)] = weight
+    keys = _sizes(config) | rope_metadata
+    metadata = {f"{architecture}.{key}": value for key, value in keys.items()}
+    return GGUFContent(architecture, metadata | _vocabulary(config.vocab_size), tensors)
 
 
 def _add_value(writer: GGUFWriter, key: str, value: Scalar | list[str] | list[int]) -> None:
@@ -105,13 +113,14 @@ def _add_value(writer: GGUFWriter, key: str, value: Scalar | list[str] | list[in
             writer.add_array(key, value)
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, architecture: str) -> str:
     """model.layers.3.mlp.up_proj.weight → blk.3.ffn_up.weight"""
     stem, kind = name.removeprefix("model.").rsplit(".", 1)
     if not stem.startswith("layers."):
         return f"{_OUTER_NAMES[stem]}.{kind}"
     _, index, part = stem.split(".", 2)
-    return f"blk.{index}.{_LAYER_NAMES[part]}.{kind}"
+    names = _GEMMA_LAYER_NAMES if architecture == "gemma3" else _LAYER_NAMES
+    return f"blk.{index}.{names[part]}.{kind}"
 
 
 def _interleaved(weight: torch.Tensor | PackedTensor, head_dim: int) -> torch.Tensor | PackedTensor:
@@ -148,16 +157,23 @@ def _sizes(config: Any) -> dict[str, Scalar]:
         sizes |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if getattr(config, "sliding_window", None):
         sizes["attention.sliding_window"] = config.sliding_window
+    if config.model_type == "gemma3_text":
+        period = config.layer_types.index("full_attention") + 1
+        if period != _GEMMA_PERIOD:
+            sizes["attention.sliding_window_pattern"] = period
     return sizes
 
 
 def _rope(model: PreTrainedModel) -> tuple[dict[str, Scalar], dict[str, torch.Tensor]]:
     """Metadata (without the architecture's prefix) and tensors of the rotary positions."""
-    config, rope = model.config, model.config.rope_parameters
+    config = model.config
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     n_dims = int(_head_dim(config) * rope.get("partial_rotary_factor", 1.0))
     metadata: dict[str, Scalar] = {"rope.freq_base": float(rope["rope_theta"])}
     if n_dims != _head_dim(config):
         metadata["rope.dimension_count"] = n_dims
+    if "sliding_attention" in config.rope_parameters:
+        metadata["rope.freq_base_swa"] = float(config.rope_parameters["sliding_attention"]["rope_theta"])
     tensors: dict[str, torch.Tensor] = {}
     embedding = model.model.rotary_emb
     match rope["rope_type"]:

@@ -8,35 +8,29 @@ from pathlib import Path
 
 import torch
 
-from motley.backends import get_backend
-from motley.gguf import read_spec
-from motley.kvcache.manager import CacheManager
-from motley.kvcache.sequences import GroupSpec
-from motley.kvcache.types import get_cache_type
-from motley.models import GraphOptions, read_params
-from motley.runtime import Batch, Chunk, ModelSplit, Runner, make_crew
-
-_BLOCK_SIZE = 16
-_MAX_SEQUENCES = 4
+from motley import LLM
+from motley.runtime import Batch, Chunk
 
 
 class ModelDriver:
-    """A model on the reference backend with a float32 cache, and sequences that grow step by step."""
+    """A model on the reference backend with a float32 cache, and sequences that grow step by step.
+
+    `LLM` wires the parts. The driver takes the runner and the cache out of it and stands in for the engine,
+    which chooses batches by itself and shows the logits of one sequence only.
+    """
 
     def __init__(self, path: Path, n_ctx: int) -> None:
-        spec, cache_type = read_spec(path), get_cache_type("f32")
-        n_blocks = _MAX_SEQUENCES * -(-n_ctx // _BLOCK_SIZE)
-        split = ModelSplit(spec, read_params(spec), make_crew("cpu"), GraphOptions(n_ctx))
-        self._runner = Runner(
-            spec,
-            split,
-            get_backend("reference"),
-            n_blocks=n_blocks,
-            block_size=_BLOCK_SIZE,
-            k_type=cache_type,
-            v_type=cache_type,
+        self._llm = LLM(
+            path,
+            n_ctx=n_ctx,
+            n_batch=n_ctx,
+            n_parallel=4,
+            cache_type_k="f32",
+            cache_type_v="f32",
+            kv_block_size=16,
+            backend="reference",
         )
-        self._cache = CacheManager([GroupSpec("full", n_blocks)], _BLOCK_SIZE)
+        self._runner, self._cache = self._llm._runner, self._llm._cache
         self._lengths: dict[int, int] = {}
 
     def open(self) -> int:
@@ -50,8 +44,7 @@ class ModelDriver:
         del self._lengths[sequence]
 
     def close(self) -> None:
-        """Give back the model's memory and threads."""
-        self._runner.close()
+        self._llm.close()
 
     def step(self, work: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Run the next tokens of each sequence in one batch. Logits (tokens, vocab) of each."""

@@ -12,8 +12,9 @@ import pytest
 import torch
 from hf_to_gguf import pack_matrices, to_gguf
 from model_driver import ModelDriver, logits_of
-from tiny_models import LONGROPE, TINY_MODELS, TinyModel, hf_logits, random_tokens
+from tiny_models import LLAMA, LONGROPE, TINY_MODELS, TinyModel, hf_logits, random_tokens
 
+from motley import LLM
 from motley.models import ARCHITECTURES
 
 TOLERANCE = 1e-3  # against transformers
@@ -54,7 +55,7 @@ def test_every_architecture_is_compared() -> None:
 @pytest.mark.parametrize("model", [m for m in TINY_MODELS if m.has_own_rope], ids=lambda model: model.name)
 def test_comparison_would_notice_rope_options_that_are_ignored(model: TinyModel) -> None:
     tokens = random_tokens(model.n_tokens, seed=1)
-    plain = model.build(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    plain = model.build(rope_parameters=None)
     assert _difference(hf_logits(plain, tokens), hf_logits(model.build(), tokens)) > 1000 * TOLERANCE
 
 
@@ -65,8 +66,10 @@ def test_chunks_of_any_size_give_the_same_logits(converted: Converted) -> None:
     )
 
 
-def test_token_by_token_gives_the_same_logits(converted: Converted) -> None:
-    one_by_one = converted.driver.logits(converted.tokens, [1] * len(converted.tokens))
+def test_prompt_and_then_token_by_token_gives_the_same_logits(converted: Converted) -> None:
+    n_single = 30
+    sizes = [len(converted.tokens) - n_single, *[1] * n_single]
+    one_by_one = converted.driver.logits(converted.tokens, sizes)
     assert _difference(one_by_one, converted.logits) <= BATCHING_TOLERANCE
 
 
@@ -113,6 +116,18 @@ def test_packed_weights_count_as_the_values_they_stand_for(
     tokens = random_tokens(40, seed=5)
     logits = logits_of(path, tokens, n_ctx=64)
     assert _difference(logits, hf_logits(reference, tokens)) <= TOLERANCE
+
+
+def test_engine_continues_a_prompt_as_transformers_does(tmp_path: Path) -> None:
+    reference = LLAMA.build()
+    path = to_gguf(reference).write(tmp_path / "model.gguf")
+    with LLM(path, cache_type_k="f32", cache_type_v="f32") as llm:
+        prompt = llm.tokenizer.encode("the")
+        completion = llm.generate("the", max_tokens=8, temperature=0, ignore_eos=True)
+    expected = list(prompt)
+    for _ in range(8):
+        expected.append(int(hf_logits(reference, expected)[-1].argmax()))
+    assert [*prompt, *completion.tokens] == expected
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

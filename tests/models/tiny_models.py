@@ -25,6 +25,7 @@ _SIZES: Mapping[str, Any] = {
     "pad_token_id": None,
     "eos_token_id": N_VOCAB - 1,
 }
+_MODEL_TYPES = {"gemma3": "gemma3_text"}  # where transformers has another name than GGUF
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class TinyModel:
     architecture: str
     options: Mapping[str, Any] = field(default_factory=dict)
     n_ctx: int = _CONTEXT
-    n_tokens: int = 80  # beyond every original context that a scaling mentions
+    n_tokens: int = 72  # beyond every original context that a scaling mentions
 
     @property
     def has_own_rope(self) -> bool:
@@ -44,7 +45,8 @@ class TinyModel:
     def build(self, **overrides: Any) -> PreTrainedModel:
         """The same weights at every call, whatever rope options are overridden."""
         options = deepcopy({**_SIZES, **self.options, **overrides})  # configurations write into theirs
-        config = AutoConfig.for_model(self.architecture, **options)
+        model_type = _MODEL_TYPES.get(self.architecture, self.architecture)
+        config = AutoConfig.for_model(model_type, **options)
         model_class: Any = AutoModelForCausalLM
         model: PreTrainedModel = model_class.from_config(config, attn_implementation="eager").eval()
         _randomize(model)
@@ -109,10 +111,24 @@ _LLAMA3 = _rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
 
+_GEMMA3 = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+}
+
 LLAMA = TinyModel("llama", "llama")
 LONGROPE = TinyModel("phi3, longrope", "phi3", _longrope(16))
 
 TINY_MODELS = [
+    TinyModel("gemma3", "gemma3", _GEMMA3 | {"num_hidden_layers": 6}),
+    TinyModel(
+        "gemma3, untied, linear, every third layer global",
+        "gemma3",
+        _GEMMA3
+        | {"tie_word_embeddings": False, "num_hidden_layers": 4}
+        | {"sliding_window_pattern": 3, "rope_parameters": _GEMMA3_ROPE},
+    ),
     LLAMA,
     TinyModel("llama, MHA, tied", "llama", _MHA | _TIED),
     TinyModel("llama, MQA, wide heads", "llama", _MQA | {"head_dim": 48}),
