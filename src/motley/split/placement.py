@@ -19,6 +19,8 @@ from motley.models import DecoderParams
 from motley.ownership import Split, State, Word
 from motley.split.apportion import Apportioner
 
+_LANES = 32  # columns and rows are not cut finer than this: kernels like whole vectors
+
 TENSOR, LAYER, NONE = "tensor", "layer", "none"
 SPLIT_MODES = (NONE, LAYER, TENSOR)
 
@@ -97,11 +99,8 @@ class _TensorPlacement:
             self._place_attention(layer)
             self._place_ffn(layer)
         n_vocab = self._weights["output.weight"].shape[0]
-        self._cut(
-            "output.weight",
-            0,
-            _word(self._bytes.share_out(*self._units(n_vocab, 1, ["output.weight"])), 1, n_vocab),
-        )
+        counts = self._bytes.share_out(*self._units(n_vocab, _LANES, ["output.weight"]))
+        self._cut("output.weight", 0, _word(counts, _LANES, n_vocab))
         return Placement(self._states, self._repeat)
 
     def _place_attention(self, layer: int) -> None:
@@ -126,7 +125,7 @@ class _TensorPlacement:
     def _place_ffn(self, layer: int) -> None:
         prefix = f"blk.{layer}.ffn_"
         down, gate, up = (f"{prefix}{name}.weight" for name in ("down", "gate", "up"))
-        n_ff, unit = self._params.n_ff, _block_size(self._weights[down])
+        n_ff, unit = self._params.n_ff, lcm(_block_size(self._weights[down]), _LANES)
         word = _word(self._bytes.share_out(*self._units(n_ff, unit, [down, gate, up])), unit, n_ff)
         self._cut(gate, 0, word)
         self._cut(up, 0, word if gate in self._weights else word + word)

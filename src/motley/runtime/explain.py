@@ -1,0 +1,150 @@
+"""Why a model lies as it does: tensors, bytes and collectives, as plain data. Nothing is loaded for it."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from motley.graph import CACHE, Tensor
+from motley.graph.ops import Weight
+from motley.models import BatchShape
+from motley.ownership import Mirrored, Split, State
+from motley.runtime.loading import lookup_tables, packed_bytes, weight_bytes
+from motley.runtime.splitting import ModelSplit
+from motley.split.infer import SplitGraph
+from motley.split.transitions import Transition
+
+
+class DeviceRow(TypedDict):
+    device: str
+    asked: float  # share of the model, 0 … 1
+    achieved: float
+    weights: int  # bytes
+    kv_heads: int  # summed over layers
+
+
+class TensorRow(TypedDict):
+    name: str
+    kind: str  # weight, cache or activation
+    type: str
+    shape: list[int]
+    state: str
+    axis: int | None  # of a split
+    owners: list[tuple[int, int]]  # of a split: (device, indices) in order
+    bytes: list[int]  # of a weight: on each device
+
+
+class CollectiveRow(TypedDict):
+    kind: str
+    tensor: str
+    reason: str
+    bytes_per_token: int
+
+
+class Section(TypedDict):
+    name: str  # blk.3, or the part before or after the layers
+    tensors: list[TensorRow]
+    collectives: list[CollectiveRow]
+
+
+class Explanation(TypedDict):
+    model: str
+    split_mode: str
+    kv_repeat: int  # how many times each KV head is stored
+    devices: list[DeviceRow]
+    sections: list[Section]
+    collectives: dict[str, int]  # how many of each kind, for one token
+    bytes_per_token: int  # moved by all of them
+
+
+def explain(split: ModelSplit) -> Explanation:
+    """Everything about a split, for one token."""
+    batch = BatchShape(1, 1)
+    whole = split.split(batch)
+    shares = [split.share(device, batch) for device in range(len(split.crew))]
+    mapped = {t.name for t in lookup_tables(whole.graph)}
+    sections: dict[str, Section] = {}
+    section = ""
+    by_user: dict[Tensor | None, list[Transition]] = {}
+    for transition in whole.collectives:
+        by_user.setdefault(transition.user, []).append(transition)
+    for node in whole.graph.nodes:
+        section = _section(node) or section
+        here = sections.setdefault(section, Section(name=section, tensors=[], collectives=[]))
+        here["collectives"] += [_collective(t) for t in by_user.get(node, [])]
+        if node.name:
+            here["tensors"].append(_tensor(whole, node, is_mapped=node.name in mapped))
+    sections[section]["collectives"] += [_collective(t) for t in by_user.get(None, [])]
+
+    total = sum(split.crew.shares)
+    loaded = [weight_bytes(share) for share in shares]
+    kinds = [t.kind for t in whole.collectives]
+    return Explanation(
+        model=str(split.spec.path),
+        split_mode=split.crew.mode,
+        kv_repeat=split.options.kv_repeat,
+        devices=[
+            DeviceRow(
+                device=split.crew.label(i),
+                asked=float(split.crew.shares[i] / total),
+                achieved=loaded[i] / max(1, sum(loaded)),
+                weights=loaded[i],
+                kv_heads=sum(t.shape[0] for t in shares[i].graph.inputs if t.dtype == CACHE),
+            )
+            for i in range(len(split.crew))
+        ],
+        sections=list(sections.values()),
+        collectives={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+        bytes_per_token=sum(t.n_bytes for t in whole.collectives),
+    )
+
+
+def _section(node: Tensor) -> str:
+    """Where a tensor belongs by its name; "" if that does not say."""
+    if node.name.startswith("blk."):
+        return ".".join(node.name.split(".")[:2])
+    if node.name.startswith("cache."):
+        return f"blk.{node.name.removeprefix('cache.')}"
+    if node.name.startswith(("output", "logits")):
+        return "output"
+    return "input" if node.name.startswith(("token", "positions", "embedding")) else ""
+
+
+def _tensor(split: SplitGraph, node: Tensor, *, is_mapped: bool) -> TensorRow:
+    state = _laid_out(split, node)
+    is_weight = isinstance(node.op, Weight)
+    n_bytes = packed_bytes(node) if is_weight else 0
+    return TensorRow(
+        name=node.name,
+        kind="weight" if is_weight else "cache" if node.dtype == CACHE else "activation",
+        type=node.dtype,
+        shape=list(node.shape),
+        state="mapped" if is_mapped else str(state),
+        axis=state.axis if isinstance(state, Split) else None,
+        owners=list(state.word.runs()) if isinstance(state, Split) else [],
+        bytes=[0 if is_mapped else _part(n_bytes, state, device) for device in range(split.n_devices)],
+    )
+
+
+def _laid_out(split: SplitGraph, node: Tensor) -> State:
+    """A source that was left mirrored lies as its first user takes it."""
+    state = split.state(node)
+    if isinstance(state, Mirrored) and isinstance(node.op, Weight):
+        return next((t.target for t in split.transitions if t.tensor is node), state)
+    return state
+
+
+def _part(n_bytes: int, state: State, device: int) -> int:
+    if isinstance(state, Split):
+        return n_bytes * state.word.count(device) // max(1, len(state.word))
+    return n_bytes
+
+
+def _collective(transition: Transition) -> CollectiveRow:
+    user = transition.user
+    who = f"{user.op.name} {user.name}".strip() if user is not None else "whoever asked for the result"
+    return CollectiveRow(
+        kind=transition.kind,
+        tensor=transition.tensor.name or transition.tensor.op.name,
+        reason=f"is {transition.source}, but {who} takes it {transition.target}",
+        bytes_per_token=transition.n_bytes,
+    )
