@@ -159,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
         for i, group in enumerate(self.cache.groups):
             view = self.cache.tables([seq], i)[0]
             n_missing = (view.n_tokens + n_new - 1) // self.size + 1 - len(view.blocks)
-            if n_missing + 1 > group.pool.n_available:
+            if max(0, n_missing) + 1 > group.pool.n_available:
                 return True
         return False
 
