@@ -134,13 +134,21 @@ class Concat(Op):
 
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
         with suppress(SplitError):
-            yield Way(tuple(states), concat_state(states, self.axis, [t.shape for t in inputs]))
+            joined = concat_state(states, self.axis, [t.shape for t in inputs])
+            yield Way(tuple(_along(joined, state, t.shape) for state, t in zip(states, inputs, strict=True)), joined)
         for state in states:  # the others, if they are whole, can be cut across the joint like this one
             if isinstance(state, Split) and state.axis != self.axis:
                 yield Way((state,) * len(inputs), state)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         yield Sample(Concat(1), tuple(draw(rng, 3, rng.randint(0, 5), 2) for _ in range(3)))
+
+
+def _along(joined: State, part: State, shape: Shape) -> State:
+    """A part as a split of the axis along which the whole is split: a sole owner's may be named by another axis."""
+    if isinstance(joined, Split) and isinstance(part, Split):
+        return part.along(joined.axis, shape) or part
+    return part
 
 
 @dataclass(frozen=True)
