@@ -6,15 +6,16 @@ from motley.graph import Tensor
 from motley.graph.ops import HALVES, Rope, Scale
 from motley.models.blocks import gated_ffn, residual, self_attention
 from motley.models.builder import ModelBuilder
+from motley.models.params import read_count, read_number
 
 _PERIOD = 6  # every sixth layer is global, where the file does not say
 
 
 def build(builder: ModelBuilder) -> Tensor:
-    p, metadata = builder.params, builder.spec.metadata
-    period = metadata.int("gemma3.attention.sliding_window_pattern", default=_PERIOD)
-    global_rope = p.rope(HALVES)
-    local_rope = Rope(p.rope_dims, metadata.float("gemma3.rope.freq_base_swa", default=10000.0), HALVES)
+    p, spec = builder.params, builder.spec
+    period = read_count(spec, "gemma3.attention.sliding_window_pattern", default=_PERIOD)
+    local_base = read_number(spec, "gemma3.rope.freq_base_swa", default=10000.0, above=1.0)
+    global_rope, local_rope = p.rope(HALVES), Rope(p.rope_dims, local_base, HALVES)
     x = Scale(p.n_embd**0.5)(builder.embedding(), name="scaled_embedding")
     for index in range(p.n_layers):
         layer = builder.layer(index)

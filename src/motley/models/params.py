@@ -45,35 +45,36 @@ class DecoderParams:
     @staticmethod
     def from_spec(spec: ModelSpec) -> DecoderParams:
         md, arch = spec.metadata, spec.architecture
-        n_embd = _count(spec, f"{arch}.embedding_length")
-        n_heads = _count(spec, f"{arch}.attention.head_count")
-        n_kv_heads = _count(spec, f"{arch}.attention.head_count_kv", default=n_heads)
+        n_embd = read_count(spec, f"{arch}.embedding_length")
+        n_heads = read_count(spec, f"{arch}.attention.head_count")
+        n_kv_heads = read_count(spec, f"{arch}.attention.head_count_kv", default=n_heads)
         if n_heads % n_kv_heads or n_heads > n_embd:
             raise ModelError(
                 f"{spec.path}: {n_heads} attention heads, {n_kv_heads} KV heads, embedding of {n_embd}: "
                 "heads must be a multiple of KV heads and no more than the embedding's values"
             )
-        head_dim = _count(spec, f"{arch}.attention.key_length", default=n_embd // n_heads)
+        head_dim = read_count(spec, f"{arch}.attention.key_length", default=n_embd // n_heads)
         if md.int(f"{arch}.attention.value_length", default=head_dim) != head_dim:
             raise ModelError(f"{spec.path}: keys and values of different length are not supported")
+        window_key = f"{arch}.attention.sliding_window"  # 0, too, means that there is none
         if md.int(f"{arch}.expert_count", default=0) > 0:
             raise ModelError(f"{spec.path}: {arch!r} with experts is not supported")
         return DecoderParams(
             architecture=arch,
-            n_layers=_count(spec, f"{arch}.block_count"),
+            n_layers=read_count(spec, f"{arch}.block_count"),
             n_embd=n_embd,
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
-            n_ff=_count(spec, f"{arch}.feed_forward_length"),
+            n_ff=read_count(spec, f"{arch}.feed_forward_length"),
             n_vocab=tensor_info(spec, "token_embd.weight").shape[0],
-            n_ctx_train=_count(spec, f"{arch}.context_length"),
-            norm_eps=_number(spec, f"{arch}.attention.layer_norm_rms_epsilon"),
+            n_ctx_train=read_count(spec, f"{arch}.context_length"),
+            norm_eps=read_number(spec, f"{arch}.attention.layer_norm_rms_epsilon"),
             rope_dims=_rope_dims(spec, head_dim),
-            rope_base=_number(spec, f"{arch}.rope.freq_base", default=10000.0, above=1.0),
+            rope_base=read_number(spec, f"{arch}.rope.freq_base", default=10000.0, above=1.0),
             rope_scaling=_rope_scaling(spec),
             attention_scale=md.float(f"{arch}.attention.scale", default=0.0) or head_dim**-0.5,
-            sliding_window=md.int(f"{arch}.attention.sliding_window", default=0) or None,
+            sliding_window=read_count(spec, window_key) if md.int(window_key, default=0) else None,
         )
 
     def rope(self, style: str) -> Rope:
@@ -97,7 +98,7 @@ def tensor_info(spec: ModelSpec, name: str) -> TensorInfo:
     return info
 
 
-def _count(spec: ModelSpec, key: str, default: int | None = None) -> int:
+def read_count(spec: ModelSpec, key: str, default: int | None = None) -> int:
     """A whole number of at least 1. Some files give it once per layer, which must not differ then."""
     md, value = spec.metadata, spec.metadata.get(key)
     if value is None or isinstance(value, int):
@@ -112,7 +113,7 @@ def _count(spec: ModelSpec, key: str, default: int | None = None) -> int:
     return count
 
 
-def _number(spec: ModelSpec, key: str, default: float | None = None, *, above: float = 0.0) -> float:
+def read_number(spec: ModelSpec, key: str, default: float | None = None, *, above: float = 0.0) -> float:
     """A finite number above a bound: others would end in NaN or a division by zero."""
     number = spec.metadata.float(key) if default is None else spec.metadata.float(key, default=default)
     if not above < number < math.inf:
@@ -142,9 +143,9 @@ def _rope_scaling(spec: ModelSpec) -> RopeScaling:
         raise ModelError(f"{spec.path}: {prefix} is {kind!r} with an original context of {original} tokens")
     return RopeScaling(
         kind=kind,
-        factor=_number(spec, f"{prefix}.factor", default=1.0),
-        original_context=original or _count(spec, f"{spec.architecture}.context_length"),
-        magnitude=_number(spec, f"{prefix}.attn_factor", default=1.0),
-        beta_fast=_number(spec, f"{prefix}.yarn_beta_fast", default=32.0),
-        beta_slow=_number(spec, f"{prefix}.yarn_beta_slow", default=1.0),
+        factor=read_number(spec, f"{prefix}.factor", default=1.0),
+        original_context=original or read_count(spec, f"{spec.architecture}.context_length"),
+        magnitude=read_number(spec, f"{prefix}.attn_factor", default=1.0),
+        beta_fast=read_number(spec, f"{prefix}.yarn_beta_fast", default=32.0),
+        beta_slow=read_number(spec, f"{prefix}.yarn_beta_slow", default=1.0),
     )
