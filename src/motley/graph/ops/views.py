@@ -135,7 +135,8 @@ class Concat(Op):
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
         with suppress(SplitError):
             joined = concat_state(states, self.axis, [t.shape for t in inputs])
-            yield Way(tuple(_along(joined, state, t.shape) for state, t in zip(states, inputs, strict=True)), joined)
+            parts = [_along(joined, state, t.shape) for state, t in zip(states, inputs, strict=True)]
+            yield Way(tuple(parts), joined)
         for state in states:  # the others, if they are whole, can be cut across the joint like this one
             if isinstance(state, Split) and state.axis != self.axis:
                 yield Way((state,) * len(inputs), state)
