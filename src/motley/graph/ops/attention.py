@@ -40,7 +40,8 @@ class CacheStore(Op):
         """The cache is cut at heads, as the keys are; it has no other way to lie."""
         cache, keys, values = states
         if isinstance(cache, Split):
-            yield Way((cache, Split(1, cache.word), Split(1, cache.word)), cache)
+            if cache.axis == 0:
+                yield Way((cache, Split(1, cache.word), Split(1, cache.word)), cache)
             return
         for state in (keys, values):
             if isinstance(state, Split) and state.axis == 1:
