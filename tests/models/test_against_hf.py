@@ -12,7 +12,7 @@ import pytest
 import torch
 from hf_to_gguf import pack_matrices, to_gguf
 from model_driver import ModelDriver, logits_of
-from tiny_models import LLAMA, LONGROPE, TINY_MODELS, TinyModel, hf_logits, random_tokens
+from tiny_models import LINEAR, LLAMA, LONGROPE, TINY_MODELS, TinyModel, hf_logits, random_tokens
 
 from motley import LLM
 from motley.models import ARCHITECTURES
@@ -100,6 +100,14 @@ def test_context_size_chooses_the_longrope_factors(tmp_path: Path) -> None:
         expected.append(hf_logits(equal, tokens))
         assert _difference(logits_of(path, tokens, n_ctx), expected[-1]) <= TOLERANCE
     assert _difference(*expected) > 1000 * TOLERANCE
+
+
+def test_rope_factor_without_a_type_is_linear(tmp_path: Path) -> None:
+    reference, tokens = LINEAR.build(), random_tokens(40, seed=6)
+    content = to_gguf(reference)
+    del content.metadata["llama.rope.scaling.type"]
+    logits = logits_of(content.write(tmp_path / "model.gguf"), tokens, n_ctx=64)
+    assert _difference(logits, hf_logits(reference, tokens)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hf_to_gguf import GGUFContent, to_gguf
 from model_driver import ModelDriver, logits_of
-from tiny_models import LLAMA, LONGROPE
+from tiny_models import GEMMA3, LLAMA, LONGROPE
 
 from motley.errors import GGUFError, ModelError, MotleyError
 from motley.models import ARCHITECTURES
@@ -145,6 +145,16 @@ def test_absurd_value_is_refused_with_its_key(
     llama.metadata[f"llama.{key}"] = value
     llama.write(path)
     assert f"llama.{key}" in str(_refused(path, MotleyError))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("attention.sliding_window_pattern", 0), ("rope.freq_base_swa", 0.0)]
+)
+def test_absurd_value_of_gemma3_is_refused_with_its_key(path: Path, key: str, value: int | float) -> None:
+    content = to_gguf(GEMMA3.build())
+    content.metadata[f"gemma3.{key}"] = value
+    content.write(path)
+    assert f"gemma3.{key}" in str(_refused(path, ModelError))
 
 
 @pytest.mark.parametrize(

@@ -111,21 +111,23 @@ _LLAMA3 = _rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
 
-_GEMMA3 = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20}
+_GEMMA3_SIZES = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20}
 _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
 }
 
+GEMMA3 = TinyModel("gemma3", "gemma3", _GEMMA3_SIZES | {"num_hidden_layers": 6})
 LLAMA = TinyModel("llama", "llama")
+LINEAR = TinyModel("llama, linear", "llama", _LINEAR)
 LONGROPE = TinyModel("phi3, longrope", "phi3", _longrope(16))
 
 TINY_MODELS = [
-    TinyModel("gemma3", "gemma3", _GEMMA3 | {"num_hidden_layers": 6}),
+    GEMMA3,
     TinyModel(
         "gemma3, untied, linear, every third layer global",
         "gemma3",
-        _GEMMA3
+        _GEMMA3_SIZES
         | {"tie_word_embeddings": False, "num_hidden_layers": 4}
         | {"sliding_window_pattern": 3, "rope_parameters": _GEMMA3_ROPE},
     ),
@@ -133,7 +135,7 @@ TINY_MODELS = [
     TinyModel("llama, MHA, tied", "llama", _MHA | _TIED),
     TinyModel("llama, MQA, wide heads", "llama", _MQA | {"head_dim": 48}),
     TinyModel("llama, biases", "llama", {"attention_bias": True, "mlp_bias": True}),
-    TinyModel("llama, linear", "llama", _LINEAR),
+    LINEAR,
     TinyModel("llama, yarn", "llama", _YARN),
     TinyModel("llama, tuned yarn", "llama", _TUNED_YARN),
     TinyModel("llama, llama3", "llama", _LLAMA3),
