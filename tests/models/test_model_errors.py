@@ -17,10 +17,16 @@ from motley.models import ARCHITECTURES
 N_CTX = 128
 
 
-@pytest.fixture
-def llama() -> GGUFContent:
-    """A file that is fine, to be spoilt. 4 heads of 16 dims, 2 KV heads, 2 layers."""
+@pytest.fixture(scope="module")
+def sound() -> GGUFContent:
+    """A file that is fine. 4 heads of 16 dims, 2 KV heads, 2 layers."""
     return to_gguf(LLAMA.build())
+
+
+@pytest.fixture
+def llama(sound: GGUFContent) -> GGUFContent:
+    """A copy of it, to be spoilt."""
+    return GGUFContent(sound.architecture, dict(sound.metadata), dict(sound.tensors))
 
 
 @pytest.fixture
