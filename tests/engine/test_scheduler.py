@@ -19,7 +19,7 @@ class Letters:
 
     eog_ids = frozenset({0})
 
-    def stream(self) -> Letters:
+    def stream(self, *, after: Iterable[int]) -> Letters:
         return self
 
     def push(self, token: int) -> str:
@@ -33,7 +33,7 @@ def request(prompt: Iterable[int], max_tokens: int = 4, stops: tuple[str, ...] =
     return Request(
         prompt=tuple(prompt),
         sampler=lambda logits, tokens: (sum(tokens) * 7 + len(tokens)) % 97 + 1,  # depends on the whole past
-        text=TextStream(Letters(), stops),  # type: ignore[arg-type]
+        text=TextStream(Letters(), (), stops),  # type: ignore[arg-type]
         stop_ids=Letters.eog_ids,
         max_tokens=max_tokens,
     )

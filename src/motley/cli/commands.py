@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from motley import __version__
+from motley.cli.explain import explain_command
 from motley.cli.inspect import inspect
 from motley.cli.perplexity import perplexity
 from motley.cli.run import run
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 for command in (run, perplexity, tokenize, inspect):
     app.command()(command)
+app.command("explain")(explain_command)
 
 
 def _show_version(is_wanted: bool) -> None:

@@ -28,12 +28,6 @@ ModelFlag = Annotated[
 CtxSize = Annotated[
     int, _flag("-c", "--ctx-size", text="Tokens of context; 0: the model's own.", panel=_MODEL, min=0)
 ]
-CacheTypeK = Annotated[
-    str, _flag("-ctk", "--cache-type-k", text="Type of the cached keys.", panel=_MODEL, metavar="TYPE")
-]
-CacheTypeV = Annotated[
-    str, _flag("-ctv", "--cache-type-v", text="Type of the cached values.", panel=_MODEL, metavar="TYPE")
-]
 Backend = Annotated[
     str,
     _flag(
@@ -45,6 +39,117 @@ Backend = Annotated[
 ]
 Threads = Annotated[
     int | None, _flag("-t", "--threads", text="CPU threads. Default: all cores.", panel=_MODEL, min=1)
+]
+
+# --- the crew -----------------------------------------------------------------------------------------------
+
+_CREW = "Devices"
+
+Device = Annotated[
+    str,
+    _flag(
+        "-dev",
+        "--device",
+        text="Devices that share the model, by comma; the same one twice makes two virtual devices.",
+        panel=_CREW,
+        metavar="NAMES",
+    ),
+]
+SplitMode = Annotated[
+    str | None,
+    _flag(
+        "-sm",
+        "--split-mode",
+        text="none: the first device only; layer: whole layers each; tensor: a part of every tensor each. "
+        "Default: layer, for several devices.",
+        panel=_CREW,
+        metavar="MODE",
+        show_default=False,
+    ),
+]
+TensorSplit = Annotated[
+    str | None,
+    _flag(
+        "-ts",
+        "--tensor-split",
+        text="Proportions, by comma: 3,1. Default: as the memory budgets, or equal.",
+        panel=_CREW,
+        metavar="N,N,…",
+        show_default=False,
+    ),
+]
+DeviceMemory = Annotated[
+    str | None,
+    _flag(
+        "--device-memory",
+        text="What each device may use at most, by comma: 2GiB,1GiB.",
+        panel=_CREW,
+        metavar="SIZES",
+        show_default=False,
+    ),
+]
+
+# --- the cache ----------------------------------------------------------------------------------------------
+
+_CACHE = "KV cache"
+
+CacheTypeK = Annotated[
+    str,
+    _flag(
+        "-ctk",
+        "--cache-type-k",
+        text="Type of cached keys: f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl.",
+        panel=_CACHE,
+        metavar="TYPE",
+    ),
+]
+CacheTypeV = Annotated[
+    str, _flag("-ctv", "--cache-type-v", text="Type of cached values.", panel=_CACHE, metavar="TYPE")
+]
+KvRotation = Annotated[
+    bool,
+    _flag(
+        "--kv-rotation/--no-kv-rotation",
+        text="Rotate quantized keys and values by a Hadamard matrix, which spreads outliers.",
+        panel=_CACHE,
+    ),
+]
+KvBlockSize = Annotated[int, _flag("--kv-block-size", text="Tokens in a block.", panel=_CACHE, min=1)]
+KvCacheTokens = Annotated[
+    int | None,
+    _flag(
+        "--kv-cache-tokens",
+        text="A hard limit in tokens, whatever -c says.",
+        panel=_CACHE,
+        min=1,
+        show_default=False,
+    ),
+]
+KvCacheBytes = Annotated[
+    str | None,
+    _flag(
+        "--kv-cache-bytes",
+        text="A hard limit in bytes over all devices: 2GiB.",
+        panel=_CACHE,
+        metavar="SIZE",
+        show_default=False,
+    ),
+]
+KvDemandPaged = Annotated[
+    bool,
+    _flag(
+        "--kv-cache-demand-paged",
+        text="Take memory when blocks are first written, and give it back when they are freed.",
+        panel=_CACHE,
+    ),
+]
+PrefixCache = Annotated[
+    bool,
+    _flag(
+        "--prefix-cache/--no-prefix-cache",
+        text="Keep finished prompts to be found again, until their room is needed.",
+        panel=_CACHE,
+    ),
 ]
 
 # --- the text -----------------------------------------------------------------------------------------------

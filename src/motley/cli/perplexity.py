@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -10,25 +11,25 @@ import typer
 from motley.cli import options
 from motley.cli._perplexity import Score, second_half_nll, split_chunks
 from motley.cli.console import reporting_errors, steps_bar
+from motley.cli.grouping import with_groups
 from motley.cli.inputs import resolve_model, resolve_text
 from motley.cli.loading import LoadOptions, load
 from motley.errors import ConfigError
 from motley.llm import LLM
 
+_N_CTX = 512  # as llama.cpp, so that figures can be compared
+
 Chunks = Annotated[int | None, typer.Option("--chunks", min=1, help="Read only the first so many chunks.")]
 
 
+@with_groups
 def perplexity(
     model: options.Model = None,
     model_flag: options.ModelFlag = None,
     prompt: options.Prompt = None,
     file: options.File = None,
     chunks: Chunks = None,
-    ctx_size: options.CtxSize = 512,
-    cache_type_k: options.CacheTypeK = "f16",
-    cache_type_v: options.CacheTypeV = "f16",
-    backend: options.Backend = "auto",
-    threads: options.Threads = None,
+    chosen: LoadOptions = LoadOptions(),
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -36,8 +37,9 @@ def perplexity(
 
     As llama.cpp does it: the text is cut into chunks of the context size, each
     is read from an empty cache, and the tokens of its second half are scored.
-    The figure comes with one standard error. It compares models only with the
-    same vocabulary, on the same text, at the same context size.
+    Chunks have 512 tokens unless -c says otherwise. The figure comes with one
+    standard error. It compares models only with the same vocabulary, on the
+    same text, at the same context size.
 
     \b
     [bold]motley perplexity model.gguf -f wiki.test.raw[/]
@@ -48,8 +50,8 @@ def perplexity(
         if text is None:
             raise ConfigError("there is no text to measure", hint="add -f FILE")
         path = resolve_model(model, model_flag)
-        with load(path, LoadOptions(ctx_size, cache_type_k, cache_type_v, backend, threads)) as llm:
-            n_ctx = ctx_size or llm.n_ctx
+        n_ctx = chosen.ctx_size or _N_CTX
+        with load(path, replace(chosen, ctx_size=n_ctx)) as llm:
             score, n_chunks = measure(llm, text, n_ctx, chunks)
     if as_json:
         result = {

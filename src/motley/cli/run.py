@@ -11,15 +11,16 @@ import typer
 from motley.cli import options
 from motley.cli.chat import Talk, chat
 from motley.cli.console import INTERRUPTED, reporting_errors, show_figures
+from motley.cli.grouping import with_groups
 from motley.cli.inputs import resolve_model, resolve_text
 from motley.cli.loading import LoadOptions, load
+from motley.cli.sampling import SamplingOptions
 from motley.engine import SamplingParams
 from motley.engine.request import CANCELLED
 from motley.errors import ConfigError
 
-_DEFAULT = SamplingParams()
 
-
+@with_groups
 def run(
     model: options.Model = None,
     model_flag: options.ModelFlag = None,
@@ -31,21 +32,8 @@ def run(
     predict: options.Predict = -1,
     reverse_prompt: options.ReversePrompt = None,
     ignore_eos: options.IgnoreEos = False,
-    ctx_size: options.CtxSize = 0,
-    cache_type_k: options.CacheTypeK = "f16",
-    cache_type_v: options.CacheTypeV = "f16",
-    backend: options.Backend = "auto",
-    threads: options.Threads = None,
-    temp: options.Temp = _DEFAULT.temperature,
-    top_k: options.TopK = _DEFAULT.top_k,
-    top_p: options.TopP = _DEFAULT.top_p,
-    min_p: options.MinP = _DEFAULT.min_p,
-    typical: options.Typical = _DEFAULT.typical_p,
-    repeat_penalty: options.RepeatPenalty = _DEFAULT.repeat_penalty,
-    repeat_last_n: options.RepeatLastN = _DEFAULT.repeat_last_n,
-    presence_penalty: options.PresencePenalty = _DEFAULT.presence_penalty,
-    frequency_penalty: options.FrequencyPenalty = _DEFAULT.frequency_penalty,
-    seed: options.Seed = -1,
+    chosen: LoadOptions = LoadOptions(),
+    sampling: SamplingOptions = SamplingOptions(),
     display_prompt: options.DisplayPrompt = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
@@ -65,16 +53,7 @@ def run(
     """
     with reporting_errors(debug):
         params = SamplingParams(
-            temperature=temp,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            typical_p=typical,
-            repeat_penalty=repeat_penalty,
-            repeat_last_n=repeat_last_n,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            seed=None if seed == -1 else seed,
+            **sampling.arguments(),
             max_tokens=None if predict == -1 else predict,
             stop=tuple(reverse_prompt or ()),
             ignore_eos=ignore_eos,
@@ -83,7 +62,7 @@ def run(
         if as_json and text is None:
             raise ConfigError("--json needs a prompt", hint="add -p TEXT or -f FILE")
         path = resolve_model(model, model_flag)
-        with load(path, LoadOptions(ctx_size, cache_type_k, cache_type_v, backend, threads)) as llm:
+        with load(path, chosen) as llm:
             talk = Talk(llm, params, system=system_prompt, use_template=conversation)
             if as_json and text is not None:
                 _print_json(talk, path.name, text)

@@ -49,7 +49,7 @@ class Engine:
         request = Request(
             prompt=tuple(prompt),
             sampler=build_sampler(params),
-            text=TextStream(self._tokenizer, params.stop),
+            text=TextStream(self._tokenizer, prompt, params.stop),
             stop_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else self._tokenizer.eog_ids),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         )

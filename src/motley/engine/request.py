@@ -122,8 +122,8 @@ class Request:
 class TextStream:
     """Tokens in, whole characters out, up to the first stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
-        self._detokenizer = tokenizer.stream()
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: tuple[str, ...]) -> None:
+        self._detokenizer = tokenizer.stream(after=prompt)
         self._stops = StopChecker(stops)
         self._pieces: list[str] = []
         self._unread: deque[str] = deque()

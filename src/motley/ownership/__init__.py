@@ -1,6 +1,6 @@
-"""Which device owns what: words, states, and what views do to them."""
+"""Which device owns what: ownership words, the states built on them, and what views do to both."""
 
-from motley.split.states import (
+from motley.ownership.states import (
     MIRRORED,
     PARTIAL,
     Mirrored,
@@ -13,7 +13,7 @@ from motley.split.states import (
     slice_state,
     sole_owner,
 )
-from motley.split.words import Word
+from motley.ownership.words import Word
 
 __all__ = [
     "MIRRORED",

@@ -1,31 +1,6 @@
-"""How tensors are spread over unequal devices: ownership words, and the states built on them."""
+"""How a graph is spread over unequal devices.
 
-from motley.split.states import (
-    MIRRORED,
-    PARTIAL,
-    Mirrored,
-    Partial,
-    Split,
-    State,
-    concat_state,
-    permute_state,
-    reshape_state,
-    slice_state,
-    sole_owner,
-)
-from motley.split.words import Word
-
-__all__ = [
-    "MIRRORED",
-    "PARTIAL",
-    "Mirrored",
-    "Partial",
-    "Split",
-    "State",
-    "Word",
-    "concat_state",
-    "permute_state",
-    "reshape_state",
-    "slice_state",
-    "sole_owner",
-]
+placement   where weights go, from the proportions asked for (apportion: whole units, without drift)
+infer       from there, the state of every tensor and where devices must talk (transitions: what that costs)
+localize    one device's share as an ordinary graph (collectives: the ops that talk)
+"""

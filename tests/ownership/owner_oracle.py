@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from motley.split import Split, Word
+from motley.ownership import Split, Word
 
 Owners = npt.NDArray[np.int64]
 

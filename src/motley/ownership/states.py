@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from motley.errors import SplitError
-from motley.split.words import Word
+from motley.ownership.words import Word
 
 Shape = tuple[int, ...]
 
@@ -112,17 +112,17 @@ def reshape_state(state: State, old_shape: Sequence[int], new_shape: Sequence[in
         return Split(new.index(0), Word(()))
     if state.word.is_single and new:
         return Split(len(new) - 1, Word.of(state.word.letter(0), new[-1]))
-    raise SplitError(f"reshape {old} → {new}: {state} does not become a split of one axis")
+    raise SplitError(f"reshape {old} → {new}", [state], "does not become a split of one axis")
 
 
 def permute_state(state: State, perm: Sequence[int]) -> State:
     """The state after the axes are reordered: axis i of the result is axis perm[i] of the tensor."""
     if sorted(perm) != list(range(len(perm))):
-        raise SplitError(f"permute {tuple(perm)}: not an order of {len(perm)} axes")
+        raise SplitError(f"permute {tuple(perm)}", [state], f"not an order of {len(perm)} axes")
     if not isinstance(state, Split):
         return state
     if state.axis >= len(perm):
-        raise SplitError(f"permute {tuple(perm)}: {state} has more axes")
+        raise SplitError(f"permute {tuple(perm)}", [state], "the split has more axes")
     return Split(tuple(perm).index(state.axis), state.word)
 
 
@@ -131,7 +131,7 @@ def slice_state(state: State, axis: int, a: int, b: int) -> State:
     if not isinstance(state, Split) or state.axis != axis:
         return state
     if not 0 <= a <= b <= len(state.word):
-        raise SplitError(f"slice [{a}, {b}) of axis {axis}: beyond the {len(state.word)} indices of {state}")
+        raise SplitError(f"slice [{a}, {b}) of axis {axis}", [state], f"beyond its {len(state.word)} indices")
     return Split(axis, state.word.slice(a, b))
 
 
@@ -142,12 +142,12 @@ def concat_state(states: Sequence[State], axis: int, shapes: Sequence[Sequence[i
     with any, and, unless it is the axis they are joined along, on the word.
     """
     if not states or len(states) != len(shapes):
-        raise SplitError(f"concat of {len(states)} states with {len(shapes)} shapes")
+        raise SplitError("concat", states, f"{len(shapes)} shapes for {len(states)} states")
     splits = [state for state in states if isinstance(state, Split)]
-    where = f"concat along axis {axis} of " + ", ".join(map(str, states))
+    where = f"concat along axis {axis}"
     if len(splits) < len(states):
         if any(state != states[0] for state in states):
-            raise SplitError(f"{where}: split, partial and mirrored parts cannot be joined as they are")
+            raise SplitError(where, states, "split, partial and mirrored parts cannot be joined as they are")
         return states[0]
     for candidate in dict.fromkeys([*(split.axis for split in splits), axis]):
         words = [_word_along(split, candidate, shape) for split, shape in zip(splits, shapes, strict=True)]
@@ -158,7 +158,7 @@ def concat_state(states: Sequence[State], axis: int, shapes: Sequence[Sequence[i
             return Split(axis, Word.concat(known))
         if all(word == known[0] for word in known):
             return Split(candidate, known[0])
-    raise SplitError(f"{where}: the parts share no split of one axis")
+    raise SplitError(where, states, "the parts share no split of one axis")
 
 
 def _word_along(split: Split, axis: int, shape: Sequence[int]) -> Word | None:
@@ -192,7 +192,7 @@ def _resolve(old: Shape, new: Shape) -> Shape:
         if known and prod(old) % known == 0:
             resolved = _with_axis(new, new.index(-1), prod(old) // known)
     if min(resolved, default=0) < 0 or prod(resolved) != prod(old):
-        raise SplitError(f"reshape {old} → {new}: the shapes do not hold the same number of elements")
+        raise SplitError(f"reshape {old} → {new}", [], "the shapes do not hold the same number of elements")
     return resolved
 
 
@@ -209,4 +209,4 @@ def _n_shared(one: Shape, other: Shape) -> int:
 
 def _check_fit(what: str, split: Split, shape: Sequence[int]) -> None:
     if not split.fits(shape):
-        raise SplitError(f"{what}: {split} is no split of a tensor of shape {tuple(shape)}")
+        raise SplitError(what, [split], f"is no split of a tensor of shape {tuple(shape)}")

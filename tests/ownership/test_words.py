@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from owner_oracle import letters, spell
 
-from motley.split import Word
-from motley.split.words import Term, _same_letters
+from motley.ownership import Word
+from motley.ownership.words import Term, _same_letters
 
 MAX_LETTERS = 600
 String = tuple[int, ...]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from owner_oracle import one_axis_splits, owners, parts, spell
 
 from motley.errors import SplitError
-from motley.split import (
+from motley.ownership import (
     MIRRORED,
     PARTIAL,
     Split,

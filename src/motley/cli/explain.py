@@ -1,0 +1,123 @@
+"""`motley explain`: how a model would lie on a crew, and why devices would talk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from motley.cli import options
+from motley.cli.console import reporting_errors, size
+from motley.cli.inputs import resolve_model
+from motley.cli.picture import draw
+from motley.gguf import read_spec
+from motley.models import GraphOptions, read_params
+from motley.runtime import ModelSplit, make_crew
+from motley.runtime.explain import Explanation, Section, explain
+
+_PIPE_WIDTH = 160  # columns, where there is no terminal to ask
+
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the split as a picture.")]
+All = Annotated[
+    bool, typer.Option("--all", help="List activations too, and every layer even if layers are alike.")
+]
+
+
+def explain_command(
+    model: options.Model = None,
+    model_flag: options.ModelFlag = None,
+    device: options.Device = "cpu",
+    split_mode: options.SplitMode = None,
+    tensor_split: options.TensorSplit = None,
+    ctx_size: options.CtxSize = 0,
+    show_all: All = False,
+    svg: Svg = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show how a model would be split over devices, and why they would talk.
+
+    Layer by layer: how each tensor lies, bytes on each device, and each collective with its reason and its bytes
+    for one token. No weights are loaded.
+
+    \b
+    [bold]motley explain model.gguf --device cpu,cpu -sm tensor -ts 3,1[/]
+    [bold]motley explain model.gguf --device cpu,cpu,cpu -sm layer --svg split.svg[/]
+    """
+    with reporting_errors(debug):
+        spec = read_spec(resolve_model(model, model_flag))
+        params = read_params(spec)
+        crew = make_crew(device, split_mode, tensor_split)
+        contents = explain(ModelSplit(spec, params, crew, GraphOptions(ctx_size or params.n_ctx_train)))
+        if svg is not None:
+            svg.write_text(draw(contents), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(contents, ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_WIDTH)
+    _show(console, contents, show_all)
+
+
+def _show(console: Console, contents: Explanation, show_all: bool) -> None:
+    console.print(_devices(contents))
+    shown: list[str] = []
+    for section in contents["sections"]:
+        picture = _fingerprint(section)
+        if not show_all and picture in shown:
+            console.print(Text(f"{section['name']}: like a layer above", style="dim"))
+            continue
+        shown.append(picture)
+        console.print(_tensors(section, contents, show_all))
+        for row in section["collectives"]:
+            line = f"  ⇄ {row['kind']} {row['tensor']}: {row['reason']} ({row['bytes_per_token']} bytes)"
+            console.print(Text(line, style="cyan"))
+    counted = ", ".join(f"{n} {kind}" for kind, n in contents["collectives"].items()) or "none"
+    console.print(f"\ncollectives for one token: {counted}; {size(contents['bytes_per_token'])} moved")
+
+
+def _fingerprint(section: Section) -> str:
+    """Equal for layers that lie alike and talk alike."""
+    rows = [(t["name"].removeprefix(section["name"]), t["state"], t["type"]) for t in section["tensors"]]
+    return (
+        repr((rows[1:], [c["kind"] for c in section["collectives"]]))
+        if section["name"].startswith("blk.")
+        else section["name"]
+    )
+
+
+def _devices(contents: Explanation) -> Table:
+    table = Table(title=f"Split mode {contents['split_mode']}", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("device", "asked", "achieved", "weights", "KV heads (all layers)"):
+        table.add_column(name, justify="left" if name == "device" else "right")
+    for row in contents["devices"]:
+        cells = (row["device"], f"{row['asked']:.1%}", f"{row['achieved']:.1%}", size(row["weights"]))
+        table.add_row(*cells, str(row["kv_heads"]))
+    if contents["kv_repeat"] > 1:
+        table.caption = (
+            f"each KV head is stored up to {contents['kv_repeat']} times: there are more devices than heads"
+        )
+    return table
+
+
+def _tensors(section: Section, contents: Explanation, show_all: bool) -> Table:
+    table = Table(title=section["name"], title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("tensor", no_wrap=True)
+    table.add_column("type")
+    table.add_column("shape", justify="right")
+    table.add_column("state")
+    for device in contents["devices"]:
+        table.add_column(device["device"], justify="right")
+    for row in section["tensors"]:
+        if show_all or row["kind"] != "activation":
+            shape = " × ".join(map(str, row["shape"]))
+            sizes = [size(n) if n else "" for n in row["bytes"]]
+            table.add_row(row["name"], row["type"], shape, row["state"], *sizes)
+    return table

@@ -1,0 +1,42 @@
+"""The flags that choose tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from motley.cli import options
+from motley.engine import SamplingParams
+
+_DEFAULT = SamplingParams()
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The flags that `SamplingParams` takes."""
+
+    temp: options.Temp = _DEFAULT.temperature
+    top_k: options.TopK = _DEFAULT.top_k
+    top_p: options.TopP = _DEFAULT.top_p
+    min_p: options.MinP = _DEFAULT.min_p
+    typical: options.Typical = _DEFAULT.typical_p
+    repeat_penalty: options.RepeatPenalty = _DEFAULT.repeat_penalty
+    repeat_last_n: options.RepeatLastN = _DEFAULT.repeat_last_n
+    presence_penalty: options.PresencePenalty = _DEFAULT.presence_penalty
+    frequency_penalty: options.FrequencyPenalty = _DEFAULT.frequency_penalty
+    seed: options.Seed = -1
+
+    def arguments(self) -> dict[str, Any]:
+        """As keywords of `SamplingParams`."""
+        return {
+            "temperature": self.temp,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "typical_p": self.typical,
+            "repeat_penalty": self.repeat_penalty,
+            "repeat_last_n": self.repeat_last_n,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "seed": None if self.seed == -1 else self.seed,
+        }
