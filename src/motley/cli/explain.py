@@ -85,12 +85,10 @@ def _show(console: Console, contents: Explanation, show_all: bool) -> None:
 
 def _fingerprint(section: Section) -> str:
     """Equal for layers that lie alike and talk alike."""
-    rows = [(t["name"].removeprefix(section["name"]), t["state"], t["type"]) for t in section["tensors"]]
-    return (
-        repr((rows[1:], [c["kind"] for c in section["collectives"]]))
-        if section["name"].startswith("blk.")
-        else section["name"]
-    )
+    if not section["name"].startswith("blk."):
+        return section["name"]
+    rows = [(t["state"], t["type"]) for t in section["tensors"]]
+    return repr((rows, [c["kind"] for c in section["collectives"]]))
 
 
 def _devices(contents: Explanation) -> Table:
