@@ -55,8 +55,9 @@ def infer(graph: Graph, n_devices: int, placement: Mapping[str, State]) -> Split
 
 
 def sole(tensor: Tensor, device: int) -> State:
-    """The state of a tensor that one device holds alone."""
-    return Split(0, Word.of(device, tensor.shape[0]))
+    """The state of a tensor that one device holds alone; mirrored where no axis can say so."""
+    axis = next((axis for axis, size in enumerate(tensor.shape) if size), None)
+    return MIRRORED if axis is None else Split(axis, Word.of(device, tensor.shape[axis]))
 
 
 class _Inference:
@@ -103,7 +104,7 @@ class _Inference:
         combinations = list(product(*(self._available[t] for t in node.inputs)))
         owners = {sole_owner(state): None for states in combinations for state in states}
         for owner in owners:
-            if owner is not None and all(t.shape for t in (node, *node.inputs)):
+            if owner is not None and sole(node, owner) != MIRRORED:
                 yield Way(tuple(sole(t, owner) for t in node.inputs), sole(node, owner))
         for states in combinations:
             yield from node.op.ways(node.inputs, states)
