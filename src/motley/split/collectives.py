@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from motley.graph import Op, Shape, Tensor
+from motley.graph import F32, I32, Op, Shape, Tensor
 from motley.ownership import Word
 
 
@@ -39,6 +39,9 @@ class AllGather(Collective):
         (part,) = inputs
         return (*part.shape[: self.axis], len(self.word), *part.shape[self.axis + 1 :])
 
+    def dtype(self, inputs: Sequence[Tensor]) -> str:
+        return inputs[0].dtype
+
 
 @dataclass(frozen=True)
 class ReduceScatter(Collective):
@@ -62,9 +65,13 @@ class Broadcast(Collective):
     n_inputs: ClassVar[tuple[int, int]] = (0, 1)
     root: int
     size: Shape
+    kind: str = F32
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         return self.size
+
+    def dtype(self, inputs: Sequence[Tensor]) -> str:
+        return self.kind
 
 
 @dataclass(frozen=True)
@@ -88,9 +95,13 @@ class Receive(Collective):
     source: int
     target: int
     size: Shape
+    kind: str = F32
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         return self.size
+
+    def dtype(self, inputs: Sequence[Tensor]) -> str:
+        return self.kind
 
 
 @dataclass(frozen=True)
@@ -142,12 +153,16 @@ class Zeros(Op):
     n_inputs: ClassVar[tuple[int, int]] = (0, 0)
     is_constant: ClassVar[bool] = True
     size: Shape
+    kind: str = F32
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         return self.size
 
+    def dtype(self, inputs: Sequence[Tensor]) -> str:
+        return self.kind
+
     def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.zeros(self.size)
+        return torch.zeros(self.size, dtype=torch.int32 if self.kind == I32 else torch.float32)
 
 
 def take(whole: torch.Tensor, axis: int, word: Word, device: int) -> torch.Tensor:

@@ -122,7 +122,7 @@ class _Walk:
             case Split(axis, word), Partial():
                 return Place(axis, word, device)(self._present(tensor, source), name=name)
             case Split(), Mirrored() if owner is not None:
-                return Broadcast(owner, tensor.shape)(*([here] if here else []), name=name)
+                return Broadcast(owner, tensor.shape, tensor.dtype)(*([here] if here else []), name=name)
             case Split(), Split() if owner is not None and heir is not None:
                 return self._hand_over(tensor, here, owner, heir, name)
             case Split(axis, word), _:
@@ -148,7 +148,7 @@ class _Walk:
     ) -> Tensor | None:
         if self._device == owner:
             self.made.append(Send(owner, heir)(_some(here), name=name))
-        return Receive(owner, heir, tensor.shape)(name=name) if self._device == heir else None
+        return Receive(owner, heir, tensor.shape, tensor.dtype)(name=name) if self._device == heir else None
 
     def _unless_empty(self, part: Tensor, target: State) -> Tensor | None:
         """A collective must run here even if its result is another's."""
@@ -162,7 +162,7 @@ class _Walk:
             return part
         if is_fixed(tensor):
             return self._lay_out(tensor, state)
-        return Zeros(state.local_shape(tensor.shape, self._device))()
+        return Zeros(state.local_shape(tensor.shape, self._device), tensor.dtype)()
 
     def _is_elsewhere(self, state: State) -> bool:
         owner = sole_owner(state)
