@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from motley.graph import CACHE, Tensor
 from motley.graph.ops import Input, Weight
+from motley.graph.ops.matmul import cuts_whole_blocks
 from motley.ownership import MIRRORED, Mirrored, Partial, Split, State, sole_owner
 
 ITEM_BYTES = 4  # activations are float32
@@ -75,16 +76,20 @@ def is_fixed(tensor: Tensor) -> bool:
     return isinstance(tensor.op, Weight) or tensor.dtype == CACHE
 
 
+def can_lie(tensor: Tensor, state: State) -> bool:
+    """Whether a weight or cache layer that placement left mirrored can be laid out like this instead."""
+    if not isinstance(tensor.op, Weight | Input) or not isinstance(state, Split):
+        return False
+    return state.axis < len(tensor.shape) - 1 or cuts_whole_blocks(state.word, tensor)
+
+
 def transition_cost(tensor: Tensor, source: State, target: State) -> Cost | None:
     """What it costs to have `tensor` in `target` too; None if it cannot be."""
     if source == target:
         return FREE
     if is_fixed(tensor):
-        can_lay_out = (
-            isinstance(tensor.op, Weight | Input) and source == MIRRORED and isinstance(target, Split)
-        )
         owner = sole_owner(source)
         is_same = owner is not None and owner == sole_owner(target)
-        return FREE if can_lay_out or is_same else None
+        return FREE if is_same or (source == MIRRORED and can_lie(tensor, target)) else None
     kind = collective_between(source, target)
     return Cost(int(bool(kind)), payload(tensor, kind))
