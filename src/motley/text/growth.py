@@ -94,7 +94,7 @@ class Growth:
     def multiply(self, left: object, right: object) -> object:
         for factor, times in ((left, right), (right, left)):
             if isinstance(factor, (str, list, tuple)) and isinstance(times, int):
-                self._meter.spend(sys.getsizeof(factor) * max(times, 0))
+                self._meter.spend((sys.getsizeof(factor) - sys.getsizeof(factor[:0])) * max(times, 0))
         if isinstance(left, int) and isinstance(right, int):
             _check_bits(left.bit_length() + right.bit_length())
         return left * right  # type: ignore[operator]  # what cannot be multiplied says so

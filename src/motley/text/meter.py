@@ -27,7 +27,7 @@ class TemplateLimits:
     steps: int = 5_000_000  # rounds of loops, calls, filters, comparisons, pieces of output
     value_bytes: int = 16 << 20  # one value, with its parts counted every time they occur in it
     total_bytes: int = 256 << 20  # all values ever made
-    seconds: float = 10.0
+    seconds: float = 5.0
 
 
 class Meter:

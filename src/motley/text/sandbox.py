@@ -1,9 +1,9 @@
 """Jinja for templates that strangers wrote: they come with the model file, and run on the user's machine.
 
 Three walls. What a template can name is a list (filters, functions, methods); nothing else of Python can be
-reached from it. What it makes passes a meter: the code that Jinja generates gets a call of `Meter.admit` around
-every expression that builds something, and a tick in every round of a loop. And what could grow out of all
-proportion in a single operation pays before it runs (`growth`).
+reached from it. What it makes passes a meter: the code that Jinja generates gets a call of `Meter.admit`
+around every expression that builds something, and a tick in every round of a loop. And what could grow out of
+all proportion in a single operation pays before it runs (`growth`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from jinja2 import filters as jinja_filters
 from jinja2 import nodes, pass_environment
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
@@ -129,7 +130,7 @@ class MeteredCode(CodeGenerator):
         raise nodes.Impossible  # nothing is computed while compiling, and all output goes through `finalize`
 
     def _refuse(self, node: nodes.Node, frame: Frame) -> None:
-        self.fail(f"'{type(node).__name__.lower()}' is not available in chat templates", node.lineno)
+        self.fail("a chat template stands alone: no blocks, includes, imports or escaping", node.lineno)
 
     visit_Include = visit_Import = visit_FromImport = visit_Extends = visit_Block = _refuse
     visit_EvalContextModifier = visit_ScopedEvalContextModifier = _refuse
@@ -168,7 +169,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "dict": lambda *args, **kwargs: dict(*args, **kwargs),
             "namespace": Namespace,
             "raise_exception": _raise_exception,
-            "strftime_now": lambda format: now().strftime(format[:100]),  # noqa: A006
+            "strftime_now": partial(_strftime, now),
         }
         self.binop_table |= {
             "*": self.growth.multiply,
@@ -192,6 +193,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         try:
             return obj[attribute]
         except (TypeError, LookupError):
+            if attribute.startswith("_"):
+                raise SecurityError(f"the attribute {attribute!r} of a {type(obj).__name__}") from None
             if not isinstance(obj, Namespace) and hasattr(type(obj), attribute):
                 return self.unsafe_undefined(obj, attribute)
             return self.undefined(obj=obj, name=attribute)
@@ -210,6 +213,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 def _raise_exception(message: object) -> NoReturn:
     raise TemplateError(f"the chat template refuses: {message}")
+
+
+def _strftime(now: Callable[[], datetime], pattern: str) -> str:
+    if len(pattern) > 100:
+        raise TemplateError("the chat template asks for a date in more than 100 characters")
+    return now().strftime(pattern)
 
 
 def _filters(growth: Growth) -> dict[str, Callable[..., Any]]:

@@ -1,11 +1,10 @@
 """SentencePiece-style BPE (`tokenizer.ggml.model` = llama).
 
 Of all neighbours that join to a token, the pair with the best score is joined first, the leftmost among
-equals, until nothing joins. GGUF has no list of merges for these vocabularies, only scores. The BPE of the
-`tokenizers` library ranks *pairs* and has no equal ranks, but here all pairs that spell the same token are
-equal ("a" + "aa" and "aa" + "a") and position decides. So the loop is written out. It stays fast because text
-is first cut between characters that stand side by side in no token, which no merge can bridge, and the
-segments are cached.
+equals, until nothing joins. GGUF has no list of merges for these vocabularies, only scores, and scores can be
+equal: a ranked list of pairs, which the BPE of the `tokenizers` library wants, cannot say that position decides.
+So the loop is written out. It stays fast because text is first cut between characters that stand side by side
+in no token, which no merge can bridge, and the segments are cached.
 """
 
 from __future__ import annotations

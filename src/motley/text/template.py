@@ -16,7 +16,7 @@ from motley.text.meter import Meter, TemplateLimits
 from motley.text.sandbox import Sandbox
 
 KEY = "tokenizer.chat_template"
-MAX_SOURCE = 128 * 1024  # characters; the longest in use have 20,000
+MAX_SOURCE = 64 * 1024  # characters; the longest in use have 20,000
 MAX_INPUT_DEPTH = 64
 
 _CONTENT = (
@@ -138,7 +138,7 @@ def _compile(source: str, sandbox: Sandbox) -> CodeType:
         raise TemplateError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
     except Exception as error:  # the compiler's own limits: nesting, literals too large
         raise TemplateError(
-            f"the chat template cannot be compiled: {error or type(error).__name__}"
+            f"the chat template cannot be compiled: {str(error) or type(error).__name__}"
         ) from error
 
 
@@ -157,11 +157,7 @@ def _explained(error: Exception, absent: Sequence[str]) -> TemplateError:
         return TemplateError(f"the chat template asks for what it may not have: {error}{where}")
     if isinstance(error, RecursionError):
         return TemplateError(f"the chat template calls itself too deeply{where}")
-    hint = (
-        f"it uses {' and '.join(absent)}, and none were given; pass at least an empty list"
-        if absent
-        else None
-    )
+    hint = f"it uses {' and '.join(absent)}; pass at least an empty list" if absent else None
     return TemplateError(f"the chat template failed: {type(error).__name__}: {error}{where}", hint=hint)
 
 
