@@ -53,7 +53,7 @@ def cache_filter(pack: Callable[[Tensor], Tensor], *, rotated: bool) -> KVFilter
     def store(x: Tensor) -> Tensor:
         if not rotated:
             return pack(x)
-        turn = hadamard(x.shape[-1])
+        turn = hadamard(x.shape[-1]).to(x)
         return pack(x @ turn) @ turn
 
     return lambda k, v: (store(k), store(v))
@@ -120,13 +120,13 @@ def with_bos(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     return lambda text: [BOS_ID, *tokenizer.encode(text).ids]
 
 
-def measure(path: Path, corpora: Path, n_prompts: int) -> dict[str, object]:
+def measure(path: Path, corpora: Path, n_prompts: int, device: str) -> dict[str, object]:
     tokenizer = read_tokenizer(path)
     held_out = read_books(corpora).held_out
     text = "\n\n".join(held_out)
     ids = [tokenizer.encode(book).ids for book in held_out]
     report: dict[str, object] = {"held_out_tokens": sum(map(len, ids)), "held_out_bytes": len(text.encode())}
-    model = read_model(path)
+    model = read_model(path).to(device)
     for book, book_ids in zip(BOOKS, ids, strict=True):
         total, count = negative_log_likelihood(model, book_ids)
         report[f"perplexity {book.file}"] = math.exp(total / count)
@@ -135,14 +135,13 @@ def measure(path: Path, corpora: Path, n_prompts: int) -> dict[str, object]:
         for length in (500, 1000, 2000, 4000)
     }
     for name, kv_filter in CACHES.items():
-        model = read_model(path, kv_filter)
+        model = read_model(path, kv_filter).to(device)
         parts = [negative_log_likelihood(model, book_ids) for book_ids in ids]
         report[f"perplexity, cache {name}"] = math.exp(sum(p[0] for p in parts) / sum(p[1] for p in parts))
         for length, group in prompts.items():
             hits = recall(model, tokenizer, group)
             report[f"recall at {length}, cache {name}"] = sum(hits) / len(hits)
-        print(json.dumps(report, indent=1), flush=True)
-    model = read_model(path)
+    model = read_model(path).to(device)
     for prompt in ("Once upon a time", "The captain looked at the sea and said,", "KING RICHARD:\n"):
         report[f"sample {prompt!r}"] = sample(model, tokenizer, prompt, 100)
     return report
@@ -155,9 +154,10 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--corpora", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=200, help="recall prompts for each length")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    report = measure(args.model, args.corpora, args.prompts)
+    report = measure(args.model, args.corpora, args.prompts, args.device)
     print(json.dumps(report, indent=1))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")

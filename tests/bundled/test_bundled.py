@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import gguf
 from motley.bundled import bundled_model_path, is_recalled, make_recall_prompts
-from motley.bundled.recall import RecallPrompt, is_held_out, pseudo_word, secret
+from motley.bundled.recall import CODAS, ONSETS, VOWELS, RecallPrompt, is_held_out, pseudo_word, secret
 from motley.errors import ConfigError
 
 MAX_BYTES = 12_000_000
@@ -65,6 +66,19 @@ def test_matrices_are_packed_and_their_rows_fill_whole_blocks(reader: gguf.GGUFR
 def test_training_and_test_words_are_disjoint(seed: int, held_out: bool) -> None:
     word = pseudo_word(random.Random(seed), held_out=held_out)
     assert is_held_out(word) is is_held_out(word.capitalize()) is held_out
+
+
+def test_no_held_out_word_stands_in_the_books_of_the_training(shared: Path) -> None:
+    """Words are invented, but chance invents "river"."""
+    one_of = lambda pieces: "(?:" + "|".join(pieces) + ")"  # noqa: E731
+    invented = re.compile(f"(?:{one_of(ONSETS)}{one_of(VOWELS)}){{2,3}}{one_of(CODAS)}")
+    books = "tinyshakespeare war-and-peace moby-dick pride-and-prejudice frankenstein botchan"
+    texts = [
+        (shared / "data" / "corpora" / f"{book}.txt").read_text(encoding="utf-8") for book in books.split()
+    ]
+    words = set(re.findall(r"[a-z]+", " ".join(texts).lower()))
+    assert len(words) > 20_000
+    assert [word for word in words if invented.fullmatch(word) and is_held_out(word)] == []
 
 
 def test_about_one_word_in_eight_is_held_out() -> None:
