@@ -150,6 +150,8 @@ def render(source: str, messages: list[dict[str, object]] | None = None, **varia
             "12",
         ),
         ("{{ [3, 1, 2]|sort|first }}{{ [1, 2]|last }}{{ 'abc'[::-1] }}{{ (1, 2)|list }}", "12cba[1, 2]"),
+        ("{{ dict([('a', 1)], b=2) }}{{ namespace({'x': 3}).x }}", "{'a': 1, 'b': 2}3"),
+        ("{{ '  x '|trim }}{{ 'xxyx'.strip('x') }}{{ 'a/b/c'.rsplit('/', 1) }}", "xy['a/b', 'c']"),
         ("{{ missing }}{{ none }}{{ [none, true] }}", "None[None, True]"),
         ("{% filter upper %}a{{ 'b' }}{% endfilter %}", "AB"),
     ],

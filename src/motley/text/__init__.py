@@ -9,7 +9,9 @@ tokenizer       all of the above as `Tokenizer`
 detokenizer     ids one by one → text without half characters
 stops           stop strings in text that comes in pieces
 template        chat templates
-sandbox         Jinja for templates from strangers; meter: what they may cost; growth: what pays in advance
+sandbox         Jinja for templates from strangers
+meter           what one of them may cost
+costly          its operations that cost too much unless they pay in advance
 """
 
 from __future__ import annotations

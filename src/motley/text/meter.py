@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 SCALARS = (str, int, float, type(None), Undefined, range)
 CONTAINERS = (dict, list, tuple, KeysView, ValuesView, ItemsView)
+MAX_INT_BITS = 4096
 MAX_DEPTH = 100  # of containers in containers; Python itself may crash on the hash of a very deep tuple
 
 
@@ -64,6 +65,8 @@ class Meter:
         if isinstance(value, Iterator) and not isinstance(value, LoopContext):
             return self._flow(value)  # type: ignore[return-value]  # still an iterator over the same items
         self.spend(sys.getsizeof(value))
+        if isinstance(value, int):
+            check_limit(value.bit_length(), MAX_INT_BITS, "bits in a number")
         if isinstance(value, SCALARS + CONTAINERS) and self.weigh(value) > self._limits.value_bytes:
             raise _excess(f"makes a value of more than {self._limits.value_bytes} bytes")
         return value
@@ -82,14 +85,19 @@ class Meter:
         parts: Iterable[object] = chain(value.keys(), value.values()) if isinstance(value, dict) else value
         weights, depths = zip((sys.getsizeof(value), 0), *map(self._measure, parts), strict=True)
         depth = 1 + max(depths)
-        if depth > MAX_DEPTH:
-            raise _excess(f"nests values more than {MAX_DEPTH} deep")
+        check_limit(depth, MAX_DEPTH, "containers in one another")
         self._measures[id(value)] = sum(weights), depth, value
         return sum(weights), depth
 
     def _flow(self, items: Iterator[object]) -> Iterator[object]:
         for item in items:
             yield self.admit(item)
+
+
+def check_limit(n: int, limit: int, what: str) -> None:
+    """For single requests that no honest template makes."""
+    if n > limit:
+        raise TemplateError(f"the chat template wants more than {limit} {what}")
 
 
 def _excess(what: str) -> TemplateError:

@@ -3,7 +3,7 @@
 Three walls. What a template can name is a list (filters, functions, methods); nothing else of Python can be
 reached from it. What it makes passes a meter: the code that Jinja generates gets a call of `Meter.admit`
 around every expression that builds something, and a tick in every round of a loop. And what could grow out of
-all proportion in a single operation pays before it runs (`growth`).
+all proportion in a single operation pays before it runs (`costly`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace
 
 from motley.errors import TemplateError
-from motley.text.growth import Growth
+from motley.text.costly import Costly
 from motley.text.meter import Meter
 
 # Filters of Jinja whose cost is that of reading their input once (or of sorting it).
@@ -32,7 +32,7 @@ PLAIN_FILTERS = (
     *("abs", "count", "d", "default", "dictsort", "first", "float", "int", "items", "last", "length", "list"),
     *("map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "unique"),
 )
-TEXT_FILTERS = ("capitalize", "e", "escape", "lower", "safe", "trim", "upper")
+TEXT_FILTERS = ("capitalize", "e", "escape", "lower", "safe", "upper")
 
 METHODS: dict[type, frozenset[str]] = {
     str: frozenset(
@@ -48,19 +48,8 @@ METHODS: dict[type, frozenset[str]] = {
                 "isalpha",
                 "isascii",
             ),
-            *(
-                "isdecimal",
-                "isdigit",
-                "islower",
-                "isnumeric",
-                "isspace",
-                "istitle",
-                "isupper",
-                "lower",
-                "lstrip",
-            ),
-            *("partition", "removeprefix", "removesuffix", "rfind", "rindex", "rpartition", "rstrip"),
-            *("startswith", "strip", "swapcase", "title", "upper"),
+            *("isdecimal", "isdigit", "islower", "isnumeric", "isspace", "istitle", "isupper", "lower"),
+            *("partition", "removeprefix", "removesuffix", "startswith", "swapcase", "title", "upper"),
         }
     ),
     dict: frozenset({"get", "items", "keys", "values"}),
@@ -73,7 +62,7 @@ METHODS: dict[type, frozenset[str]] = {
         }
     ),
 }
-GROWING_METHODS = ("join", "replace", "split", "rsplit", "splitlines")
+COSTLY_METHODS = ("join", "lstrip", "replace", "rsplit", "rstrip", "split", "splitlines", "strip")
 
 
 Visit = Callable[..., None]
@@ -113,7 +102,7 @@ class MeteredCode(CodeGenerator):
 
     @_metered
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("environment.growth.join('', (")
+        self.write("environment.costly.join('', (")
         for operand in node.nodes:
             self.visit(operand, frame)
             self.write(", ")
@@ -154,7 +143,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, meter: Meter, now: Callable[[], datetime] = datetime.now) -> None:
         self.meter = meter
-        self.growth = Growth(meter)
+        self.costly = Costly(meter)
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -163,18 +152,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
             cache_size=0,
             extensions=["jinja2.ext.loopcontrols", GenerationTag],
         )
-        self.filters = _filters(self.growth)
+        self.filters = _filters(self.costly)
         self.globals = {
             "range": safe_range,
-            "dict": lambda *args, **kwargs: dict(*args, **kwargs),
-            "namespace": Namespace,
-            "raise_exception": _raise_exception,
-            "strftime_now": partial(_strftime, now),
+            "dict": self.costly.mapping,
+            "namespace": lambda *args, **kwargs: Namespace(self.costly.mapping(*args, **kwargs)),
+            "raise_exception": self._raise_exception,
+            "strftime_now": lambda pattern: self.costly.strftime(now(), pattern),
         }
         self.binop_table |= {
-            "*": self.growth.multiply,
-            "**": self.growth.power,
-            "%": self.growth.remainder,
+            "*": self.costly.multiply,
+            "**": self.costly.power,
+            "%": self.costly.remainder,
         }
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -183,9 +172,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Methods that are listed, then items; nothing else is ever looked at."""
         if isinstance(obj, str) and attribute == "format":
-            return lambda *args, **kwargs: self.growth.format(self, obj, args, kwargs)
-        if isinstance(obj, str) and attribute in GROWING_METHODS:
-            return partial(getattr(self.growth, attribute), obj)
+            return lambda *args, **kwargs: self.costly.format(self, obj, args, kwargs)
+        if isinstance(obj, str) and attribute in COSTLY_METHODS:
+            return partial(getattr(self.costly, attribute), obj)
         if any(isinstance(obj, kind) and attribute in names for kind, names in METHODS.items()):
             return getattr(obj, attribute)
         if isinstance(obj, Namespace) and not attribute.startswith("_"):
@@ -208,41 +197,35 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return self.undefined(obj=obj, name=argument)
 
     def _output(self, value: object) -> str:
-        return self.meter.admit(self.growth.text(value))
+        return self.meter.admit(self.costly.text(value))
+
+    def _raise_exception(self, message: object) -> NoReturn:
+        raise TemplateError(f"the chat template refuses: {self.costly.text(message):.1000}")
 
 
-def _raise_exception(message: object) -> NoReturn:
-    raise TemplateError(f"the chat template refuses: {message}")
-
-
-def _strftime(now: Callable[[], datetime], pattern: str) -> str:
-    if len(pattern) > 100:
-        raise TemplateError("the chat template asks for a date in more than 100 characters")
-    return now().strftime(pattern)
-
-
-def _filters(growth: Growth) -> dict[str, Callable[..., Any]]:
+def _filters(costly: Costly) -> dict[str, Callable[..., Any]]:
     def of_text(apply: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda value, *args, **kwargs: apply(growth.text(value), *args, **kwargs)
+        return lambda value, *args, **kwargs: apply(costly.text(value), *args, **kwargs)
 
     @pass_environment
     def join(environment: Sandbox, values: Iterable[Any], d: object = "", attribute: Any = None) -> str:
         if attribute is not None:
             values = map(jinja_filters.make_attrgetter(environment, attribute), values)
-        return growth.join(growth.text(d), values)
+        return costly.join(costly.text(d), values)
 
     def replace(value: object, old: object, new: object, count: int | None = None) -> str:
-        text, before, after = map(growth.text, (value, old, new))
-        return growth.replace(text, before, after, -1 if count is None else count)
+        text, before, after = map(costly.text, (value, old, new))
+        return costly.replace(text, before, after, -1 if count is None else count)
 
     return {
         **{name: jinja_filters.FILTERS[name] for name in PLAIN_FILTERS},
         **{name: of_text(jinja_filters.FILTERS[name]) for name in TEXT_FILTERS},
-        "format": of_text(lambda text, *args, **kwargs: growth.remainder(text, kwargs or args)),
-        "indent": of_text(growth.indent),
+        "format": of_text(lambda text, *args, **kwargs: costly.remainder(text, kwargs or args)),
+        "indent": of_text(costly.indent),
         "join": join,
         "replace": replace,
-        "string": growth.text,
-        "title": of_text(growth.title),
-        "tojson": growth.to_json,
+        "string": costly.text,
+        "title": of_text(costly.title),
+        "tojson": costly.tojson,
+        "trim": of_text(costly.strip),
     }

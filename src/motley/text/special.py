@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from motley.text.vocab import TokenType, Vocabulary
 
+_WHITE_SPACE = re.compile(r"\s*")
+
 
 class SpecialTokens:
     """Splits text into special tokens (ids) and the text between them.
@@ -32,7 +34,7 @@ class SpecialTokens:
             yield token
             position = end
             if token in self._right_stripping:
-                position += len(text[end:]) - len(text[end:].lstrip())
+                position = _WHITE_SPACE.match(text, end).end()  # type: ignore[union-attr]  # always matches
         if position < len(text):
             yield text[position:]
 

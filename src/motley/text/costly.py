@@ -1,4 +1,4 @@
-"""Operations whose result can be far larger than what goes in. Each pays for its result in advance."""
+"""Operations that cost out of proportion to what goes into them. Each pays in advance, or has a limit."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import re
 import string
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 
 from jinja2 import Undefined, filters
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
 from motley.errors import TemplateError
-from motley.text.meter import CONTAINERS, Meter
+from motley.text.meter import CONTAINERS, MAX_INT_BITS, Meter, check_limit
 
-MAX_INT_BITS = 4096
 MAX_INDENT = 100
+MAX_SET = 100  # characters to strip: each is looked for at every place
+MAX_BACKWARDS = 100  # searching backwards takes time in proportion to text times separator
+MAX_DATE = 100
 OBJECT_BYTES = 64  # a short string and the place in a list that holds it
 REPR_GROWTH = 10  # one character can be written as "\U0010ffff"
 
 
-class Growth:
-    """The growing operations of one rendering, on its meter."""
+class Costly:
+    """The operations of one rendering, on its meter. Named as Python or Jinja names them."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -53,25 +56,35 @@ class Growth:
         return text.split(sep, maxsplit)
 
     def rsplit(self, text: str, sep: str | None = None, maxsplit: int = -1) -> list[str]:
+        check_limit(len(sep or ""), MAX_BACKWARDS, "characters to look for backwards")
         self._pay_for_parts(text, sep, maxsplit)
         return text.rsplit(sep, maxsplit)
 
     def splitlines(self, text: str, keepends: bool = False) -> list[str]:
-        self._pay_for_parts(text, None, -1)
+        self._pay_for_parts(text)
         return text.splitlines(keepends)
 
+    def strip(self, text: str, chars: str | None = None) -> str:
+        return text.strip(_checked_set(chars))
+
+    def lstrip(self, text: str, chars: str | None = None) -> str:
+        return text.lstrip(_checked_set(chars))
+
+    def rstrip(self, text: str, chars: str | None = None) -> str:
+        return text.rstrip(_checked_set(chars))
+
     def title(self, text: str) -> str:
-        self._pay_for_parts(text, None, -1)
+        self._pay_for_parts(text)
         return filters.do_title(text)
 
     def indent(self, text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-        n_margin = len(width) if isinstance(width, str) else width
-        _check_indent(n_margin)
-        self._pay_for_parts(text, None, -1)
-        self._meter.spend((1 + len(text.splitlines())) * n_margin)
+        n_columns = len(width) if isinstance(width, str) else width
+        check_limit(n_columns, MAX_INDENT, "columns of indentation")
+        self._pay_for_parts(text)
+        self._meter.spend((1 + len(text.splitlines())) * n_columns)
         return filters.do_indent(text, width, first, blank)
 
-    def to_json(
+    def tojson(
         self,
         value: object,
         ensure_ascii: bool = False,
@@ -79,8 +92,8 @@ class Growth:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """JSON as chat templates expect it: for a model to read, so neither ASCII nor HTML-safe."""
-        _check_indent(indent or 0)
+        """JSON as chat templates expect it: for a model to read, so neither ASCII nor safe for HTML."""
+        check_limit(indent or 0, MAX_INDENT, "columns of indentation")
         plain = list(value) if isinstance(value, Iterator) else value
         encoder = json.JSONEncoder(
             ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
@@ -91,23 +104,33 @@ class Growth:
             pieces.append(piece)
         return "".join(pieces)
 
+    def mapping(self, pairs: object = (), **entries: object) -> dict[object, object]:
+        """One entry at a time, because keys can be chosen that collide."""
+        made: dict[object, object] = {}
+        for key, value in pairs.items() if isinstance(pairs, dict) else pairs:  # type: ignore[attr-defined]
+            self._meter.tick()
+            made[key] = value
+        return made | entries
+
     def multiply(self, left: object, right: object) -> object:
         for factor, times in ((left, right), (right, left)):
             if isinstance(factor, (str, list, tuple)) and isinstance(times, int):
-                self._meter.spend((sys.getsizeof(factor) - sys.getsizeof(factor[:0])) * max(times, 0))
+                n_bytes = sys.getsizeof(factor) - sys.getsizeof(factor[:0])
+                self._meter.spend(n_bytes * max(times, 0))
         if isinstance(left, int) and isinstance(right, int):
-            _check_bits(left.bit_length() + right.bit_length())
+            check_limit(left.bit_length() + right.bit_length(), MAX_INT_BITS, "bits in a number")
         return left * right  # type: ignore[operator]  # what cannot be multiplied says so
 
     def power(self, base: object, exponent: object) -> object:
         if isinstance(base, int) and isinstance(exponent, int):
-            _check_bits(base.bit_length() * max(exponent, 0))
+            check_limit(base.bit_length() * exponent, MAX_INT_BITS, "bits in a number")
         return base**exponent  # type: ignore[operator]  # as above
 
     def remainder(self, left: object, right: object) -> object:
-        """`%`: of numbers, or the formatting of text."""
+        """`%`: of numbers, or the formatting of text, without fields by name and widths from values."""
         if isinstance(left, str):
-            _check_width(left, is_percent=True)
+            if re.search(r"%\(|%[-+ #0-9.]*(?:[0-9]{4}|\*)", left):
+                raise TemplateError(f"the chat template formats in a way it may not: {left!r:.60}")
             self._pay_for_fields(left.count("%"), right)
         return left % right  # type: ignore[operator]  # as above
 
@@ -118,33 +141,25 @@ class Growth:
         args: Sequence[object],
         kwargs: Mapping[str, object],
     ) -> str:
-        """`str.format` without widths that nobody needs and without a way to attributes."""
-        fields = [spec or "" for _, name, spec, _ in string.Formatter().parse(text) if name is not None]
-        for spec in fields:
-            _check_width(spec, is_percent=False)
-        self._pay_for_fields(len(fields), [*args, *kwargs.values()])
+        """`str.format`, without widths from values and with the environment's idea of attributes."""
+        specs = [spec or "" for _, name, spec, _ in string.Formatter().parse(text) if name is not None]
+        if any(re.search(r"[0-9]{4}|[{}]", spec) for spec in specs):
+            raise TemplateError(f"the chat template formats in a way it may not: {text!r:.60}")
+        self._pay_for_fields(len(specs), [*args, *kwargs.values()])
         return SandboxedFormatter(environment).vformat(text, args, kwargs)
+
+    def strftime(self, now: datetime, pattern: str) -> str:
+        check_limit(len(pattern), MAX_DATE, "characters of a date")
+        return now.strftime(pattern)
 
     def _pay_for_fields(self, n_fields: int, values: object) -> None:
         self._meter.spend((n_fields + 1) * REPR_GROWTH * self._meter.weigh(values))
 
-    def _pay_for_parts(self, text: str, separator: str | None, maxsplit: int) -> None:
+    def _pay_for_parts(self, text: str, separator: str | None = None, maxsplit: int = -1) -> None:
         n_parts = len(text) // 2 if separator is None else text.count(separator)
         self._meter.spend(len(text) + OBJECT_BYTES * (n_parts if maxsplit < 0 else min(n_parts, maxsplit)))
 
 
-def _check_indent(n_columns: int) -> None:
-    if n_columns > MAX_INDENT:
-        raise TemplateError(f"the chat template indents by more than {MAX_INDENT} columns")
-
-
-def _check_bits(n_bits: int) -> None:
-    if n_bits > MAX_INT_BITS:
-        raise TemplateError(f"the chat template computes a number of more than {MAX_INT_BITS} bits")
-
-
-def _check_width(spec: str, *, is_percent: bool) -> None:
-    """Widths and precisions of up to three digits, and none that come from a value."""
-    pattern = r"%[-+ #0-9.]*([0-9]{4}|\*)|%\([^)]*\)[-+ #0-9.]*[0-9]{4}" if is_percent else r"[0-9]{4}|[{}]"
-    if re.search(pattern, spec):
-        raise TemplateError(f"the chat template asks for an absurd width in {spec!r:.60}")
+def _checked_set(chars: str | None) -> str | None:
+    check_limit(len(chars or ""), MAX_SET, "characters to strip")
+    return chars
