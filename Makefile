@@ -20,8 +20,8 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## run the bundled model and stream a story
-	$(BIN)/motley run -p "Once upon a time" -n 120 --seed 1
+demo: $(STAMP) ## two unequal devices share the bundled model and stream a story
+	$(BIN)/motley run -p "Once upon a time" -n 120 --seed 1 --device cpu,cpu -sm tensor -ts 3,1
 
 test: $(STAMP) ## run all tests
 	$(BIN)/python -m pytest

@@ -129,11 +129,15 @@ class LLM:
 
     @overload
     def generate(
-        self, prompt: str, *, params: SamplingParams | None = None, **sampling: Any
+        self, prompt: str | Sequence[int], *, params: SamplingParams | None = None, **sampling: Any
     ) -> Completion: ...
     @overload
     def generate(
-        self, prompt: list[str] | list[list[int]], *, params: SamplingParams | None = None, **sampling: Any
+        self,
+        prompt: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        params: SamplingParams | None = None,
+        **sampling: Any,
     ) -> list[Completion]: ...
     def generate(
         self, prompt: Any, *, params: SamplingParams | None = None, **sampling: Any

@@ -28,16 +28,17 @@ def _project(layer: LayerBuilder, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     p, n_tokens = layer.params, x.shape[0]
     n_q, n_kv = p.n_heads * p.head_dim, p.n_kv_heads * p.head_dim
     if layer.label("attn_qkv.weight") in layer.model.spec.tensors:
-        qkv = layer.linear(x, "attn_qkv", n_q + 2 * n_kv)
-        cuts = (0, n_q, n_q + n_kv, n_q + 2 * n_kv)
+        qkv = layer.linear(x, "attn_qkv", n_q + 2 * n_kv, layer.kv_rows(n_q, 2 * p.n_kv_heads))
+        n_stored = (qkv.shape[1] - n_q) // 2
+        cuts = (0, n_q, n_q + n_stored, n_q + 2 * n_stored)
         parts = [
             Slice(1, start, stop)(qkv, name=layer.label(f"attn_{part}"))
             for part, start, stop in zip("qkv", cuts[:-1], cuts[1:], strict=True)
         ]
     else:
-        parts = [
-            layer.linear(x, name, n) for name, n in (("attn_q", n_q), ("attn_k", n_kv), ("attn_v", n_kv))
-        ]
+        rows = layer.kv_rows(0, p.n_kv_heads)
+        k, v = layer.linear(x, "attn_k", n_kv, rows), layer.linear(x, "attn_v", n_kv, rows)
+        parts = [layer.linear(x, "attn_q", n_q), k, v]
     q, k, v = (Reshape((n_tokens, part.shape[1] // p.head_dim, p.head_dim))(part) for part in parts)
     return q, k, v
 

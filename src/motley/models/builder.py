@@ -15,12 +15,13 @@ from motley.graph.ops import (
     Hadamard,
     Input,
     MatMul,
-    Repeat,
     Reshape,
     RmsNorm,
     Weight,
 )
 from motley.models.params import DecoderParams, tensor_info
+
+Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,11 @@ class ModelBuilder:
         self._weights: dict[str, Tensor] = {}
         self._hadamard: Tensor | None = None  # of the one size that all heads share
 
-    def weight(self, name: str, *shape: int, source: str | None = None) -> Tensor:
-        """The weight `name`, which must have `shape`; `source` is its name in the file, if that is another."""
+    def weight(self, name: str, *shape: int, source: str | None = None, rows: Ranges = ()) -> Tensor:
+        """The weight `name`, which has `shape` in the file, under the name `source` if that is another.
+
+        `rows` chooses and repeats rows of it (see the op `Weight`).
+        """
         if name not in self._weights:
             info = tensor_info(self.spec, source or name)
             if info.shape != shape:
@@ -72,11 +76,12 @@ class ModelBuilder:
                     f"{self.spec.path}: tensor {info.name!r} has shape {info.shape}, "
                     f"but the model's metadata asks for {shape}"
                 )
-            self._weights[name] = Weight(shape, info.format.name, info.name)(name=name)
+            size = (sum(stop - start for start, stop in rows), *shape[1:]) if rows else shape
+            self._weights[name] = Weight(size, info.format.name, info.name, rows)(name=name)
         return self._weights[name]
 
-    def optional_weight(self, name: str, *shape: int) -> Tensor | None:
-        return self.weight(name, *shape) if name in self.spec.tensors else None
+    def optional_weight(self, name: str, *shape: int, rows: Ranges = ()) -> Tensor | None:
+        return self.weight(name, *shape, rows=rows) if name in self.spec.tensors else None
 
     def rotate(self, x: Tensor, size: int) -> Tensor:
         """Spread outliers of each head over `size` dims; rotating twice gives x back. (tokens, heads, dim)"""
@@ -115,13 +120,22 @@ class LayerBuilder:
     def label(self, name: str) -> str:
         return f"blk.{self.index}.{name}"
 
-    def linear(self, x: Tensor, name: str, n_out: int) -> Tensor:
-        """x·Wᵀ (+ bias, where the file has one)."""
-        out = MatMul()(
-            x, self.model.weight(self.label(f"{name}.weight"), n_out, x.shape[-1]), name=self.label(name)
-        )
-        bias = self.model.optional_weight(self.label(f"{name}.bias"), n_out)
+    def linear(self, x: Tensor, name: str, n_out: int, rows: Ranges = ()) -> Tensor:
+        """x·Wᵀ (+ bias, where the file has one), for all `n_out` rows of W or for `rows` of them."""
+        weight = self.model.weight(self.label(f"{name}.weight"), n_out, x.shape[-1], rows=rows)
+        out = MatMul()(x, weight, name=self.label(name))
+        bias = self.model.optional_weight(self.label(f"{name}.bias"), n_out, rows=rows)
         return out if bias is None else Add()(out, bias, name=self.label(f"{name}+bias"))
+
+    def kv_rows(self, n_before: int, n_heads: int) -> Ranges:
+        """Rows of a matrix that has `n_before` other rows and then KV heads: each head as often as it is stored."""
+        dim, repeat = self.params.head_dim, self.model.options.kv_repeat
+        if repeat == 1:
+            return ()
+        heads = [
+            (n_before + h * dim, n_before + (h + 1) * dim) for h in range(n_heads) for _ in range(repeat)
+        ]
+        return ((0, n_before), *heads) if n_before else tuple(heads)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.model.weight(self.label(f"{name}.weight"), x.shape[-1])
@@ -129,12 +143,9 @@ class LayerBuilder:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
         """Store k and v (tokens, kv heads, dim) and attend with q (tokens, heads, dim) → (tokens, heads, dim)."""
-        options, repeat = self.model.options, self.model.options.kv_repeat
+        options = self.model.options
         q, k = (self.model.rotate(t, options.k_rotation) for t in (q, k))
         v = self.model.rotate(v, options.v_rotation)
-        if repeat > 1:
-            k = Repeat(1, repeat)(k, name=self.label("k_repeated"))
-            v = Repeat(1, repeat)(v, name=self.label("v_repeated"))
         cache = Input(k.shape[1:], CACHE)(name=f"cache.{self.index}")
         stored = CacheStore()(cache, k, v, name=self.label("kv"))
         attended = Attention(self.params.attention_scale, window)(q, stored, name=self.label("attention"))

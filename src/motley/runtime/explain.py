@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 from motley.graph import CACHE, Tensor
@@ -11,6 +12,7 @@ from motley.ownership import Mirrored, Split, State
 from motley.runtime.loading import lookup_tables, packed_bytes, weight_bytes
 from motley.runtime.splitting import ModelSplit
 from motley.split.infer import SplitGraph
+from motley.split.localize import LocalGraph, original_name
 from motley.split.transitions import Transition
 
 
@@ -72,7 +74,7 @@ def explain(split: ModelSplit) -> Explanation:
         here = sections.setdefault(section, Section(name=section, tensors=[], collectives=[]))
         here["collectives"] += [_collective(t) for t in by_user.get(node, [])]
         if node.name:
-            here["tensors"].append(_tensor(whole, node, is_mapped=node.name in mapped))
+            here["tensors"].append(_tensor(whole, shares, node, is_mapped=node.name in mapped))
     sections[section]["collectives"] += [_collective(t) for t in by_user.get(None, [])]
 
     total = sum(split.crew.shares)
@@ -109,10 +111,9 @@ def _section(node: Tensor) -> str:
     return "input" if node.name.startswith(("token", "positions", "embedding")) else ""
 
 
-def _tensor(split: SplitGraph, node: Tensor, *, is_mapped: bool) -> TensorRow:
+def _tensor(split: SplitGraph, shares: Sequence[LocalGraph], node: Tensor, *, is_mapped: bool) -> TensorRow:
     state = _laid_out(split, node)
     is_weight = isinstance(node.op, Weight)
-    n_bytes = packed_bytes(node) if is_weight else 0
     return TensorRow(
         name=node.name,
         kind="weight" if is_weight else "cache" if node.dtype == CACHE else "activation",
@@ -121,7 +122,7 @@ def _tensor(split: SplitGraph, node: Tensor, *, is_mapped: bool) -> TensorRow:
         state="mapped" if is_mapped else str(state),
         axis=state.axis if isinstance(state, Split) else None,
         owners=list(state.word.runs()) if isinstance(state, Split) else [],
-        bytes=[0 if is_mapped else _part(n_bytes, state, device) for device in range(split.n_devices)],
+        bytes=[0 if is_mapped else _loaded(share, node) for share in shares],
     )
 
 
@@ -133,10 +134,9 @@ def _laid_out(split: SplitGraph, node: Tensor) -> State:
     return state
 
 
-def _part(n_bytes: int, state: State, device: int) -> int:
-    if isinstance(state, Split):
-        return n_bytes * state.word.count(device) // max(1, len(state.word))
-    return n_bytes
+def _loaded(share: LocalGraph, weight: Tensor) -> int:
+    """Bytes that a device loads of a weight, in all the ways it lies there."""
+    return sum(packed_bytes(part) for part in share.graph.weights if original_name(part.name) == weight.name)
 
 
 def _collective(transition: Transition) -> CollectiveRow:

@@ -12,6 +12,7 @@ from motley.formats import PackedTensor, get_format
 from motley.gguf import ModelSpec
 from motley.graph import Graph, Tensor
 from motley.graph.ops import GetRows, Weight
+from motley.models.builder import Ranges
 from motley.ownership import MIRRORED, Split, State
 from motley.split.localize import LocalGraph
 
@@ -31,15 +32,17 @@ def load_weights(
     for device, (share, backend) in enumerate(zip(shares, backends, strict=True)):
         looked_up = lookup_tables(share.graph)
         weights: dict[str, PackedTensor] = {}
-        memo: dict[tuple[str, State], PackedTensor] = {}  # tied weights that lie alike share memory
+        memo: dict[tuple[str, Ranges, State], PackedTensor] = {}  # tied weights that lie alike share memory
         for node in share.graph.weights:
             assert isinstance(node.op, Weight)
-            key = node.op.source, share.layouts[node.name]
+            key = node.op.source, node.op.rows, share.layouts[node.name]
             if node in looked_up:
                 weights[node.name] = spec.tensor(node.op.source)
             else:
                 if key not in memo:
-                    memo[key] = backend.load(part_of(spec.tensor(node.op.source), key[1], device))
+                    memo[key] = backend.load(
+                        part_of(spec.tensor(node.op.source), key[2], device, node.op.rows)
+                    )
                     done += memo[key].nbytes
                 weights[node.name] = memo[key]
             if progress is not None:
@@ -68,7 +71,7 @@ def weight_bytes(share: LocalGraph) -> int:
     for node in share.graph.weights:
         if node not in looked_up:
             assert isinstance(node.op, Weight)
-            sizes[node.op.source, share.layouts[node.name]] = packed_bytes(node)
+            sizes[node.op.source, node.op.rows, share.layouts[node.name]] = packed_bytes(node)
     return sum(sizes.values())
 
 
@@ -77,18 +80,37 @@ def packed_bytes(weight: Tensor) -> int:
     return weight.n_values // form.block_size * form.block_bytes
 
 
-def part_of(weight: PackedTensor, state: State, device: int) -> PackedTensor:
-    """A device's part of a packed weight, as views of it where one range suffices, otherwise joined."""
+def part_of(weight: PackedTensor, state: State, device: int, rows: Ranges = ()) -> PackedTensor:
+    """A device's part of a packed weight, or of `rows` of it: a view where one range suffices, otherwise joined."""
     if state == MIRRORED:
-        return weight
+        return _joined(weight, 0, list(rows)) if rows else weight
     assert isinstance(state, Split)
-    axis, word, unit = state.axis, state.word, 1
-    if axis == len(weight.shape) - 1:  # cut between quant blocks, in bytes
-        blocks = word.factor_outer(weight.format.block_size)
-        if blocks is None:
-            raise SplitError("weight", [state], f"cuts through {weight.format.name} blocks of its rows")
-        word, unit = blocks, weight.format.block_bytes
-    ranges = [(start * unit, (stop - start) * unit) for start, stop in word.global_ranges(device)] or [(0, 0)]
-    pieces = [weight.data.narrow(axis, start, length) for start, length in ranges]
-    data = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
-    return PackedTensor(data, weight.format)
+    if state.axis < len(weight.shape) - 1 or len(weight.shape) == 1:
+        assert not rows or state.axis == 0, "only rows are chosen"
+        ranges = list(state.word.global_ranges(device))
+        return _joined(weight, state.axis, _within(rows, ranges) if rows else ranges)
+    blocks = state.word.factor_outer(weight.format.block_size)  # rows are cut between quant blocks
+    if blocks is None:
+        raise SplitError("weight", [state], f"cuts through {weight.format.name} blocks of its rows")
+    return _joined(weight, state.axis, list(blocks.global_ranges(device)))
+
+
+def _joined(weight: PackedTensor, axis: int, ranges: list[tuple[int, int]]) -> PackedTensor:
+    """Ranges of one axis, in blocks if it is the last one."""
+    unit = weight.format.block_bytes if axis == len(weight.shape) - 1 else 1
+    pieces = [
+        weight.data.narrow(axis, start * unit, (stop - start) * unit) for start, stop in ranges or [(0, 0)]
+    ]
+    return PackedTensor(pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis), weight.format)
+
+
+def _within(rows: Ranges, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The source's rows at `ranges` of the sequence that `rows` spells."""
+    found, position = [], 0
+    for first, last in rows:
+        for start, stop in ranges:
+            low, high = max(start, position), min(stop, position + last - first)
+            if low < high:
+                found.append((first + low - position, first + high - position))
+        position += last - first
+    return found

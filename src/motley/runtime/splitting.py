@@ -10,7 +10,7 @@ from motley.models import BatchShape, DecoderParams, GraphOptions, build_graph
 from motley.runtime.crew import Crew
 from motley.split.infer import SplitGraph, infer
 from motley.split.localize import LocalGraph, localize
-from motley.split.placement import place
+from motley.split.placement import TENSOR, choose_kv_repeat, place
 
 _MAX_SPLITS = 64  # batch shapes whose split is kept
 
@@ -22,9 +22,12 @@ class ModelSplit:
         self.spec = spec
         self.params = params
         self.crew = crew
-        smallest = build_graph(spec, params, BatchShape(1, 1), options)
-        self._placement = place(crew.mode, smallest.weights, params, crew.shares)
-        self.options = replace(options, kv_repeat=self._placement.kv_repeat)
+        smallest = BatchShape(1, 1)
+        weights = build_graph(spec, params, smallest, options).weights
+        repeat = choose_kv_repeat(weights, params, crew.shares) if crew.mode == TENSOR else 1
+        self.options = replace(options, kv_repeat=repeat)
+        weights = build_graph(spec, params, smallest, self.options).weights
+        self._placement = place(crew.mode, weights, params, crew.shares, repeat)
         self._splits: OrderedDict[BatchShape, SplitGraph] = OrderedDict()
 
     def split(self, batch: BatchShape) -> SplitGraph:

@@ -29,6 +29,14 @@ from motley.split.infer import SplitGraph
 from motley.split.transitions import Transition, is_fixed
 
 
+_AS = " as "  # in the name of a weight that lies otherwise than it was placed
+
+
+def original_name(name: str) -> str:
+    """What a weight of a local graph is called in the whole one."""
+    return name.split(_AS)[0]
+
+
 @dataclass(frozen=True)
 class LocalGraph:
     """What one device runs; the graph's outputs are whole."""
@@ -102,7 +110,7 @@ class _Walk:
         """A weight or cache layer as it lies here from the start: it is not cut at run time."""
         shape = state.local_shape(tensor.shape, self._device)
         is_as_placed = state == self._split.state(tensor) or not isinstance(tensor.op, Weight)
-        name = tensor.name if is_as_placed else f"{tensor.name} {state}"
+        name = tensor.name if is_as_placed else f"{tensor.name}{_AS}{state}"
         self.layouts[name] = state
         return tensor.op.local([], Way((), state), shape, self._device, name)
 

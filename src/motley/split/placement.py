@@ -27,22 +27,22 @@ SPLIT_MODES = (NONE, LAYER, TENSOR)
 
 @dataclass(frozen=True)
 class Placement:
-    """States of weights and cache layers by name; what is not named is mirrored, a cache layer follows its keys.
-
-    `kv_repeat`: how many times each KV head is stored (see `choose_kv_repeat`).
-    """
+    """States of weights and cache layers by name; what is not named is mirrored, a cache layer follows its keys."""
 
     states: Mapping[str, State]
-    kv_repeat: int = 1
 
 
 def place(
-    mode: str, weights: Sequence[Tensor], params: DecoderParams, shares: Sequence[Fraction]
+    mode: str,
+    weights: Sequence[Tensor],
+    params: DecoderParams,
+    shares: Sequence[Fraction],
+    kv_repeat: int = 1,
 ) -> Placement:
-    """Share the weights out over `len(shares)` devices."""
-    if mode == LAYER or len(shares) == 1:
-        return _place_layers(weights, params, shares)
-    return _TensorPlacement(weights, params, shares).place()
+    """Share out the weights of a graph in which each KV head stands `kv_repeat` times, over `len(shares)` devices."""
+    if mode == TENSOR and len(shares) > 1:
+        return _TensorPlacement(weights, params, shares, kv_repeat).place()
+    return _place_layers(weights, params, shares)
 
 
 def choose_kv_repeat(weights: Sequence[Tensor], params: DecoderParams, shares: Sequence[Fraction]) -> int:
@@ -85,11 +85,13 @@ def _place_layers(weights: Iterable[Tensor], params: DecoderParams, shares: Sequ
 
 
 class _TensorPlacement:
-    def __init__(self, weights: Sequence[Tensor], params: DecoderParams, shares: Sequence[Fraction]) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], params: DecoderParams, shares: Sequence[Fraction], kv_repeat: int
+    ) -> None:
         self._weights = {weight.name: weight for weight in weights}
         self._params = params
         self._shares = shares
-        self._repeat = choose_kv_repeat(weights, params, shares)
+        self._repeat = kv_repeat
         self._heads = Apportioner(shares)  # KV heads by themselves: the cache is shared out as the model is
         self._bytes = Apportioner(shares)  # everything; FFN columns make up for the coarseness of heads
         self._states: dict[str, State] = {}
@@ -101,14 +103,13 @@ class _TensorPlacement:
         n_vocab = self._weights["output.weight"].shape[0]
         counts = self._bytes.share_out(*self._units(n_vocab, _LANES, ["output.weight"]))
         self._cut("output.weight", 0, _word(counts, _LANES, n_vocab))
-        return Placement(self._states, self._repeat)
+        return Placement(self._states)
 
     def _place_attention(self, layer: int) -> None:
         p, repeat, prefix = self._params, self._repeat, f"blk.{layer}.attn_"
         group = p.n_heads // p.n_kv_heads // repeat
         unit = _head_unit(_block_size(self._weights[f"{prefix}output.weight"]), p.head_dim, group)
-        is_repeated = repeat > 1  # then K and V matrices, which are small, are mirrored
-        names = ["q", "output"] if is_repeated else ["q", "k", "v", "qkv", "output"]
+        names = ["q", "k", "v", "qkv", "output"]
         n_units, unit_bytes = self._units(p.n_kv_heads * repeat, unit, [f"{prefix}{n}.weight" for n in names])
         counts = self._heads.share_out(n_units)
         self._bytes.record(counts, unit_bytes)
@@ -117,10 +118,9 @@ class _TensorPlacement:
         self._states[f"cache.{layer}"] = Split(0, heads)
         self._cut(f"{prefix}output.weight", 1, q)
         self._cut(f"{prefix}q.weight", 0, q)
-        if not is_repeated:
-            self._cut(f"{prefix}k.weight", 0, kv)
-            self._cut(f"{prefix}v.weight", 0, kv)
-            self._cut(f"{prefix}qkv.weight", 0, q + kv + kv)
+        self._cut(f"{prefix}k.weight", 0, kv)
+        self._cut(f"{prefix}v.weight", 0, kv)
+        self._cut(f"{prefix}qkv.weight", 0, q + kv + kv)
 
     def _place_ffn(self, layer: int) -> None:
         prefix = f"blk.{layer}.ffn_"

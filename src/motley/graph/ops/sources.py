@@ -35,6 +35,7 @@ class Weight(Op):
     """A tensor of the model file, packed in `format`; rows along the last axis are whole quant blocks.
 
     `source` is its name in the file. Two weights may have one source (tied embeddings): each may lie differently.
+    `rows`, if given, are the ranges of the source's rows that it consists of, in order; they may repeat.
     """
 
     name: ClassVar[str] = "weight"
@@ -42,9 +43,10 @@ class Weight(Op):
     size: Shape
     format: str
     source: str = ""
+    rows: tuple[tuple[int, int], ...] = ()
 
     def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
-        return Weight(shape, self.format, self.source)(name=name)
+        return Weight(shape, self.format, self.source, self.rows)(name=name)
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         return self.size
