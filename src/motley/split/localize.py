@@ -28,7 +28,6 @@ from motley.split.collectives import (
 from motley.split.infer import SplitGraph
 from motley.split.transitions import Transition, is_fixed
 
-
 _AS = " as "  # in the name of a weight that lies otherwise than it was placed
 
 
