@@ -1,0 +1,82 @@
+"""Random graphs over all ops on random crews, their inputs and weights placed at random."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from graph_steps import PACKED_SIZES, SIZES, STEPS, GraphMaker
+from rule_checks import words
+from split_runner import check_split
+
+from motley.errors import SplitError
+from motley.formats import PackedTensor
+from motley.graph import CACHE, I32, Graph
+from motley.ownership import MIRRORED, PARTIAL, Split, State, Word
+from motley.split.infer import SplitGraph
+
+
+@dataclass(frozen=True)
+class Case:
+    """A graph, values for its sources, and how those lie on a crew."""
+
+    graph: Graph
+    values: dict[str, Any]
+    n_devices: int
+    placement: dict[str, State]
+
+    def without_weights_placed(self) -> dict[str, State]:
+        """The placement of inputs alone: they can go anywhere, so inference may not refuse it."""
+        fixed = {
+            t.name for t in self.graph.nodes if not t.inputs and (t.dtype == CACHE or t in self.graph.weights)
+        }
+        return {name: state for name, state in self.placement.items() if name not in fixed}
+
+
+def random_case(rng: random.Random, max_steps: int = 8) -> Case:
+    make = GraphMaker(rng)
+    make.keep(make.input(make.size(), make.rng.choice([*SIZES, *PACKED_SIZES])))
+    make.keep(make.input(*(make.size() for _ in range(make.rng.randint(1, 3)))))
+    for _ in range(rng.randint(1, max_steps)):
+        made = STEPS[rng.choice(list(STEPS))](make)
+        if made is not None:
+            make.keep(made)
+    outputs = [make.tensors[-1], *rng.sample(make.tensors, rng.randint(0, min(2, len(make.tensors))))]
+    if make.choices and rng.random() < 0.3:
+        outputs.append(make.choices[-1][0])
+    graph = Graph.of(*dict.fromkeys(outputs))
+    n_devices = rng.randint(1, 7)
+    return Case(graph, make.values, n_devices, _random_placement(rng, graph, make.values, n_devices))
+
+
+def check_case(case: Case) -> SplitGraph:
+    """A placement of weights may be refused: they do not travel. What only inputs ask for may not."""
+    try:
+        return check_split(case.graph, case.values, case.n_devices, case.placement)
+    except SplitError:
+        return check_split(case.graph, case.values, case.n_devices, case.without_weights_placed())
+
+
+def _random_placement(
+    rng: random.Random, graph: Graph, values: dict[str, Any], n_devices: int
+) -> dict[str, State]:
+    """Axes of one length share few words, so that it often happens that two inputs lie alike."""
+    known: dict[tuple[int, int], list[Word]] = {}
+    placement: dict[str, State] = {}
+    for node in (t for t in graph.nodes if t.name in values):
+        value = values[node.name]
+        kind = rng.randrange(10)
+        if kind < 3:
+            placement[node.name] = MIRRORED
+        elif kind == 3 and node.dtype not in (I32, CACHE) and not isinstance(value, PackedTensor):
+            placement[node.name] = PARTIAL
+        else:
+            axis = 0 if node.dtype == CACHE else rng.randrange(len(node.shape))
+            is_last = axis == len(node.shape) - 1
+            unit = value.format.block_size if isinstance(value, PackedTensor) and is_last else 1
+            key = node.shape[axis], unit
+            if key not in known:
+                known[key] = rng.sample(words(*key[:1], n_devices, rng, unit), 2)
+            placement[node.name] = Split(axis, rng.choice(known[key]))
+    return placement

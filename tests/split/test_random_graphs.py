@@ -1,0 +1,49 @@
+"""Random graphs on random uneven crews: the values of one device, and the collectives that were announced."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from graph_steps import STEPS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_graphs import check_case, random_case
+from split_runner import check_split, run_on_threads
+
+from motley.graph.ops import OPS
+
+RANDOM = st.randoms(use_true_random=False)  # shrinks, step by step
+SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@settings(SETTINGS, max_examples=400)
+@given(RANDOM)
+def test_a_split_graph_computes_what_one_device_computes(rng: random.Random) -> None:
+    check_case(random_case(rng))
+
+
+@settings(SETTINGS, max_examples=40)
+@given(RANDOM)
+def test_threads_with_plans_and_arenas_compute_the_same(rng: random.Random) -> None:
+    case = random_case(rng)
+    check_split(case.graph, case.values, case.n_devices, case.without_weights_placed(), run_on_threads)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_many_more_graphs(block: int) -> None:
+    """Cheaper to draw than by Hypothesis, and larger; also, they meet every op, every collective and few refusals."""
+    ops: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    for seed in range(400 * block, 400 * (block + 1)):
+        split = check_case(random_case(random.Random(seed), max_steps=14))
+        ops.update(node.op.name for node in split.graph.nodes)
+        kinds.update(transition.kind for transition in split.transitions)
+    assert set(ops) == set(OPS)
+    assert set(kinds) == {"", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"}
+    assert min(ops.values()) > 10
+
+
+def test_every_op_has_a_step() -> None:
+    assert set(STEPS) == set(OPS) - {"input", "weight"}
