@@ -30,13 +30,13 @@ def load_weights(
     total, done = sum(weight_bytes(share) for share in shares), 0
     loaded: list[dict[str, PackedTensor]] = []
     for device, (share, backend) in enumerate(zip(shares, backends, strict=True)):
-        looked_up = lookup_tables(share.graph)
+        mapped = _mapped(share)
         weights: dict[str, PackedTensor] = {}
         memo: dict[tuple[str, Ranges, State], PackedTensor] = {}  # tied weights that lie alike share memory
         for node in share.graph.weights:
             assert isinstance(node.op, Weight)
             key = node.op.source, node.op.rows, share.layouts[node.name]
-            if node in looked_up:
+            if node in mapped:
                 weights[node.name] = spec.tensor(node.op.source)
             else:
                 if key not in memo:
@@ -52,7 +52,7 @@ def load_weights(
 
 
 def lookup_tables(graph: Graph) -> set[Tensor]:
-    """Mirrored weights that are only read by row."""
+    """Weights that are only read by row."""
     users: dict[Tensor, list[Tensor]] = {}
     for node in graph.nodes:
         for tensor in node.inputs:
@@ -64,12 +64,17 @@ def lookup_tables(graph: Graph) -> set[Tensor]:
     }
 
 
+def _mapped(share: LocalGraph) -> set[Tensor]:
+    """What a device reads from the mapped file: rows of whole tables."""
+    return {t for t in lookup_tables(share.graph) if share.layouts[t.name] == MIRRORED}
+
+
 def weight_bytes(share: LocalGraph) -> int:
     """Bytes of the weights that a device loads."""
-    looked_up = lookup_tables(share.graph)
+    mapped = _mapped(share)
     sizes = {}
     for node in share.graph.weights:
-        if node not in looked_up:
+        if node not in mapped:
             assert isinstance(node.op, Weight)
             sizes[node.op.source, node.op.rows, share.layouts[node.name]] = packed_bytes(node)
     return sum(sizes.values())
