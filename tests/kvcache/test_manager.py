@@ -327,3 +327,10 @@ def test_a_hundred_requests_take_one_prefix_and_their_tails() -> None:
     # 62 full blocks of the prefix; its last 8 tokens and the 20 of the tail take two blocks of each request.
     assert cache.stats().groups[0].n_used == 62 + 100 * 2
     cache.check_integrity()
+
+
+def test_the_longest_fit_is_the_last_length_that_fits() -> None:
+    cache = make_windowed(n_blocks=8, n_windowed=4, window=6)
+    assert cache.longest_fit(100, n_batch=4) == 32
+    assert cache.longest_fit(20, n_batch=4) == 20
+    assert cache.longest_fit(100, n_batch=100) == 16

@@ -35,6 +35,7 @@ class Engine:
         self._scheduler = Scheduler(cache, n_batch=n_batch, n_parallel=n_parallel)
         self._cache = cache
         self._n_ctx = n_ctx
+        self._n_fit = cache.longest_fit(n_ctx, n_batch)  # tokens that one sequence may have
         self._n_vocab = n_vocab
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> Request:
@@ -45,13 +46,12 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, but the context holds {self._n_ctx} and an answer needs room",
                 hint="shorten the prompt or raise the context size (-c / n_ctx)",
             )
-        room = self._n_ctx - len(prompt)
         request = Request(
             prompt=tuple(prompt),
             sampler=build_sampler(params),
             text=TextStream(self._tokenizer, prompt, params.stop),
             stop_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else self._tokenizer.eog_ids),
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_tokens=self._max_tokens(len(prompt), params),
         )
         self._scheduler.add(request)
         return request
@@ -114,6 +114,12 @@ class Engine:
             request.accept(request.sampler(next(rows), request.tokens))
             if request.is_finished:
                 self._scheduler.remove(request)
+
+    def _max_tokens(self, n_prompt: int, params: SamplingParams) -> int:
+        """How long the answer may become. Who names no number takes what the context and the cache hold."""
+        if params.max_tokens is None:
+            return max(1, self._n_fit - n_prompt)
+        return min(params.max_tokens, self._n_ctx - n_prompt)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         if not tokens:

@@ -29,6 +29,7 @@ Threads: one, the engine's. There are no locks. `stats()` runs there too; the re
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -123,6 +124,10 @@ class CacheManager:
     def can_ever_fit(self, n_tokens: int, n_batch: int | None = None) -> bool:
         """Whether a sequence of `n_tokens` fits into an idle cache, fed in batches of up to `n_batch`."""
         return all(g.n_needed(n_tokens, n_batch or n_tokens) <= g.pool.n_blocks for g in self.groups)
+
+    def longest_fit(self, most: int, n_batch: int) -> int:
+        """The largest n <= most for which `can_ever_fit(n, n_batch)`."""
+        return bisect_left(range(1, most + 1), True, key=lambda n: not self.can_ever_fit(n, n_batch))
 
     def require_fit(self, n_tokens: int, n_batch: int | None = None) -> None:
         """Refuse a sequence that can never fit, with the numbers."""
