@@ -44,6 +44,8 @@ class LLM:
     print(llm.generate("Once upon a time", max_tokens=64).text)
     """
 
+    notices: tuple[str, ...]  # sentences about what was asked for and is done another way
+
     def __init__(
         self,
         model: str | os.PathLike[str],
@@ -103,6 +105,7 @@ class LLM:
             k_rotation=rotation if cache.k_type.is_quantized else 0,
             v_rotation=rotation if cache.v_type.is_quantized else 0,
         )
+        self.notices = _notices(cache, params.head_dim, kv_rotation)
         split = ModelSplit(self.spec, params, crew, options)
         plan = _plan_cache(split, cache, n_batch=n_batch, n_parallel=n_parallel)
         self._cache = CacheManager(
@@ -265,6 +268,17 @@ def _plan_cache(split: ModelSplit, config: CacheConfig, *, n_batch: int, n_paral
         n_batch=n_batch,
         n_parallel=n_parallel,
         room=room_for_cache(split, needs),
+    )
+
+
+def _notices(cache: CacheConfig, head_dim: int, kv_rotation: bool) -> tuple[str, ...]:
+    """What was asked for and is done another way."""
+    quantized = [kind.name for kind in (cache.k_type, cache.v_type) if kind.is_quantized]
+    if not (quantized and kv_rotation) or rotation_size(head_dim):
+        return ()
+    return (
+        f"the {'/'.join(dict.fromkeys(quantized))} KV cache is not rotated: a head's {head_dim} dims "
+        "are no multiple of 32",
     )
 
 

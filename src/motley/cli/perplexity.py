@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from motley.cli import options
-from motley.cli._perplexity import Score, second_half_nll, split_chunks
 from motley.cli.console import reporting_errors, steps_bar
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import resolve_model, resolve_text
 from motley.cli.loading import LoadOptions, load
 from motley.errors import ConfigError
 from motley.llm import LLM
+from motley.quality import Score, read_chunks, second_half_nll
 
 _N_CTX = 512  # as llama.cpp, so that figures can be compared
 
@@ -70,9 +70,7 @@ def perplexity(
 
 def measure(llm: LLM, text: str, n_ctx: int, limit: int | None = None) -> tuple[Score, int]:
     """The score of `text`, and from how many chunks."""
-    tokenizer = llm.tokenizer
-    tokens = tokenizer.encode(text, parse_special=False)
-    chunks = list(split_chunks(tokens, n_ctx, tokenizer.bos_id if tokenizer.adds_bos else None))[:limit]
+    chunks = read_chunks(llm.tokenizer, text, n_ctx, limit)
     score = Score()
     with steps_bar("Reading", len(chunks)) as advance:
         for chunk in chunks:

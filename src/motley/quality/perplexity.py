@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from motley.errors import RequestError
+from motley.text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,15 @@ class Score:
         return self.perplexity * math.sqrt(variance / max(self.count - 1, 1))
 
 
+def read_chunks(
+    tokenizer: Tokenizer, text: str, n_ctx: int, max_chunks: int | None = None
+) -> list[list[int]]:
+    """The first chunks of a text, as token ids."""
+    tokens = tokenizer.encode(text, parse_special=False)
+    bos_id = tokenizer.bos_id if tokenizer.adds_bos else None
+    return list(islice(split_chunks(tokens, n_ctx, bos_id), max_chunks))
+
+
 def split_chunks(tokens: Sequence[int], n_ctx: int, bos_id: int | None) -> Iterator[list[int]]:
     """Chunks of exactly `n_ctx` tokens; `bos_id` None: leave their first token as it is."""
     if n_ctx < 4:
@@ -61,11 +72,15 @@ def split_chunks(tokens: Sequence[int], n_ctx: int, bos_id: int | None) -> Itera
         yield chunk if bos_id is None else [bos_id, *chunk[1:]]
 
 
+def scored_rows(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Those of a chunk's logits (tokens, vocab) that predict a scored token: from the middle to the last but one."""
+    return logits[len(logits) // 2 : -1]
+
+
 def second_half_nll(logits: npt.NDArray[np.float32], tokens: Sequence[int]) -> npt.NDArray[np.float64]:
     """-log p of each token after the middle of a chunk; `logits`: (tokens, vocab)."""
-    first = len(tokens) // 2
-    rows = logits[first:-1]  # (scored, vocab)
+    rows = scored_rows(logits)  # (scored, vocab)
     best = rows.max(axis=1)
     log_total = np.log(np.exp(rows - best[:, None]).sum(axis=1, dtype=np.float64)) + best
-    chosen = rows[np.arange(len(rows)), np.asarray(tokens[first + 1 :])]
+    chosen = rows[np.arange(len(rows)), np.asarray(tokens[-len(rows) :])]
     return np.asarray(log_total - chosen, dtype=np.float64)

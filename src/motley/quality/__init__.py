@@ -1,0 +1,37 @@
+"""How good a model's predictions are, and what a KV cache type costs them.
+
+perplexity   how well a text is predicted
+divergence   how far one run's predictions are from another's
+needles      whether the model still finds what it read
+choices      which cache types to measure
+sweep        all of the above, for each cache type, on the same tokens
+verdict      the figures as a plain sentence
+"""
+
+from __future__ import annotations
+
+from motley.quality.choices import CacheChoice, applicable, parse_choice, parse_choices
+from motley.quality.divergence import Divergence, compare
+from motley.quality.needles import Recall, measure_recall
+from motley.quality.perplexity import Score, read_chunks, second_half_nll
+from motley.quality.sweep import Exam, Report, TypeQuality, measure_types
+from motley.quality.verdict import Verdict
+
+__all__ = [
+    "CacheChoice",
+    "Divergence",
+    "Exam",
+    "Recall",
+    "Report",
+    "Score",
+    "TypeQuality",
+    "Verdict",
+    "applicable",
+    "compare",
+    "measure_recall",
+    "measure_types",
+    "parse_choice",
+    "parse_choices",
+    "read_chunks",
+    "second_half_nll",
+]

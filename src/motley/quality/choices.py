@@ -1,0 +1,67 @@
+"""Which cache types to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from motley.errors import ConfigError
+from motley.kvcache.types import TILE, get_cache_type
+from motley.models import DecoderParams, rotation_size
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """A type for K, a type for V, and whether the quantized ones are rotated."""
+
+    k: str
+    v: str
+    is_rotated: bool = False
+
+    @property
+    def name(self) -> str:
+        """`q8_0`, or `q8_0/q4_0` for K and V in different types."""
+        return self.k if self.k == self.v else f"{self.k}/{self.v}"
+
+    @property
+    def is_quantized(self) -> bool:
+        return any(get_cache_type(kind).is_quantized for kind in (self.k, self.v))
+
+    def token_bytes(self, params: DecoderParams) -> float:
+        """K and V of one token in all layers, by the table of types: nothing padded, no head stored twice."""
+        tile_bytes = sum(get_cache_type(kind).tile_bytes for kind in (self.k, self.v))
+        return params.n_layers * params.n_kv_heads * params.head_dim * tile_bytes / TILE
+
+
+def parse_choice(text: str) -> CacheChoice:
+    """`q8_0`: for K and V; `q8_0/q4_0`: K, then V. Not rotated."""
+    names = [part.strip() for part in text.split("/")]
+    if len(names) > 2:
+        raise ConfigError(f"{text!r} names {len(names)} types", hint="one for K and one for V: q8_0/q4_0")
+    k, v = get_cache_type(names[0]), get_cache_type(names[-1])
+    return CacheChoice(k.name, v.name)
+
+
+def parse_choices(text: str, rotations: Sequence[bool] = (True, False)) -> list[CacheChoice]:
+    """Types by comma; each quantized one once for each of `rotations`."""
+    parsed = [parse_choice(part) for part in text.split(",") if part.strip()]
+    if not parsed:
+        raise ConfigError("no KV cache types to measure", hint="for example q8_0,q4_0,q8_0/q4_0")
+    return _distinct(
+        [
+            replace(choice, is_rotated=is_rotated)
+            for choice in parsed
+            for is_rotated in (rotations if choice.is_quantized else (False,))
+        ]
+    )
+
+
+def applicable(choices: Sequence[CacheChoice], params: DecoderParams) -> list[CacheChoice]:
+    """The choices that this model can tell apart: without rotation, where none fits its heads."""
+    if rotation_size(params.head_dim):
+        return list(choices)
+    return _distinct([replace(choice, is_rotated=False) for choice in choices])
+
+
+def _distinct(choices: Sequence[CacheChoice]) -> list[CacheChoice]:
+    return list(dict.fromkeys(choices))

@@ -1,0 +1,202 @@
+"""One cache type after another, on the same tokens in the same context; only the type differs."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from tempfile import SpooledTemporaryFile
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from motley.bundled import RecallPrompt, make_recall_prompts
+from motley.gguf import read_spec
+from motley.llm import LLM
+from motley.models import DecoderParams, read_params
+from motley.quality.choices import CacheChoice, applicable
+from motley.quality.divergence import Divergence, Logits, RowDivergence
+from motley.quality.needles import ANSWER_ROOM, Recall, measure_recall
+from motley.quality.perplexity import Score, read_chunks, scored_rows, second_half_nll
+from motley.quality.verdict import Verdict
+from motley.text import Tokenizer
+
+_IN_MEMORY = 256 << 20  # bytes of reference logits; more of them go to disk
+
+Advance = Callable[[str], None]
+"""Called after each step of an exam with the name of the type that took it."""
+
+
+@dataclass(frozen=True)
+class Exam:
+    """What every type is put to."""
+
+    n_ctx: int
+    chunks: tuple[tuple[int, ...], ...]  # each of n_ctx tokens, read from an empty cache
+    needles: tuple[RecallPrompt, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        text: str,
+        *,
+        n_ctx: int,
+        max_chunks: int | None = None,
+        n_needles: int = 0,
+        seed: int = 0,
+    ) -> Exam:
+        """The first chunks of a text, and needles hidden in passages of it that fill the context."""
+        chunks = read_chunks(tokenizer, text, n_ctx, max_chunks)
+        needles: list[RecallPrompt] = []
+        if n_needles:
+            needles = make_recall_prompts(tokenizer.encode, text, n_needles, n_ctx - ANSWER_ROOM, seed)
+        return cls(n_ctx, tuple(map(tuple, chunks)), tuple(needles))
+
+    @property
+    def n_steps(self) -> int:
+        return len(self.chunks) + len(self.needles)
+
+
+@dataclass(frozen=True)
+class TypeQuality:
+    """What one type costs and what it saves."""
+
+    choice: CacheChoice
+    token_bytes: float  # K and V of one token: by the table of types
+    allocated_token_bytes: float  # the same, as allocated for one context, over its tokens
+    perplexity: float
+    perplexity_error: float  # one standard error
+    perplexity_change: float  # 0.01: one per cent more than the baseline's
+    perplexity_change_error: float  # one standard error; small, since both score the same tokens
+    divergence: Divergence
+    recall: Recall | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Report:
+    """All types against one baseline."""
+
+    n_ctx: int
+    n_scored: int  # tokens
+    baseline: TypeQuality
+    types: tuple[TypeQuality, ...]
+
+
+def measure_types(
+    model: str | os.PathLike[str],
+    exam: Exam,
+    choices: Sequence[CacheChoice],
+    *,
+    baseline: CacheChoice = CacheChoice("f32", "f32"),
+    advance: Advance = lambda name: None,
+    **options: Any,
+) -> Report:
+    """Put the baseline and then each choice to the exam. `options` go to `LLM`; each type loads its own.
+
+    Where no rotation fits the model's heads, rotated choices are measured without, once.
+    """
+    params = read_params(read_spec(model))
+    with SpooledTemporaryFile(max_size=_IN_MEMORY) as file:
+        reference = ReferenceLogits(file)
+
+        def sit(choice: CacheChoice) -> Sitting:
+            with LLM(
+                model,
+                n_ctx=exam.n_ctx,
+                n_parallel=1,
+                cache_type_k=choice.k,
+                cache_type_v=choice.v,
+                kv_rotation=choice.is_rotated,
+                prefix_cache=False,
+                **options,
+            ) as llm:
+                return Sitting.of(choice, llm, exam, reference, lambda: advance(choice.name))
+
+        first = sit(baseline)
+        others = [sit(choice) for choice in applicable(choices, params)]
+    return Report(
+        exam.n_ctx,
+        first.nll.size,
+        first.against(first, params),
+        tuple(sitting.against(first, params) for sitting in others),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Sitting:
+    """One type's results, before they are compared with the baseline's."""
+
+    choice: CacheChoice
+    nll: npt.NDArray[np.float64]  # of each scored token
+    divergence: Divergence
+    recall: Recall | None
+    allocated_token_bytes: float
+
+    @classmethod
+    def of(
+        cls,
+        choice: CacheChoice,
+        llm: LLM,
+        exam: Exam,
+        reference: ReferenceLogits,
+        advance: Callable[[], None],
+    ) -> Sitting:
+        """Take the exam. The first to do so gives the reference."""
+        nll, rows = [], []
+        for number, chunk in enumerate(exam.chunks):
+            logits = llm.logits(chunk)
+            nll.append(second_half_nll(logits, chunk))
+            scored = scored_rows(logits)
+            rows.append(RowDivergence.between(reference.get(number, scored), scored))
+            advance()
+        return cls(
+            choice,
+            np.concatenate(nll),
+            RowDivergence.join(rows).summary(),
+            measure_recall(llm, exam.needles, advance) if exam.needles else None,
+            llm.memory()["kv_cache"] / exam.n_ctx,
+        )
+
+    def against(self, baseline: Sitting, params: DecoderParams) -> TypeQuality:
+        score = Score() + self.nll
+        ratio = Score() + (self.nll - baseline.nll)  # its perplexity is the quotient of the two perplexities
+        change = ratio.perplexity - 1
+        return TypeQuality(
+            self.choice,
+            self.choice.token_bytes(params),
+            self.allocated_token_bytes,
+            score.perplexity,
+            score.error,
+            change,
+            ratio.error,
+            self.divergence,
+            self.recall,
+            Verdict.of(self.divergence.kl_mean, change - ratio.error, self._recall_kept(baseline)),
+        )
+
+    def _recall_kept(self, baseline: Sitting) -> float:
+        if self.recall is None or baseline.recall is None or not baseline.recall.n_found:
+            return 1.0  # nothing that could be lost
+        return self.recall.share / baseline.recall.share
+
+
+class ReferenceLogits:
+    """The baseline's logits of each chunk, in a file: they can be more than fits into memory."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._places: list[tuple[int, tuple[int, ...]]] = []  # of each chunk: offset, shape
+
+    def get(self, number: int, logits: Logits) -> Logits:
+        """The reference of a chunk; `logits` become it if there is none yet (chunks come in order)."""
+        if number == len(self._places):
+            self._places.append((self._file.seek(0, os.SEEK_END), logits.shape))
+            self._file.write(logits.tobytes())
+        offset, shape = self._places[number]
+        self._file.seek(offset)
+        data = self._file.read(math.prod(shape) * logits.itemsize)
+        return np.frombuffer(data, dtype=logits.dtype).reshape(shape)
