@@ -67,8 +67,8 @@ class Meter:
         self.spend(sys.getsizeof(value))
         if isinstance(value, int):
             check_limit(value.bit_length(), MAX_INT_BITS, "bits in a number")
-        if isinstance(value, SCALARS + CONTAINERS) and self.weigh(value) > self._limits.value_bytes:
-            raise _excess(f"makes a value of more than {self._limits.value_bytes} bytes")
+        if isinstance(value, SCALARS + CONTAINERS):
+            self.weigh(value)
         return value
 
     def weigh(self, value: object) -> int:
@@ -76,18 +76,27 @@ class Meter:
         return self._measure(value)[0]
 
     def _measure(self, value: object) -> tuple[int, int]:
-        if isinstance(value, SCALARS):
-            return sys.getsizeof(value), 0
+        """Weight and depth, in a walk that ends as soon as the value turns out too heavy."""
         if known := self._measures.get(id(value)):
             return known[:2]
+        weight, depth = sys.getsizeof(value), 0
+        self._check_weight(weight)
+        if isinstance(value, SCALARS):
+            return weight, depth
         if not isinstance(value, CONTAINERS):
             raise TemplateError(f"the chat template uses a {type(value).__name__} as if it were data")
         parts: Iterable[object] = chain(value.keys(), value.values()) if isinstance(value, dict) else value
-        weights, depths = zip((sys.getsizeof(value), 0), *map(self._measure, parts), strict=True)
-        depth = 1 + max(depths)
-        check_limit(depth, MAX_DEPTH, "containers in one another")
-        self._measures[id(value)] = sum(weights), depth, value
-        return sum(weights), depth
+        for part in parts:
+            part_weight, part_depth = self._measure(part)
+            weight, depth = weight + part_weight, max(depth, part_depth)
+            self._check_weight(weight)
+        check_limit(depth + 1, MAX_DEPTH, "containers in one another")
+        self._measures[id(value)] = weight, depth + 1, value
+        return weight, depth + 1
+
+    def _check_weight(self, n_bytes: int) -> None:
+        if n_bytes > self._limits.value_bytes:
+            raise _excess(f"makes a value of more than {self._limits.value_bytes} bytes")
 
     def _flow(self, items: Iterator[object]) -> Iterator[object]:
         for item in items:
