@@ -80,6 +80,8 @@ def can_lie(tensor: Tensor, state: State) -> bool:
     """Whether a weight or cache layer that placement left mirrored can be laid out like this instead."""
     if not isinstance(tensor.op, Weight | Input) or not isinstance(state, Split):
         return False
+    if isinstance(tensor.op, Weight) and tensor.op.rows and state.axis > 0:
+        return False  # what is made of chosen rows is cut between rows
     return state.axis < len(tensor.shape) - 1 or cuts_whole_blocks(state.word, tensor)
 
 
