@@ -43,6 +43,7 @@ from motley.graph.ops import (
     Softmax,
     Sum,
     TopK,
+    Weight,
 )
 from motley.ownership import Word
 
@@ -77,9 +78,14 @@ class GraphMaker:
         return self.bring(self.draw(*shape), "x")
 
     def weight(self, *shape: int) -> Tensor:
-        """Rows of length 1 or so; packed in blocks where they are long enough."""
+        """Rows of length 1 or so, packed in blocks where they are long enough; some of them chosen from a source."""
         name = self.rng.choice(["Q8_0", "Q4_0", "F32"]) if shape[-1] % 32 == 0 else "F32"
-        return self.bring(PackedTensor.pack(self.draw(*shape) / shape[-1] ** 0.5, FORMATS[name]), "w")
+        values = self.draw(*shape) / shape[-1] ** 0.5
+        weight = self.bring(PackedTensor.pack(values, FORMATS[name]), "w")
+        if len(shape) == 1 or self.rng.random() < 0.8:
+            return weight
+        rows = [self.rng.randrange(shape[0]) for _ in range(shape[0])]
+        return Weight(shape, name, weight.name, tuple((row, row + 1) for row in rows))(name=weight.name)
 
     def ids(self, n: int, below: int, lowest: int = 0) -> Tensor:
         chosen = [self.rng.randrange(lowest, below) for _ in range(n)]

@@ -13,6 +13,7 @@ from split_runner import check_split
 from motley.errors import SplitError
 from motley.formats import PackedTensor
 from motley.graph import CACHE, I32, Graph
+from motley.graph.ops import Weight
 from motley.ownership import MIRRORED, PARTIAL, Split, State, Word
 from motley.split.infer import SplitGraph
 
@@ -72,7 +73,8 @@ def _random_placement(
         elif kind == 3 and node.dtype not in (I32, CACHE) and not isinstance(value, PackedTensor):
             placement[node.name] = PARTIAL
         else:
-            axis = 0 if node.dtype == CACHE else rng.randrange(len(node.shape))
+            is_rows = node.dtype == CACHE or (isinstance(node.op, Weight) and node.op.rows)
+            axis = 0 if is_rows else rng.randrange(len(node.shape))
             is_last = axis == len(node.shape) - 1
             unit = value.format.block_size if isinstance(value, PackedTensor) and is_last else 1
             key = node.shape[axis], unit

@@ -16,6 +16,7 @@ import torch
 from split_values import CacheValue, parts
 
 from motley.backends.reference import ReferenceBackend
+from motley.formats import PackedTensor
 from motley.graph import CACHE, I32, Graph, Tensor
 from motley.graph.ops import Weight
 from motley.ownership import State, sole_owner
@@ -91,7 +92,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float, wha
 
 def run_whole(graph: Graph, values: Values) -> tuple[Outputs, float]:
     """The outputs on one device, by references alone, and the largest value met (at least 1)."""
-    known = {t: _fed(values[t.name]) for t in (*graph.inputs, *graph.weights)}
+    known = {t: _fed(values[t.name]) for t in graph.inputs} | {t: _weight(t, values) for t in graph.weights}
     scale = 1.0
     for node in graph.nodes:
         if node not in known:
@@ -231,9 +232,17 @@ def _values(
     found = {t.name: inputs[t.name][device] for t in share.graph.inputs}
     for node in share.graph.weights:
         assert isinstance(node.op, Weight)
-        found[node.name] = part_of(values[node.op.source], share.layouts[node.name], device)
+        found[node.name] = part_of(values[node.op.source], share.layouts[node.name], device, node.op.rows)
         assert found[node.name].shape == node.shape
     return found
+
+
+def _weight(node: Tensor, values: Values) -> PackedTensor:
+    """The whole weight: its source, or the rows of it that it consists of."""
+    assert isinstance(node.op, Weight)
+    whole: PackedTensor = values[node.op.source]
+    pieces = [whole.data[start:stop] for start, stop in node.op.rows]
+    return PackedTensor(torch.cat(pieces), whole.format) if pieces else whole
 
 
 def _fed(value: Any) -> Any:
