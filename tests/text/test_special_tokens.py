@@ -78,8 +78,14 @@ def test_the_end_of_a_message_is_no_end_of_the_turn_where_a_turn_has_several() -
     ends = [("<|end|>", CONTROL), ("<|return|>", CONTROL), ("<|call|>", CONTROL)]
     several = Tokenizer.from_metadata(byte_level_metadata(special=ends))
     assert {several.token_text(i) for i in several.eog_ids} == {"<|return|>", "<|call|>"}
-    single = Tokenizer.from_metadata(byte_level_metadata(special=[*ends[:1], ("</s>", NORMAL)]))
+    single = Tokenizer.from_metadata(byte_level_metadata(special=ends[:1]))
     assert {single.token_text(i) for i in single.eog_ids} == {"<|end|>"}
+
+
+def test_ordinary_and_user_defined_tokens_that_look_like_an_end_of_text_are_none() -> None:
+    for kind in (NORMAL, USER_DEFINED):
+        tokenizer = Tokenizer.from_metadata(byte_level_metadata(special=[("</s>", kind)]))
+        assert not tokenizer.eog_ids
 
 
 def test_text_that_is_not_unicode_is_an_error() -> None:

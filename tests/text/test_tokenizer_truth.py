@@ -47,7 +47,7 @@ def test_the_story_of_a_real_model_reads_as_english_and_encodes_to_the_same_ids(
 @pytest.mark.parametrize(
     ("name", "ends"),
     [
-        ("phi-3", {"<|end|>", "<|endoftext|>", "</s>"}),
+        ("phi-3", {"<|end|>", "<|endoftext|>"}),
         ("llama-bpe", {"<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"}),
         ("qwen2", {"<|im_end|>", "<|endoftext|>"}),
         ("falcon", {"<|endoftext|>"}),

@@ -123,7 +123,9 @@ def _with_sentencepiece_defaults(
 def _end_of_generation(
     tokens: tuple[str, ...], types: tuple[int, ...], ids: Mapping[str, int | None]
 ) -> frozenset[int]:
-    ends = {i for i, text in enumerate(tokens) if types[i] != TokenType.NORMAL and text in END_TEXTS}
+    ends = {i for i, text in enumerate(tokens) if text in END_TEXTS and types[i] != TokenType.NORMAL}
+    # Gemma has the tags of HTML as user-defined tokens, and there "</s>" ends what is struck out.
+    ends -= {i for i in ends if tokens[i] == "</s>" and types[i] != TokenType.CONTROL}
     texts = {tokens[i] for i in ends}
     if {"<|return|>", "<|call|>"} <= texts:  # there "<|end|>" closes one of several messages of a turn
         ends -= {i for i in ends if tokens[i] == "<|end|>"}
