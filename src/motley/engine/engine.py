@@ -62,12 +62,13 @@ class Engine:
         logits = self._run(step)
         self._scheduler.complete(step)
         self._accept(step, logits)
-        self._runner.give_back(self._cache.take_emptied())
+        self._give_back()
 
     def cancel(self, request: Request) -> None:
         if not request.is_finished:
             self._scheduler.remove(request)
             request.finish(CANCELLED)
+            self._give_back()
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """float32 (tokens, vocab): row i predicts what follows token i. Nothing is found in or left to the cache."""
@@ -94,6 +95,7 @@ class Engine:
                 self._cache.commit(sequence, part)
         finally:
             self._cache.free(sequence)
+            self._give_back()
         return torch.cat(rows)
 
     def _run(self, step: Step) -> torch.Tensor:
@@ -114,6 +116,10 @@ class Engine:
             request.accept(request.sampler(next(rows), request.tokens))
             if request.is_finished:
                 self._scheduler.remove(request)
+
+    def _give_back(self) -> None:
+        """Return the memory of blocks that hold nothing any more, where it is demand-paged."""
+        self._runner.give_back(self._cache.take_emptied())
 
     def _max_tokens(self, n_prompt: int, params: SamplingParams) -> int:
         """How long the answer may become. Who names no number takes what the context and the cache hold."""

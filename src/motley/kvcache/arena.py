@@ -81,6 +81,14 @@ class Arena:
     def n_bytes(self) -> int:
         return sum(keys.n_bytes + values.n_bytes for keys, values in self._stores)
 
+    @property
+    def n_resident(self) -> int:
+        """Bytes in memory at this moment: all of them, unless the arena is demand-paged."""
+        return sum(
+            memory.n_resident if memory is not None else keys.n_bytes + values.n_bytes
+            for memory, (keys, values) in zip(self._memory, self._stores, strict=True)
+        )
+
     def begin(self, batch: Sequence[GroupBatch], copies: Iterable[BlockCopy]) -> None:
         """Before a batch runs: its blocks are empty no more; carry out its copies-on-write."""
         for empty, group in zip(self._empty, batch, strict=True):

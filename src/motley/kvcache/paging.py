@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
 
 import torch
 
 PAGE = mmap.PAGESIZE
+_PAGES_A_LOOK = 1 << 16  # of which `mincore` is asked at once
 
 
 def can_page_on_demand() -> bool:
@@ -17,11 +20,50 @@ def can_page_on_demand() -> bool:
     return sys.platform == "linux" and hasattr(mmap.mmap, "madvise") and hasattr(mmap, "MADV_DONTNEED")
 
 
+@dataclass(frozen=True)
+class _Region:
+    """One plane: blocks one after the other."""
+
+    memory: mmap.mmap
+    address: int
+    block_bytes: int
+    n_blocks: int
+
+    def give_back(self, first: int, stop: int, empty: set[int]) -> None:
+        """Return the pages of the blocks first … stop - 1 that no other block needs. These are in `empty` already."""
+        size = self.block_bytes
+        low, high = first * size // PAGE, -(-stop * size // PAGE)  # pages
+        if any(block not in empty for block in range(low * PAGE // size, first)):
+            low += 1
+        if any(block not in empty for block in range(stop, min(-(-high * PAGE // size), self.n_blocks))):
+            high -= 1
+        if low < high:
+            n_bytes = min(high * PAGE, len(self.memory)) - low * PAGE
+            self.memory.madvise(mmap.MADV_DONTNEED, low * PAGE, n_bytes)
+
+    def n_resident(self) -> int:
+        """Bytes in memory at this moment."""
+        libc, n_pages = ctypes.CDLL(None, use_errno=True), 0
+        for start in range(0, len(self.memory), _PAGES_A_LOOK * PAGE):
+            n_bytes = min(_PAGES_A_LOOK * PAGE, len(self.memory) - start)
+            look = (ctypes.c_ubyte * -(-n_bytes // PAGE))()
+            address = ctypes.c_void_p(self.address + start)
+            if libc.mincore(address, ctypes.c_size_t(n_bytes), look):
+                raise OSError(ctypes.get_errno(), "mincore failed")
+            n_pages += sum(page & 1 for page in look)
+        return n_pages * PAGE
+
+
 class PagedMemory:
     """Planes whose first axis is blocks. A page is given back when every block that reaches into it is empty."""
 
     def __init__(self) -> None:
-        self._regions: list[tuple[mmap.mmap, int, int]] = []  # (memory, bytes per block, blocks)
+        self._regions: list[_Region] = []
+
+    @property
+    def n_resident(self) -> int:
+        """Bytes of all planes that are in memory at this moment."""
+        return sum(region.n_resident() for region in self._regions)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A zeroed plane (blocks, …) that takes no memory yet."""
@@ -30,21 +72,28 @@ class PagedMemory:
             return torch.zeros(shape, dtype=dtype)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         memory = mmap.mmap(-1, n_bytes, flags=flags)
-        self._regions.append((memory, n_bytes // shape[0], shape[0]))
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)  # one written token must not take 2 MiB
+        plane = torch.frombuffer(memory, dtype=dtype).view(shape)
+        self._regions.append(_Region(memory, plane.data_ptr(), n_bytes // shape[0], shape[0]))
+        return plane
 
     def give_back(self, blocks: Iterable[int], empty: set[int]) -> None:
         """Return the pages of `blocks`, all of which are in `empty`: the blocks that hold nothing."""
-        blocks = list(blocks)
-        for memory, block_bytes, n_blocks in self._regions:
-            for page in {
-                p for block in blocks for p in _pages(block * block_bytes, (block + 1) * block_bytes)
-            }:
-                first, stop = page * PAGE // block_bytes, -(-(page + 1) * PAGE // block_bytes)
-                if all(block in empty for block in range(first, min(stop, n_blocks))):
-                    memory.madvise(mmap.MADV_DONTNEED, page * PAGE, min(PAGE, len(memory) - page * PAGE))
+        runs = list(_runs(sorted(blocks)))
+        for region in self._regions:
+            for first, stop in runs:
+                region.give_back(first, stop, empty)
 
 
-def _pages(start: int, stop: int) -> range:
-    """The pages that bytes start … stop - 1 reach into."""
-    return range(start // PAGE, -(-stop // PAGE))
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as runs (first, stop) without gaps: one call to the system for each."""
+    first = stop = None
+    for number in numbers:
+        if number != stop:
+            if first is not None and stop is not None:
+                yield first, stop
+            first = number
+        stop = number + 1
+    if first is not None and stop is not None:
+        yield first, stop

@@ -1,0 +1,72 @@
+"""A demand-paged cache as `LLM` runs it: what the system counts as resident follows use up and down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from motley import LLM
+from motley.kvcache.paging import can_page_on_demand
+
+TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # of the golden llama: layers, KV heads, K and V, dim, f32
+PROMPT = list(range(3, 300)) * 2
+USED = len(PROMPT) * TOKEN_BYTES
+
+
+@pytest.fixture
+def llm(shared: Path) -> Iterator[LLM]:
+    if not can_page_on_demand():
+        pytest.skip("this system cannot page on demand")
+    with LLM(
+        shared / "golden" / "llama" / "model.gguf",
+        n_ctx=2048,
+        cache_type_k="f32",
+        cache_type_v="f32",
+        kv_cache_demand_paged=True,
+        prefix_cache=False,
+        backend="reference",
+    ) as llm:
+        yield llm
+
+
+def resident(llm: LLM) -> int:
+    """Bytes of the cache's mappings that are in memory, from the system's own list.
+
+    The system may join neighbouring mappings, so there can be a little that is not the cache's.
+    """
+    stores = llm._runner._devices[0].arena._stores
+    addresses = [plane.data_ptr() for pair in stores for store in pair for plane in store.planes.values()]
+    total, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(part, 16) for part in first.split("-"))
+            is_ours = any(low <= address < high for address in addresses)
+        elif is_ours and first == "Rss:":
+            total += int(rest[0]) * 1024
+    return total
+
+
+def is_all_given_back(llm: LLM) -> bool:
+    return llm._runner._devices[0].arena.n_resident == 0 and resident(llm) < USED // 10
+
+
+def test_memory_rises_with_a_request_and_falls_when_it_ends(llm: LLM) -> None:
+    assert is_all_given_back(llm)
+    stream = llm.stream(PROMPT, max_tokens=3, temperature=0, ignore_eos=True)
+    next(stream)
+    assert USED <= resident(llm) <= 1.2 * USED
+    stream.finish()
+    assert is_all_given_back(llm)
+    assert llm.memory()["kv_cache"] == 8 * 2048 * TOKEN_BYTES  # what is reserved
+
+
+def test_a_cancelled_request_gives_its_memory_back_at_once(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, max_tokens=30, temperature=0, ignore_eos=True)
+    next(stream)
+    stream.close()
+    assert is_all_given_back(llm)
+    llm.logits(PROMPT)
+    assert is_all_given_back(llm)
