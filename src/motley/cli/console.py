@@ -1,4 +1,4 @@
-"""What goes to the terminal besides the answer: progress, figures and errors, all on standard error."""
+"""The terminal: tables on standard output; progress, figures and errors on standard error."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ from motley.errors import MotleyError
 # Exit codes.
 USER_ERROR = 2  # the same as for a flag that does not exist
 INTERRUPTED = 130  # as a shell says it: 128 + SIGINT
+
+_PIPE_WIDTH = 160  # columns of a table, where there is no terminal to ask
+
+
+def stdout() -> Console:
+    """A console for tables on today's sys.stdout."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
 
 
 def stderr() -> Console:

@@ -13,15 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from motley.cli import options
-from motley.cli.console import reporting_errors, size
+from motley.cli.console import reporting_errors, size, stdout
 from motley.cli.inputs import resolve_model
 from motley.cli.picture import draw
 from motley.gguf import read_spec
 from motley.models import GraphOptions, read_params
 from motley.runtime import ModelSplit, make_crew
 from motley.runtime.explain import Explanation, Section, explain
-
-_PIPE_WIDTH = 160  # columns, where there is no terminal to ask
 
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the split as a picture.")]
 All = Annotated[
@@ -60,9 +58,7 @@ def explain_command(
     if as_json:
         typer.echo(json.dumps(contents, ensure_ascii=False))
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_WIDTH)
+    console = stdout()
     _show(console, contents, show_all)
 
 

@@ -7,17 +7,15 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from motley.cli import options
-from motley.cli.console import printable, reporting_errors, size
+from motley.cli.console import printable, reporting_errors, size, stdout
 from motley.cli.inputs import resolve_model
 from motley.gguf import read_spec
 from motley.gguf.inspect import Description, TensorRow, TypeRow, describe
 
-_PIPE_WIDTH = 160  # columns, where there is no terminal to ask
 _VALUE_CHARS = 200  # of a metadata value: more than a line shows, less than a chat template
 
 Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor.")]
@@ -43,9 +41,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(contents, ensure_ascii=False))
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_WIDTH)
+    console = stdout()
     console.print(_summary(contents))
     console.print(_metadata_table(contents["metadata"]))
     console.print(_type_table(contents["types"]))

@@ -159,6 +159,7 @@ File = Annotated[
     Path | None,
     _flag("-f", "--file", text="Read the text from a file; -: from standard input.", metavar="FILE"),
 ]
+Chunks = Annotated[int | None, _flag("--chunks", text="Read only the first so many chunks.", min=1)]
 SystemPrompt = Annotated[
     str | None,
     _flag("-sys", "--system-prompt", text="How the model should behave in a chat.", metavar="TEXT"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated
 
 import typer
 
@@ -19,8 +18,6 @@ from motley.quality import Score, read_chunks, second_half_nll
 
 _N_CTX = 512  # as llama.cpp, so that figures can be compared
 
-Chunks = Annotated[int | None, typer.Option("--chunks", min=1, help="Read only the first so many chunks.")]
-
 
 @with_groups
 def perplexity(
@@ -28,7 +25,7 @@ def perplexity(
     model_flag: options.ModelFlag = None,
     prompt: options.Prompt = None,
     file: options.File = None,
-    chunks: Chunks = None,
+    chunks: options.Chunks = None,
     chosen: LoadOptions = LoadOptions(),
     as_json: options.Json = False,
     debug: options.Debug = False,
