@@ -76,7 +76,7 @@ def test_a_text_that_begins_with_bos_gets_no_second_one() -> None:
 
 def test_the_end_of_a_message_is_no_end_of_the_turn_where_a_turn_has_several() -> None:
     ends = [("<|end|>", CONTROL), ("<|return|>", CONTROL), ("<|call|>", CONTROL)]
-    several = Tokenizer.from_metadata(byte_level_metadata(special=ends))
+    several = Tokenizer.from_metadata(byte_level_metadata(special=ends, eot_token_id=256))
     assert {several.token_text(i) for i in several.eog_ids} == {"<|return|>", "<|call|>"}
     single = Tokenizer.from_metadata(byte_level_metadata(special=ends[:1]))
     assert {single.token_text(i) for i in single.eog_ids} == {"<|end|>"}

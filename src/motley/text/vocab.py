@@ -126,10 +126,10 @@ def _end_of_generation(
     ends = {i for i, text in enumerate(tokens) if text in END_TEXTS and types[i] != TokenType.NORMAL}
     # Gemma has the tags of HTML as user-defined tokens, and there "</s>" ends what is struck out.
     ends -= {i for i in ends if tokens[i] == "</s>" and types[i] != TokenType.CONTROL}
-    texts = {tokens[i] for i in ends}
-    if {"<|return|>", "<|call|>"} <= texts:  # there "<|end|>" closes one of several messages of a turn
-        ends -= {i for i in ends if tokens[i] == "<|end|>"}
     ends |= {i for name in ("eos", "eot", "eom") if (i := ids[name]) is not None}
+    if {"<|return|>", "<|call|>"} <= {tokens[i] for i in ends}:
+        # Then "<|end|>" closes one of several messages of a turn, whatever the file calls it.
+        ends -= {i for i in ends if tokens[i] == "<|end|>" and i != ids["eos"]}
     return frozenset(ends)
 
 
