@@ -83,3 +83,9 @@ def test_stories_are_predicted_better_than_reversed_stories(motley: Motley, stor
 def test_a_text_is_tokenized_without_loading_the_model(motley: Motley, stories: str) -> None:
     result = motley("tokenize", stories, "-p", "Once upon a time", "--ids")
     assert result.stdout == "[1, 403, 407, 261, 378]\n"
+
+
+def test_a_cache_that_cannot_be_rotated_is_noted(motley: Motley, stories: str) -> None:
+    args = ("run", stories, "-p", "Once upon a time", "-n", "1", "-ctk", "q4_0")
+    assert "note: the q4_0 KV cache is not rotated: a head's 8 dims" in motley(*args).stderr
+    assert "note:" not in motley(*args, "--no-kv-rotation").stderr

@@ -9,6 +9,8 @@ import typer
 from motley import __version__
 from motley.cli.explain import explain_command
 from motley.cli.inspect import inspect
+from motley.cli.kv import kv
+from motley.cli.kv_quality import kv_quality
 from motley.cli.perplexity import perplexity
 from motley.cli.run import run
 from motley.cli.tokenize import tokenize
@@ -20,9 +22,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, perplexity, tokenize, inspect):
+for command in (run, perplexity, tokenize, inspect, kv):
     app.command()(command)
 app.command("explain")(explain_command)
+app.command("kv-quality")(kv_quality)
 
 
 def _show_version(is_wanted: bool) -> None:
