@@ -38,8 +38,11 @@ class Engine:
         self._n_fit = cache.longest_fit(n_ctx, n_batch)  # tokens that one sequence may have
         self._n_vocab = n_vocab
 
-    def add(self, prompt: Sequence[int], params: SamplingParams) -> Request:
-        """Queue a request. RequestError or CacheError if it can never be served."""
+    def add(self, prompt: Sequence[int], params: SamplingParams, *, continues_prompt: bool = True) -> Request:
+        """Queue a request. RequestError or CacheError if it can never be served.
+
+        `continues_prompt`: the answer's text goes on where the prompt's ends, so its first space counts.
+        """
         self._check_tokens(prompt)
         if len(prompt) >= self._n_ctx:
             raise RequestError(
@@ -49,7 +52,7 @@ class Engine:
         request = Request(
             prompt=tuple(prompt),
             sampler=build_sampler(params),
-            text=TextStream(self._tokenizer, prompt, params.stop),
+            text=TextStream(self._tokenizer, prompt if continues_prompt else (), params.stop),
             stop_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else self._tokenizer.eog_ids),
             max_tokens=self._max_tokens(len(prompt), params),
         )

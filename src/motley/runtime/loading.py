@@ -87,14 +87,14 @@ def packed_bytes(weight: Tensor) -> int:
 
 def part_of(weight: PackedTensor, state: State, device: int, rows: Ranges = ()) -> PackedTensor:
     """A device's part of a packed weight, or of `rows` of it: a view where one range suffices, otherwise joined."""
+    if rows and not (isinstance(state, Split) and state.axis == 0 < len(weight.shape) - 1):
+        weight, rows = _joined(weight, 0, list(rows)), ()
     if state == MIRRORED:
-        return _joined(weight, 0, list(rows)) if rows else weight
+        return weight
     assert isinstance(state, Split)
     if state.axis < len(weight.shape) - 1 or weight.format.block_size == 1:
-        assert not rows or state.axis == 0, "only rows are chosen"
         ranges = list(state.word.global_ranges(device))
         return _joined(weight, state.axis, _within(rows, ranges) if rows else ranges)
-    assert not rows, "only rows are chosen"
     blocks = state.word.factor_outer(weight.format.block_size)  # rows are cut between quant blocks
     if blocks is None:
         raise SplitError("weight", [state], f"cuts through {weight.format.name} blocks of its rows")
