@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cached_property
 from types import TracebackType
 from typing import Any, overload
@@ -17,24 +17,25 @@ from motley.engine import Completion, Engine, Request, SamplingParams
 from motley.errors import ConfigError, RequestError
 from motley.gguf import read_spec
 from motley.kvcache.manager import CacheManager
+from motley.kvcache.paging import can_page_on_demand
 from motley.kvcache.types import get_cache_type
-from motley.models import BatchShape, GraphOptions, read_params, rotation_size
+from motley.models import read_params, rotation_size
 from motley.runtime import (
     CacheConfig,
-    CachePlan,
-    ModelSplit,
+    DeviceFigures,
+    KVStats,
     Progress,
     Runner,
-    device_needs,
+    cache_figures,
+    default_context,
+    fit_cache,
     make_crew,
     parse_bytes,
-    plan_cache,
-    room_for_cache,
+    split_model,
 )
 from motley.text import ChatTemplate, Tokenizer
 
 Prompt = str | Sequence[int]
-_DEFAULT_CTX = 4096  # at most, where the model allows more and nobody asked
 
 
 class LLM:
@@ -97,24 +98,18 @@ class LLM:
         crew = make_crew(devices, split_mode, tensor_split, device_memory)
         self.spec = read_spec(model)
         params = read_params(self.spec)
-        self.n_ctx = n_ctx or min(params.n_ctx_train, _DEFAULT_CTX)
+        self.n_ctx = n_ctx or default_context(params)
         self.tokenizer = Tokenizer.from_spec(self.spec)
-        rotation = rotation_size(params.head_dim) if kv_rotation else 0
-        options = GraphOptions(
-            self.n_ctx,
-            k_rotation=rotation if cache.k_type.is_quantized else 0,
-            v_rotation=rotation if cache.v_type.is_quantized else 0,
-        )
         self.notices = _notices(cache, params.head_dim, kv_rotation)
-        split = ModelSplit(self.spec, params, crew, options)
-        plan = _plan_cache(split, cache, n_batch=n_batch, n_parallel=n_parallel)
+        self._split = split_model(self.spec, params, crew, cache, n_ctx=self.n_ctx, rotate=kv_rotation)
+        self._fit = fit_cache(self._split, cache, n_batch=n_batch, n_parallel=n_parallel)
         self._cache = CacheManager(
-            plan.group_specs(),
+            self._fit.plan.group_specs(),
             cache.block_size,
-            salt=repr(options).encode(),
+            salt=repr(self._split.options).encode(),
             find_prefixes=cache.find_prefixes,
         )
-        self._runner = Runner(split, chosen, plan, n_threads=n_threads, progress=progress)
+        self._runner = Runner(self._split, chosen, self._fit.plan, n_threads=n_threads, progress=progress)
         self._engine: Engine | None = Engine(
             self._runner,
             self._cache,
@@ -176,9 +171,8 @@ class LLM:
         resolved = _sampling_params(params, sampling)
         tokens = self.tokenizer.encode(self.chat_template.render(messages))
         engine = self._open_engine()
-        return Stream(
-            engine, engine.add(tokens, replace(resolved, stop=resolved.stop + self.chat_template.stops))
-        )
+        request = engine.add(tokens, resolved.with_stops(self.chat_template.stops), continues_prompt=False)
+        return Stream(engine, request)
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Raw logits (tokens, vocab): row i predicts what follows token i."""
@@ -192,6 +186,17 @@ class LLM:
             for purpose, n_bytes in device.items():
                 totals[purpose] = totals.get(purpose, 0) + n_bytes
         return totals
+
+    def kv_stats(self) -> KVStats:
+        """The KV cache: its layout and what a token costs, blocks and tokens in use, bytes on each device."""
+        self._open_engine()
+        arenas = self._runner.arenas
+        allocated = [sum(groups) for groups in zip(*(arena.group_bytes() for arena in arenas), strict=True)]
+        devices = tuple(
+            DeviceFigures(self._split.crew.label(i), arena.n_bytes, arena.n_resident)
+            for i, arena in enumerate(arenas)
+        )
+        return KVStats(cache_figures(self._split, self._fit, allocated), self._cache.stats(), devices)
 
     def close(self) -> None:
         """Give the memory back. Calling it again does nothing; everything else is an error from now on."""
@@ -255,31 +260,21 @@ class Stream(Iterator[str]):
         return self._request.completion()
 
 
-def _plan_cache(split: ModelSplit, config: CacheConfig, *, n_batch: int, n_parallel: int) -> CachePlan:
-    """The cache that budgets and limits leave room for; refuses, before anything is loaded, what cannot be."""
-    n_ctx = split.options.n_ctx
-    needs = device_needs(split, BatchShape(min(n_batch, n_ctx), min(n_batch, n_parallel)))
-    smallest = BatchShape(1, 1)
-    return plan_cache(
-        split.split(smallest).graph,
-        [split.share(device, smallest) for device in range(len(split.crew))],
-        config,
-        n_ctx=n_ctx,
-        n_batch=n_batch,
-        n_parallel=n_parallel,
-        room=room_for_cache(split, needs),
-    )
-
-
 def _notices(cache: CacheConfig, head_dim: int, kv_rotation: bool) -> tuple[str, ...]:
     """What was asked for and is done another way."""
+    notices = []
     quantized = [kind.name for kind in (cache.k_type, cache.v_type) if kind.is_quantized]
-    if not (quantized and kv_rotation) or rotation_size(head_dim):
-        return ()
-    return (
-        f"the {'/'.join(dict.fromkeys(quantized))} KV cache is not rotated: a head's {head_dim} dims "
-        "are no multiple of 32",
-    )
+    if quantized and kv_rotation and not rotation_size(head_dim):
+        notices.append(
+            f"the {'/'.join(dict.fromkeys(quantized))} KV cache is not rotated: a head's {head_dim} dims "
+            "are no multiple of 32"
+        )
+    if cache.demand_paged and not can_page_on_demand():
+        notices.append(
+            "the KV cache is not demand-paged: this system cannot reserve addresses without memory, "
+            "so all of it is taken now"
+        )
+    return tuple(notices)
 
 
 def _is_list_of_prompts(prompt: Any) -> bool:

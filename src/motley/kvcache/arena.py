@@ -79,7 +79,11 @@ class Arena:
 
     @property
     def n_bytes(self) -> int:
-        return sum(keys.n_bytes + values.n_bytes for keys, values in self._stores)
+        return sum(self.group_bytes())
+
+    def group_bytes(self) -> list[int]:
+        """Of each group, as allocated."""
+        return [keys.n_bytes + values.n_bytes for keys, values in self._stores]
 
     @property
     def n_resident(self) -> int:

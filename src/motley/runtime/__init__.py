@@ -1,9 +1,11 @@
 """Running batches on a crew: split + plans + cache + batch → logits."""
 
 from motley.runtime.batch import Batch, Chunk
-from motley.runtime.budget import device_needs, room_for_cache, show_bytes
-from motley.runtime.caching import CacheConfig, CachePlan, plan_cache
+from motley.runtime.budget import show_bytes
+from motley.runtime.cache_report import CacheFigures, DeviceFigures, KVStats, cache_figures
+from motley.runtime.caching import CacheConfig, CachePlan
 from motley.runtime.crew import Crew, make_crew, parse_bytes
+from motley.runtime.fitting import CacheFit, default_context, fit_cache, split_model
 from motley.runtime.loading import Progress
 from motley.runtime.runner import Runner
 from motley.runtime.splitting import ModelSplit
@@ -11,16 +13,21 @@ from motley.runtime.splitting import ModelSplit
 __all__ = [
     "Batch",
     "CacheConfig",
+    "CacheFigures",
+    "CacheFit",
     "CachePlan",
     "Chunk",
     "Crew",
+    "DeviceFigures",
+    "KVStats",
     "ModelSplit",
     "Progress",
     "Runner",
-    "device_needs",
+    "cache_figures",
+    "default_context",
+    "fit_cache",
     "make_crew",
     "parse_bytes",
-    "plan_cache",
-    "room_for_cache",
     "show_bytes",
+    "split_model",
 ]

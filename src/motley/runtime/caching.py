@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from motley.errors import CacheError, ConfigError
 from motley.graph import CACHE, Graph
@@ -39,6 +39,11 @@ class CacheConfig:
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"a KV cache {name} of {value} is not at least 1")
+        if self.max_tokens is not None and self.max_tokens < self.block_size:
+            raise ConfigError(
+                f"a KV cache of {self.max_tokens} tokens is smaller than a block of {self.block_size}",
+                hint="raise --kv-cache-tokens or lower --kv-block-size",
+            )
 
 
 @dataclass(frozen=True)
@@ -114,17 +119,10 @@ def plan_cache(
     size = config.block_size
     most = n_parallel * -(-n_ctx // size)
     if config.max_tokens is not None:
-        most = -(-config.max_tokens // size)
+        most = config.max_tokens // size  # a hard limit: a block that does not fit as a whole is not there
 
     def sized(n_blocks: int) -> CachePlan:
-        counts = [
-            n_blocks
-            if g.window is None
-            else min(n_blocks, n_parallel * (-(-(g.window + n_batch) // size) + 1))
-            for g in groups
-        ]
-        chosen = (CacheGroup(g.window, g.layers, n) for g, n in zip(groups, counts, strict=True))
-        return CachePlan(config, head_dim, tuple(chosen), heads)
+        return _sized(plan, n_blocks, n_batch, n_parallel)
 
     def fits(n_blocks: int) -> bool:
         candidate = sized(n_blocks)
@@ -134,7 +132,7 @@ def plan_cache(
 
     if config.max_bytes is not None:
         most = max(most, config.max_bytes // max(1, _bytes_of_a_block(plan, len(shares))))
-    n_blocks = _largest(most, fits)
+    n_blocks = largest(most, fits)
     if not n_blocks:
         needed = [sized(1).n_bytes(device) for device in range(len(shares))]
         raise CacheError(
@@ -145,11 +143,27 @@ def plan_cache(
     return sized(n_blocks)
 
 
+def plan_for_one(plan: CachePlan, n_tokens: int, n_batch: int) -> CachePlan:
+    """The same layout with just the blocks that one sequence of `n_tokens` needs."""
+    return _sized(plan, -(-n_tokens // plan.config.block_size), n_batch, n_parallel=1)
+
+
+def _sized(plan: CachePlan, n_blocks: int, n_batch: int, n_parallel: int) -> CachePlan:
+    """With `n_blocks` for full attention, and for windows what `n_parallel` sequences can see in a batch."""
+    size = plan.config.block_size
+    counts = (
+        n_blocks if g.window is None else min(n_blocks, n_parallel * (-(-(g.window + n_batch) // size) + 1))
+        for g in plan.groups
+    )
+    groups = tuple(replace(group, n_blocks=n) for group, n in zip(plan.groups, counts, strict=True))
+    return replace(plan, groups=groups)
+
+
 def _bytes_of_a_block(plan: CachePlan, n_devices: int) -> int:
     return sum(plan.block_bytes(device, group) for device in range(n_devices) for group in plan.groups)
 
 
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
+def largest(most: int, fits: Callable[[int], bool]) -> int:
     """The largest n ≤ most with fits(n), by bisection; 0 if there is none."""
     low, high = 0, most
     while low < high:

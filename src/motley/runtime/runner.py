@@ -9,6 +9,7 @@ import torch
 
 from motley.backends import Backend
 from motley.graph import Graph
+from motley.kvcache.arena import Arena
 from motley.kvcache.batching import Extent, group_batches
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy
@@ -81,6 +82,11 @@ class Runner:
             }
             for device in self._devices
         ]
+
+    @property
+    def arenas(self) -> list[Arena]:
+        """Of each device, for those who count bytes."""
+        return [device.arena for device in self._devices]
 
     def close(self) -> None:
         self._group.close()

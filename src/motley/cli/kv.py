@@ -1,0 +1,135 @@
+"""`motley kv`: what the KV cache of a model would be like, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from motley.cli import options
+from motley.cli.console import reporting_errors, size
+from motley.cli.grouping import with_groups
+from motley.cli.inputs import resolve_model
+from motley.cli.loading import LoadOptions
+from motley.gguf import read_spec
+from motley.kvcache.types import get_cache_type
+from motley.models import read_params
+from motley.runtime import (
+    CacheConfig,
+    CacheFigures,
+    DeviceFigures,
+    cache_figures,
+    default_context,
+    fit_cache,
+    make_crew,
+    parse_bytes,
+    split_model,
+)
+
+Parallel = Annotated[int, typer.Option("-np", "--parallel", help="Sequences at the same time.", min=1)]
+BatchSize = Annotated[
+    int, typer.Option("-b", "--batch-size", help="Tokens per pass; windows need room for them.", min=1)
+]
+
+
+@with_groups
+def kv(
+    model: options.Model = None,
+    model_flag: options.ModelFlag = None,
+    parallel: Parallel = 1,
+    batch_size: BatchSize = 512,
+    chosen: LoadOptions = LoadOptions(),
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show what the KV cache would be: blocks, bytes on each device, and what each type costs.
+
+    The types are compared for one context length, and for the longest context in the same bytes. No weights are loaded.
+
+    \b
+    [bold]motley kv model.gguf -c 32768[/]                            at the default, f16
+    [bold]motley kv model.gguf -c 32768 -ctk q8_0 -ctv q4_0[/]        with quantized types
+    [bold]motley kv model.gguf --device cpu,cpu --device-memory 8GiB,4GiB[/]
+    """
+    with reporting_errors(debug):
+        figures, devices = _plan(model, model_flag, chosen, parallel, batch_size)
+    if as_json:
+        contents = asdict(figures) | {"devices": [asdict(device) for device in devices]}
+        typer.echo(json.dumps(contents, ensure_ascii=False))
+    else:
+        _show(Console(highlight=False), figures, devices)
+
+
+def _plan(
+    model: options.Model, model_flag: options.ModelFlag, chosen: LoadOptions, parallel: int, batch_size: int
+) -> tuple[CacheFigures, list[DeviceFigures]]:
+    spec = read_spec(resolve_model(model, model_flag))
+    params = read_params(spec)
+    limit = chosen.kv_cache_bytes
+    config = CacheConfig(
+        get_cache_type(chosen.cache_type_k),
+        get_cache_type(chosen.cache_type_v),
+        block_size=chosen.kv_block_size,
+        max_tokens=chosen.kv_cache_tokens,
+        max_bytes=None if limit is None else parse_bytes(limit),
+        demand_paged=chosen.kv_cache_demand_paged,
+    )
+    crew = make_crew(chosen.device, chosen.split_mode, chosen.tensor_split, chosen.device_memory)
+    n_ctx = chosen.ctx_size or default_context(params)
+    split = split_model(spec, params, crew, config, n_ctx=n_ctx, rotate=chosen.kv_rotation)
+    fit = fit_cache(split, config, n_batch=batch_size, n_parallel=parallel)
+    reserved = [fit.plan.n_bytes(device) for device in range(len(crew))]
+    is_paged = chosen.kv_cache_demand_paged  # then nothing is resident before the first token
+    devices = [DeviceFigures(crew.label(i), n, 0 if is_paged else n) for i, n in enumerate(reserved)]
+    return cache_figures(split, fit), devices
+
+
+def _show(console: Console, figures: CacheFigures, devices: list[DeviceFigures]) -> None:
+    console.print(
+        f"K {figures.cache_type_k}{_rotated(figures.k_rotation)}, "
+        f"V {figures.cache_type_v}{_rotated(figures.v_rotation)}, blocks of {figures.block_size} tokens"
+    )
+    console.print(
+        f"a token takes {_exact(figures.bytes_per_token)} bytes by the table of types, "
+        f"{_exact(figures.bytes_per_token_allocated)} as allocated"
+    )
+    console.print(f"a context of {figures.n_ctx} tokens takes {size(figures.context_bytes)}")
+    groups = _table("layers", "blocks", "tokens")
+    for group in figures.groups:
+        groups.add_row(
+            group.name, str(group.n_layers), str(group.n_blocks), str(group.n_blocks * figures.block_size)
+        )
+    console.print(groups)
+    places = _table("reserved", "resident at the start")
+    for device in devices:
+        places.add_row(device.device, size(device.reserved), size(device.resident))
+    console.print(places)
+    types = _table(
+        "bytes a token", f"context of {figures.n_ctx}", f"longest context in {size(figures.budget)}"
+    )
+    for row in figures.types:
+        longest = "any" if row.longest_context is None else str(row.longest_context)
+        types.add_row(row.name, _exact(row.bytes_per_token), size(row.context_bytes), longest)
+    console.print(types)
+
+
+def _table(*columns: str) -> Table:
+    """A column of names without a title, then columns of figures."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _rotated(rotation: int) -> str:
+    return f" (rotated by {rotation})" if rotation else ""
+
+
+def _exact(n: float) -> str:
+    return f"{n:g}" if n < 1e6 else f"{n:.0f}"

@@ -1,0 +1,44 @@
+"""`motley kv`: the cache of a model, planned without its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+Motley = Callable[..., Result]
+
+
+@pytest.fixture
+def path(shared: Path) -> str:
+    return str(shared / "golden" / "llama" / "model.gguf")
+
+
+def test_a_plan_as_tables(motley: Motley, path: str) -> None:
+    result = motley("kv", path, "-c", "1024", "-ctk", "q8_0", "-ctv", "q4_0")
+    assert result.exit_code == 0, result.output
+    assert "K q8_0 (rotated by 64), V q4_0 (rotated by 64), blocks of 32 tokens" in result.stdout
+    assert "a token takes 832 bytes by the table of types, 832 as allocated" in result.stdout
+    assert "a context of 1024 tokens takes 832.0 KiB" in result.stdout
+    assert "longest context in 832.0 KiB" in result.stdout
+
+
+def test_json_has_every_figure_for_programs(motley: Motley, path: str) -> None:
+    crew = ("--device", "cpu,cpu", "-sm", "tensor", "--kv-cache-demand-paged", "-np", "2")
+    result = motley("kv", path, "-c", "512", *crew, "--json")
+    contents = json.loads(result.stdout)
+    assert contents["n_ctx"] == 512
+    assert [d["device"] for d in contents["devices"]] == ["cpu#0", "cpu#1"]
+    assert sum(d["reserved"] for d in contents["devices"]) == 2 * contents["context_bytes"] == 2 << 20
+    assert [d["resident"] for d in contents["devices"]] == [0, 0]
+    assert {row["name"] for row in contents["types"]} >= {"f16", "q8_0", "iq4_nl"}
+
+
+def test_a_cache_that_cannot_be_is_refused_with_a_hint(motley: Motley, path: str) -> None:
+    result = motley("kv", path, "--kv-cache-bytes", "1KiB")
+    assert result.exit_code == 2
+    assert "no room for a single block" in result.stderr
+    assert "hint:" in result.stderr
