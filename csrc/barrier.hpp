@@ -1,0 +1,66 @@
+// A barrier for threads that meet thousands of times a second: spin for a while, then sleep.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace motley {
+
+inline void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+constexpr int kSpins = 2000;  // about 100 µs
+
+// Returns once `word` is no longer `old`.
+inline void await_change(std::atomic<uint32_t>& word, uint32_t old) {
+    for (int i = 0; i < kSpins; i++) {
+        if (word.load(std::memory_order_acquire) != old) return;
+        relax();
+    }
+    word.wait(old, std::memory_order_acquire);
+}
+
+class Barrier {
+public:
+    explicit Barrier(int n_threads) : n_threads_(n_threads) {}
+
+    // False if it was aborted: somebody will never come.
+    bool arrive_and_wait() {
+        const uint32_t phase = phase_.load(std::memory_order_acquire);
+        if (n_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads_) {
+            n_arrived_.store(0, std::memory_order_relaxed);
+            phase_.fetch_add(1, std::memory_order_acq_rel);
+            phase_.notify_all();
+        } else if (!is_aborted_.load(std::memory_order_acquire)) {
+            await_change(phase_, phase);
+        }
+        return !is_aborted_.load(std::memory_order_acquire);
+    }
+
+    void abort() {
+        is_aborted_.store(true, std::memory_order_release);
+        phase_.fetch_add(1, std::memory_order_acq_rel);
+        phase_.notify_all();
+    }
+
+    // When nobody is at the barrier.
+    void reset() {
+        n_arrived_.store(0);
+        is_aborted_.store(false);
+    }
+
+private:
+    const int n_threads_;
+    std::atomic<int> n_arrived_{0};
+    std::atomic<uint32_t> phase_{0};
+    std::atomic<bool> is_aborted_{false};
+};
+
+}  // namespace motley

@@ -1,0 +1,224 @@
+// What kernels take: plain pointers, sizes and strides (in values, not bytes). Everything is float32 unless it says so.
+//
+// A kernel is run by all threads of a pool at once. Its work is cut into tasks that threads take as they come;
+// `Worker::take` hands out their numbers. The same sources are compiled once for each instruction set, see dispatch.hpp.
+#pragma once
+#include <atomic>
+#include <cstdint>
+
+namespace motley {
+
+struct Worker {
+    int thread, n_threads;
+    std::atomic<int64_t>* next;  // the next task of this kernel call
+    uint8_t* scratch;            // this thread's own, kScratchBytes of it, aligned to 64
+    int64_t take(int64_t n = 1) const { return next->fetch_add(n, std::memory_order_relaxed); }
+};
+
+constexpr int64_t kScratchBytes = 1 << 20;
+
+enum Format { kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIQ4_NL, kIQ4_XS, kNumFormats };
+enum Function { kNoFunction, kSilu, kGelu, kGeluTanh, kRelu, kSigmoid, kTanh };
+
+// Rows of activations; for matrix products also as int8 codes, a scale for each 32 columns, and the sums of scale ·
+// code over 32 and over 16 columns. One allocation, see quantized_bytes.
+struct Rows {
+    const float* values;
+    int64_t stride;  // between rows of `values`
+    int8_t* codes;
+    float* scales;
+    float* sums;
+    float* half_sums;
+};
+
+struct QuantizeArgs {
+    Rows x;
+    int64_t n_rows, n_columns;
+};
+
+struct NormArgs {
+    const float* x;
+    const float* weight;  // may be null
+    float* out;           // may be null, if only the quantized rows are wanted
+    Rows quantized;       // codes may be null
+    int64_t n_rows, n_columns;
+    float eps;
+};
+
+struct MatMulPart {
+    const uint8_t* weight;  // in groups of 16 rows, see formats.hpp
+    int format;
+    int64_t n_rows;         // of the weight: columns of the result
+    const float* bias;      // (n_rows,), may be null
+    const float* residual;  // like the result, may be null
+    float* out;
+    int64_t out_stride;
+};
+
+constexpr int kMaxParts = 4;
+
+// out = x · Wᵀ (+ bias) (+ residual) for each part. With a gate there are two parts of one shape, and the first
+// one's result is gate(first) · second.
+struct MatMulArgs {
+    Rows x;
+    int64_t n_tokens, n_columns;
+    int n_parts;
+    MatMulPart parts[kMaxParts];
+    int gate;
+    bool is_exact;  // float activations, whatever the format
+};
+
+struct RopeTableArgs {
+    const int32_t* positions;
+    const float* frequencies;  // (n_pairs,)
+    float* table;              // (tokens, n_pairs) of cosine and sine
+    int64_t n_tokens, n_pairs;
+    float magnitude;
+};
+
+struct RopeArgs {
+    const float* x;  // (tokens, heads, dim)
+    float* out;
+    const float* table;
+    int64_t n_tokens, n_heads, dim, n_pairs;
+    bool is_interleaved;
+    int rotation;  // size of the Hadamard transform that follows; 0: none
+};
+
+struct HadamardArgs {
+    const float* x;
+    float* out;
+    int64_t n_rows;  // of `size`
+    int size;
+};
+
+struct BinaryArgs {  // out = a + b or a · b; b repeats every `b_inner` values, and each of its values b_repeat times
+    const float* a;
+    const float* b;
+    float* out;
+    int64_t n, b_inner, b_repeat;
+    bool is_product;
+};
+
+struct UnaryArgs {
+    const float* x;
+    float* out;
+    int64_t n;
+    int function;
+    float factor;  // where function is kNoFunction
+};
+
+struct SoftmaxArgs {
+    const float* x;
+    float* out;
+    int64_t n_rows, n_columns;
+};
+
+struct CopyArgs {  // four axes, the last one innermost; source null: zeros
+    const float* source;
+    float* out;
+    int64_t shape[4], source_stride[4], out_stride[4];
+};
+
+struct GatherArgs {
+    const uint8_t* table;  // rows in GGUF's own layout
+    int format;
+    int64_t row_bytes, n_table_rows;
+    const int32_t* ids;  // -1: a row of zeros
+    int64_t n_ids, n_columns;
+    float* out;
+};
+
+struct RepackArgs {
+    const uint8_t* source;  // rows in GGUF's own layout
+    uint8_t* out;
+    int format;
+    int64_t n_rows, n_columns, row_bytes;
+};
+
+struct UnpackArgs {
+    const uint8_t* weight;  // repacked
+    float* out;
+    int format;
+    int64_t n_rows, n_columns;
+};
+
+// The KV cache. A plane holds (block, row, tile, token, width), see kvcache/store.py.
+enum CacheKind { kCacheF32, kCacheF16, kCacheBF16, kCacheQ8_0, kCacheQ5_1, kCacheQ5_0, kCacheQ4_1, kCacheQ4_0, kCacheIQ4_NL };
+
+struct CacheStoreView {
+    int kind;
+    uint8_t* codes;      // or values
+    uint8_t* high_bits;  // where there are five bits
+    uint16_t* scale;     // where it is quantized
+    uint16_t* minimum;
+    int64_t n_rows;  // of the whole plane
+    int64_t first_row;
+};
+
+struct CacheShape {
+    int64_t n_heads, dim, n_tiles, block_size;
+};
+
+// One sequence of a batch in one group of layers. Key i is at position first + i, in slot
+// blocks[i / block_size] · block_size + i % block_size.
+struct SequenceView {
+    int64_t first_token, n_tokens;  // rows of the batch
+    int64_t position;               // of its first row; the others follow
+    int64_t first;
+    const int32_t* blocks;
+};
+
+// What a batch reads and writes in one group of layers; it changes from run to run, its address does not.
+struct BatchView {
+    const int64_t* slots;  // (tokens,)
+    const SequenceView* sequences;
+    int64_t n_sequences;
+};
+
+struct CacheWriteArgs {
+    const float* keys;  // (tokens, heads, dim)
+    const float* values;
+    int64_t n_tokens;
+    CacheShape shape;
+    CacheStoreView k, v;
+    int k_rotation, v_rotation;
+    const BatchView* batch;
+};
+
+struct AttentionArgs {
+    const float* q;  // (tokens, heads, dim)
+    float* out;
+    int64_t n_tokens, n_heads;
+    CacheShape shape;
+    CacheStoreView k, v;
+    float scale;
+    int64_t window;  // 0: none
+    int out_rotation;
+    const BatchView* batch;
+    float* partial;  // room for what the splits of a sequence find, see attention_bytes
+    int64_t n_partial;
+    int n_threads;  // to find enough tasks for; the same in attention and attention_join
+};
+
+struct Kernels {
+    const char* name;
+    void (*quantize)(const QuantizeArgs&, const Worker&);
+    void (*norm)(const NormArgs&, const Worker&);
+    void (*matmul)(const MatMulArgs&, const Worker&);
+    void (*rope_table)(const RopeTableArgs&, const Worker&);
+    void (*rope)(const RopeArgs&, const Worker&);
+    void (*hadamard)(const HadamardArgs&, const Worker&);
+    void (*binary)(const BinaryArgs&, const Worker&);
+    void (*unary)(const UnaryArgs&, const Worker&);
+    void (*softmax)(const SoftmaxArgs&, const Worker&);
+    void (*copy)(const CopyArgs&, const Worker&);
+    void (*gather)(const GatherArgs&, const Worker&);
+    void (*repack)(const RepackArgs&, const Worker&);
+    void (*unpack)(const UnpackArgs&, const Worker&);
+    void (*cache_write)(const CacheWriteArgs&, const Worker&);
+    void (*attention)(const AttentionArgs&, const Worker&);
+    void (*attention_join)(const AttentionArgs&, const Worker&);
+};
+
+}  // namespace motley

@@ -1,0 +1,108 @@
+// GGUF rows ⇄ groups of 16 rows with their 4-byte words transposed (formats.hpp), and rows of a table by id.
+//
+//     out[word][row] = source[row][word]
+//
+// Rows that are missing from the last group are zeros.
+#include "panel.hpp"
+
+namespace motley::MOTLEY_ISA {
+namespace {
+
+// The blocks of 16 rows at `rows` (null: zeros) → one group block.
+void interleave(const uint8_t* const rows[kGroup], int64_t bytes, int half_at, uint8_t* out) {
+    if (half_at >= 0) {
+        for (int r = 0; r < kGroup; r++) {
+            uint16_t half = 0;
+            if (rows[r]) std::memcpy(&half, rows[r] + half_at, 2);
+            std::memcpy(out + 2 * r, &half, 2);
+        }
+        out += 2 * kGroup;
+    }
+    const int64_t skip = half_at == 0 ? 2 : 0;
+    const int64_t n_words = bytes / 4;  // a lone half is two bytes: what is left over
+    for (int r = 0; r < kGroup; r++) {
+        uint8_t* to = out + 4 * r;
+        for (int64_t w = 0; w < n_words; w++, to += kWordBytes) {
+            uint32_t value = 0;
+            if (rows[r]) std::memcpy(&value, rows[r] + skip + 4 * w, 4);
+            std::memcpy(to, &value, 4);
+        }
+    }
+}
+
+struct BlockShape {
+    int64_t columns, bytes;
+    int half_at;
+};
+
+// Plain formats have no blocks: 32 columns at a time, fewer at the end of a row.
+BlockShape shape_of(int format) {
+    if (is_plain(format)) return {kStep, kStep * (format == kF32 ? 4 : 2), -1};
+    BlockShape shape{};
+    with_quantized(format, [&](auto f) { shape = {f.kColumns, f.kBytes, f.kHalfAt}; });
+    return shape;
+}
+
+}  // namespace
+
+void repack(const RepackArgs& a, const Worker& worker) {
+    const BlockShape shape = shape_of(a.format);
+    const int64_t n_groups = (a.n_rows + kGroup - 1) / kGroup, stride = group_bytes(a.format, a.n_columns);
+    for (int64_t g; (g = worker.take()) < n_groups;) {
+        const uint8_t* rows[kGroup];
+        for (int r = 0; r < kGroup; r++) {
+            const int64_t row = g * kGroup + r;
+            rows[r] = row < a.n_rows ? a.source + row * a.row_bytes : nullptr;
+        }
+        uint8_t* out = a.out + g * stride;
+        for (int64_t done = 0; done < a.row_bytes; done += shape.bytes) {
+            const int64_t bytes = a.row_bytes - done < shape.bytes ? a.row_bytes - done : shape.bytes;
+            interleave(rows, bytes, shape.half_at, out);
+            out += bytes * kGroup;
+            for (auto& row : rows)
+                if (row) row += bytes;
+        }
+    }
+}
+
+void unpack(const UnpackArgs& a, const Worker& worker) {
+    auto& panel = *reinterpret_cast<FloatPanel*>(worker.scratch);
+    const int64_t n_groups = (a.n_rows + kGroup - 1) / kGroup, stride = group_bytes(a.format, a.n_columns);
+    for (int64_t g; (g = worker.take()) < n_groups;)
+        for (int64_t first = 0; first < a.n_columns; first += kPanelColumns) {
+            const int64_t n = a.n_columns - first < kPanelColumns ? a.n_columns - first : kPanelColumns;
+            decode_floats(a.format, a.weight + g * stride, first, n, panel);
+            for (int r = 0; r < kGroup && g * kGroup + r < a.n_rows; r++)
+                for (int64_t c = 0; c < n; c++) a.out[(g * kGroup + r) * a.n_columns + first + c] = panel.values[c][r];
+        }
+}
+
+void gather(const GatherArgs& a, const Worker& worker) {
+    auto& panel = *reinterpret_cast<FloatPanel*>(worker.scratch);
+    uint8_t* packed = worker.scratch + sizeof(FloatPanel);
+    const BlockShape shape = shape_of(a.format);
+    for (int64_t g; (g = worker.take() * kGroup) < a.n_ids;) {
+        const int64_t n_rows = a.n_ids - g < kGroup ? a.n_ids - g : kGroup;
+        const uint8_t* rows[kGroup] = {};
+        for (int64_t r = 0; r < n_rows; r++) {
+            const int32_t id = a.ids[g + r];
+            if (id >= 0 && id < a.n_table_rows) rows[r] = a.table + id * a.row_bytes;
+        }
+        int64_t column = 0;
+        for (int64_t done = 0; done < a.row_bytes; done += shape.bytes) {
+            const int64_t bytes = a.row_bytes - done < shape.bytes ? a.row_bytes - done : shape.bytes;
+            const int64_t n = bytes * shape.columns / shape.bytes;
+            interleave(rows, bytes, shape.half_at, packed);
+            decode_floats(a.format, packed, 0, n, panel);
+            for (int64_t r = 0; r < n_rows; r++) {
+                float* out = a.out + (g + r) * a.n_columns + column;
+                for (int64_t c = 0; c < n; c++) out[c] = rows[r] ? panel.values[c][r] : 0.0f;
+            }
+            column += n;
+            for (auto& row : rows)
+                if (row) row += bytes;
+        }
+    }
+}
+
+}  // namespace motley::MOTLEY_ISA

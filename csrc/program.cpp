@@ -1,0 +1,77 @@
+#include "program.hpp"
+
+#include <stdexcept>
+
+namespace motley {
+namespace {
+
+constexpr double kWorthSharing = 3000;  // nanoseconds
+
+}  // namespace
+
+void Program::add(Step step, double work) {
+    const bool is_shared = pool_->n_threads() > 1 && work > kWorthSharing;
+    steps_.push_back({std::move(step), is_shared, std::make_unique<std::atomic<int64_t>>(0)});
+}
+
+void Program::add_meeting(std::function<bool()> meet) {
+    add([this, meet](const Worker&) { if (!meet()) has_failed_.store(true); }, 0);
+}
+
+void Program::add_all_reduce(std::shared_ptr<Group> group, int device, const float* x, float* out, int64_t n) {
+    constexpr int64_t kChunk = 4096;
+    add_meeting([=] { return group->show(device, x); });
+    const auto sum = [=](const Worker& worker) {
+        for (int64_t task; (task = worker.take()) * kChunk < n;) {
+            const int64_t first = task * kChunk, stop = n < first + kChunk ? n : first + kChunk;
+            const float* part = group->part(0);
+            for (int64_t i = first; i < stop; i++) out[i] = part[i];
+            for (int d = 1; d < group->n_devices(); d++) {
+                part = group->part(d);
+                for (int64_t i = first; i < stop; i++) out[i] += part[i];
+            }
+        }
+    };
+    add([this, sum](const Worker& worker) { if (!has_failed_.load()) sum(worker); }, static_cast<double>(n) * 0.3);
+    add_meeting([=] { return group->leave(); });
+}
+
+void Program::add_exchange(std::shared_ptr<Group> group, int device, const float* x, std::vector<Piece> pieces) {
+    add_meeting([=] { return group->show(device, x); });
+    add([this, group, pieces = std::move(pieces)](const Worker& worker) {
+        if (has_failed_.load()) return;
+        for (const Piece& piece : pieces) {  // by the first thread
+            std::atomic<int64_t> next{0};
+            CopyArgs copy = piece.copy;
+            copy.source = group->part(piece.device) + piece.offset;
+            kernels().copy(copy, {0, 1, &next, worker.scratch});
+        }
+    }, 0);
+    add_meeting([=] { return group->leave(); });
+}
+
+void Program::run() {
+    has_failed_.store(false);
+    for (auto& entry : steps_) entry.next->store(0, std::memory_order_relaxed);
+    bool is_shared = false;
+    for (const auto& entry : steps_) is_shared = is_shared || entry.is_shared;
+    if (is_shared)
+        pool_->run([this](int thread) { run_thread(thread); });
+    else
+        for (auto& entry : steps_) entry.step({0, 1, entry.next.get(), pool_->worker(0, nullptr).scratch});
+    if (has_failed_.load()) throw std::runtime_error("another device of the group has failed");
+}
+
+void Program::run_thread(int thread) {
+    for (size_t i = 0; i < steps_.size(); i++) {
+        Entry& entry = steps_[i];
+        if (entry.is_shared)
+            entry.step(pool_->worker(thread, entry.next.get()));
+        else if (thread == 0)
+            entry.step({0, 1, entry.next.get(), pool_->worker(0, nullptr).scratch});
+        const bool is_next_shared = i + 1 < steps_.size() && steps_[i + 1].is_shared;
+        if (entry.is_shared || is_next_shared) pool_->meet();
+    }
+}
+
+}  // namespace motley
