@@ -79,6 +79,7 @@ def _random_placement(
             unit = value.format.block_size if isinstance(value, PackedTensor) and is_last else 1
             key = node.shape[axis], unit
             if key not in known:
-                known[key] = rng.sample(words(*key[:1], n_devices, rng, unit), 2)
+                *shared, alone = words(node.shape[axis], n_devices, rng, unit)
+                known[key] = [*rng.sample(shared, 2), *rng.sample([*shared, alone], 1)]
             placement[node.name] = Split(axis, rng.choice(known[key]))
     return placement

@@ -53,7 +53,7 @@ def words(length: int, n_devices: int, rng: random.Random, unit: int = 1) -> lis
     """Ways to write an axis down: a run with zero counts, interleaved, letter by letter, and a sole owner."""
     n, rest = divmod(length, unit)
     assert not rest, "an axis is whole units"
-    some = rng.sample(range(n_devices), rng.randint(1, n_devices))  # the others own nothing
+    some = rng.sample(range(n_devices), rng.randint(min(2, n_devices), n_devices))  # the others own nothing
     run = sorted(rng.choice(some) for _ in range(n))
     return [
         word.stretch(unit)

@@ -43,12 +43,12 @@ class CacheValue:
     batch: GroupBatch
 
     @staticmethod
-    def random(rng: random.Random, n_tokens: int, n_heads: int, dim: int) -> CacheValue:
-        """A batch of one sequence or two that may have some context already."""
+    def random(rng: random.Random, n_tokens: int, n_heads: int, dim: int, max_before: int = 3) -> CacheValue:
+        """A batch of one sequence or two that may have up to `max_before` tokens already."""
         first = rng.randint(1, n_tokens)
         tables, new_slots, n_slots = [], [], 0
         for rows in filter(None, (range(first), range(first, n_tokens))):
-            n_before = rng.randint(0, 3)
+            n_before = rng.randint(0, max_before)
             slots = torch.arange(n_slots, n_slots + n_before + len(rows))
             positions = torch.arange(n_before, n_before + len(rows))
             tables.append(SequenceTable(torch.tensor(rows, dtype=torch.int64), positions, 0, slots))
@@ -149,5 +149,6 @@ def _take_columns(value: PackedTensor, index: list[int]) -> Value:
     blocks = sorted({i // size for i in index})
     if len(blocks) * size != len(index):
         return value.unpack().index_select(-1, torch.tensor(index, dtype=torch.int64))
-    data = value.data.unflatten(-1, (-1, n_bytes)).index_select(-2, torch.tensor(blocks, dtype=torch.int64))
+    by_block = value.data.reshape(*value.data.shape[:-1], -1, n_bytes)
+    data = by_block.index_select(-2, torch.tensor(blocks, dtype=torch.int64))
     return PackedTensor(data.flatten(-2), value.format)
