@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from motley.errors import SplitError
 from motley.graph import Graph, Tensor, Way
 from motley.ownership import MIRRORED, Split, State, Word, sole_owner
 from motley.split.transitions import FREE, Cost, Transition, transition_cost
+
+_MAX_COMBINATIONS = 256  # of input states that are tried for one node
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class _Inference:
 
     def _ways(self, node: Tensor) -> Iterator[Way]:
         """Everything on one device, if its inputs are there; the op's own ways; everything everywhere."""
-        combinations = list(product(*(self._available[t] for t in node.inputs)))
+        combinations = self._combinations(node)
         owners = {sole_owner(state): None for states in combinations for state in states}
         for owner in owners:
             if owner is not None and sole(node, owner) != MIRRORED:
@@ -109,6 +112,14 @@ class _Inference:
         for states in combinations:
             yield from node.op.ways(node.inputs, states)
         yield Way((MIRRORED,) * len(node.inputs), MIRRORED)
+
+    def _combinations(self, node: Tensor) -> list[tuple[State, ...]]:
+        """States in which the inputs are there; of too many, those that are alike where they can be."""
+        available = [self._available[t] for t in node.inputs]
+        if prod(map(len, available)) <= _MAX_COMBINATIONS:
+            return list(product(*available))
+        known = dict.fromkeys(state for states in available for state in states)
+        return [tuple(state if state in states else states[0] for states in available) for state in known]
 
     def _cost(self, node: Tensor, way: Way) -> Cost | None:
         total = FREE
