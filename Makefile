@@ -36,8 +36,8 @@ format: $(STAMP) ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## run the benchmarks
-	$(BIN)/python -m benchmarks
+bench: $(STAMP) ## list the benchmarks; BENCH="virtual_devices --rounds 5" runs one
+	$(BIN)/python -m benchmarks $(BENCH)
 
 clean: ## remove the environment and all build output
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

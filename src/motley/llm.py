@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from motley.backends import get_backend
-from motley.engine import Completion, Engine, Request, SamplingParams
+from motley.engine import BareSequence, Completion, Engine, Request, SamplingParams
 from motley.errors import ConfigError, RequestError
 from motley.gguf import read_spec
 from motley.kvcache.manager import CacheManager
@@ -178,6 +178,10 @@ class LLM:
         """Raw logits (tokens, vocab): row i predicts what follows token i."""
         result: npt.NDArray[np.float32] = self._open_engine().logits([int(t) for t in tokens]).numpy()
         return result
+
+    def bare_sequence(self) -> BareSequence:
+        """A sequence to be fed by hand: tokens in, logits out, no sampling."""
+        return self._open_engine().bare_sequence()
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, KV cache and activations, over all devices."""

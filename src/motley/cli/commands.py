@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from motley import __version__
+from motley.cli.bench import bench
 from motley.cli.explain import explain_command
 from motley.cli.inspect import inspect
 from motley.cli.kv import kv
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, perplexity, tokenize, inspect, kv):
+for command in (run, perplexity, tokenize, inspect, kv, bench):
     app.command()(command)
 app.command("explain")(explain_command)
 app.command("kv-quality")(kv_quality)

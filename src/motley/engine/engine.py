@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from motley.engine.bare import BareSequence
 from motley.engine.params import SamplingParams
 from motley.engine.request import CANCELLED, Request, TextStream
 from motley.engine.sampling import build_sampler
@@ -74,32 +75,19 @@ class Engine:
             self._give_back()
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """float32 (tokens, vocab): row i predicts what follows token i. Nothing is found in or left to the cache."""
+        """float32 (tokens, vocab): row i predicts what follows token i. Nothing is taken from the prefix cache."""
         self._check_tokens(tokens)
         if len(tokens) > self._n_ctx:
             raise RequestError(
                 f"{len(tokens)} tokens do not fit into a context of {self._n_ctx}", hint="raise n_ctx (-c)"
             )
-        n_batch = self._scheduler.n_batch
-        self._cache.require_fit(len(tokens), n_batch)
-        sequence = self._cache.open().seq
-        rows = []
-        try:
-            for start in range(0, len(tokens), n_batch):
-                part = tuple(tokens[start : start + n_batch])
-                self._cache.advance(sequence, start)
-                room = self._cache.reserve(sequence, len(part))
-                if room is None:
-                    raise RequestError(
-                        f"no room in the KV cache for {len(tokens)} tokens beside running requests"
-                    )
-                batch = Batch.of([Chunk(sequence, start, part, len(part))])
-                rows.append(self._runner.run(batch, self._cache, room.copies).clone())
-                self._cache.commit(sequence, part)
-        finally:
-            self._cache.free(sequence)
-            self._give_back()
-        return torch.cat(rows)
+        self._cache.require_fit(len(tokens), self._scheduler.n_batch)
+        with self.bare_sequence() as sequence:
+            return sequence.feed(tokens)
+
+    def bare_sequence(self) -> BareSequence:
+        """A sequence to be fed by hand, beside the requests."""
+        return BareSequence(self._runner, self._cache, self._scheduler.n_batch)
 
     def _run(self, step: Step) -> torch.Tensor:
         chunks = []

@@ -102,6 +102,14 @@ class Arena:
             for store in self._stores[copy.group]:
                 store.copy_block(copy.src, copy.dst, copy.n_tokens)
 
+    def store_random(self, batch: Sequence[GroupBatch]) -> None:
+        """Random keys and values in all layers, at the batch's slots."""
+        for number, rows in self._places.values():
+            keys, values = self._stores[number]
+            slots = batch[number].slots
+            for store in (keys, values):
+                store.write(rows, slots, torch.randn(len(slots), rows.stop - rows.start, store.head_dim))
+
     def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
         """Blocks of each group that hold nothing any more: return their memory, where it is demand-paged."""
         for memory, empty, blocks in zip(self._memory, self._empty, emptied, strict=True):

@@ -67,6 +67,13 @@ class Runner:
         )
         return self._group.run(lambda device: self._devices[device].run(work))[0]
 
+    def store_random(self, manager: CacheManager, sequence: int, n_tokens: int) -> None:
+        """Fill the next slots of a sequence, which have been reserved, with random keys and values."""
+        batch = group_batches(manager, [Extent(sequence, manager.n_tokens(sequence), n_tokens)])
+        for arena in self.arenas:
+            arena.begin(batch, [])
+            arena.store_random(batch)
+
     def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
         """Blocks of each cache group that hold nothing any more; see Arena.give_back."""
         for device in self._devices:

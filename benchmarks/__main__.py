@@ -1,0 +1,25 @@
+"""`make bench`: list the benchmarks, or run those that are named. Each has a --help of its own."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def main() -> None:
+    names = sorted(p.stem for p in FOLDER.glob("*.py") if not p.stem.startswith("_"))
+    if len(sys.argv) < 2 or sys.argv[1] not in names:
+        print("usage: python -m benchmarks NAME [FLAGS]\n\nbenchmarks:")
+        for name in names:
+            summary = (FOLDER / f"{name}.py").read_text(encoding="utf-8").split('"""')[1].splitlines()[0]
+            print(f"  {name:<18} {summary}")
+        raise SystemExit(len(sys.argv) > 1)
+    sys.argv = sys.argv[1:]
+    runpy.run_module(f"benchmarks.{sys.argv[0]}", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

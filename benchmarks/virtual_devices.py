@@ -1,0 +1,54 @@
+"""Two virtual devices of one thread each against one device of two threads: decode speed, interleaved in one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from motley import LLM
+from motley.bench import Workload, measure, write_random_model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama-160m")
+    parser.add_argument("--weights", default="Q8_0")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="each device set-up is timed once a round, in turn"
+    )
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_random_model(path, flags.shape, flags.weights)
+        crews = {
+            "one device, 2 threads": {"devices": "cpu"},
+            "two devices, tensor": {"devices": "cpu,cpu", "split_mode": "tensor"},
+            "two devices, layer": {"devices": "cpu,cpu", "split_mode": "layer"},
+        }
+        models = {
+            name: LLM(path, n_ctx=256, n_parallel=1, n_threads=2, backend=flags.backend, **crew)
+            for name, crew in crews.items()
+        }
+        work = [Workload(flags.tokens, is_prompt=False)]
+        rates: dict[str, list[float]] = {name: [] for name in models}
+        for _ in range(flags.rounds):
+            for name, llm in models.items():
+                rates[name].append(measure(llm, work, repetitions=1)[0].rate)
+        for llm in models.values():
+            llm.close()
+    base = rates["one device, 2 threads"]
+    ratios = {name: median(r / b for r, b in zip(each, base, strict=True)) for name, each in rates.items()}
+    if flags.json:
+        print(json.dumps({"shape": flags.shape, "weights": flags.weights, "rates": rates, "ratios": ratios}))
+    for name, each in rates.items():
+        print(f"{name:<24} {median(each):8.2f} tokens/s   ratio {ratios[name]:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""Measuring speed: random models of known shapes, prefill and decode at depth, and the roofline above them."""
+
+from motley.bench.bandwidth import read_bandwidth
+from motley.bench.measure import Measurement, Workload, measure
+from motley.bench.shapes import SHAPES, write_random_model
+
+__all__ = ["SHAPES", "Measurement", "Workload", "measure", "read_bandwidth", "write_random_model"]

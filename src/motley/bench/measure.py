@@ -1,0 +1,81 @@
+"""Timing a model: tokens per second of a prompt or of decoding, at a depth of context.
+
+Contexts are filled with random keys and values, not computed: speed does not depend on what they say, and a deep
+context would take minutes to compute. What is timed is a pass through the model, logits included, without sampling.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from motley.llm import LLM
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`n_tokens` at once (a prompt) or one after the other (decoding), after `depth` tokens of context."""
+
+    n_tokens: int
+    is_prompt: bool
+    depth: int = 0
+
+    @property
+    def name(self) -> str:
+        kind = f"pp{self.n_tokens}" if self.is_prompt else f"tg{self.n_tokens}"
+        return f"{kind} @ d{self.depth}" if self.depth else kind
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of each repetition, and the bytes that one decoded token has to read."""
+
+    workload: Workload
+    seconds: tuple[float, ...]
+    bytes_per_token: int  # weights + keys and values at the workload's mean depth
+
+    @property
+    def rate(self) -> float:
+        """Median tokens per second."""
+        return self.workload.n_tokens / median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the fastest and the slowest repetition, in tokens per second."""
+        rates = [self.workload.n_tokens / s for s in self.seconds]
+        return (max(rates) - min(rates)) / 2
+
+    def roofline_percent(self, bandwidth: float) -> float | None:
+        """Of decoding: bytes that had to be read per second, of those that memory can give."""
+        return None if self.workload.is_prompt else 100 * self.bytes_per_token * self.rate / bandwidth
+
+
+def measure(llm: LLM, workloads: Sequence[Workload], repetitions: int = 3) -> list[Measurement]:
+    """Each workload `repetitions` times, after one warm-up."""
+    return [_measure_one(llm, workload, repetitions) for workload in workloads]
+
+
+def _measure_one(llm: LLM, workload: Workload, repetitions: int) -> Measurement:
+    seconds = []
+    for i in range(repetitions + 1):
+        elapsed = _run(llm, workload)
+        if i:  # the first makes plans and warms caches
+            seconds.append(elapsed)
+    mean_depth = workload.depth + workload.n_tokens / 2
+    n_cache_bytes = mean_depth * llm.kv_stats().layout.bytes_per_token_allocated
+    return Measurement(workload, tuple(seconds), llm.memory()["weights"] + int(n_cache_bytes))
+
+
+def _run(llm: LLM, workload: Workload) -> float:
+    with llm.bare_sequence() as sequence:
+        sequence.pretend(workload.depth)
+        token = 1
+        started = time.perf_counter()
+        if workload.is_prompt:
+            sequence.feed([token] * workload.n_tokens, n_outputs=1)
+        else:
+            for _ in range(workload.n_tokens):
+                token = int(sequence.feed([token]).argmax())
+        return time.perf_counter() - started

@@ -1,0 +1,66 @@
+"""A sequence without a request: tokens in, logits out. For scoring texts and for measuring."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+
+from motley.errors import RequestError
+from motley.kvcache.manager import CacheManager
+from motley.kvcache.sequences import BlockCopy
+from motley.runtime import Batch, Chunk, Runner
+
+
+class BareSequence:
+    """Feed it tokens, in any portions; close it (it is a context manager) to free its cache."""
+
+    def __init__(self, runner: Runner, cache: CacheManager, n_batch: int) -> None:
+        self._runner = runner
+        self._cache = cache
+        self._n_batch = n_batch
+        # Under a salt of its own, nobody else finds its blocks: what `pretend` stores belongs to no text.
+        self._sequence = cache.open(salt=os.urandom(16)).seq
+
+    def feed(self, tokens: Sequence[int], n_outputs: int | None = None) -> torch.Tensor:
+        """Compute the next tokens; logits of the last `n_outputs` of each portion of up to `n_batch` (default: all)."""
+        rows = []
+        for start in range(0, len(tokens), self._n_batch):
+            part = tuple(tokens[start : start + self._n_batch])
+            copies = self._reserve(len(part))
+            n_rows = len(part) if n_outputs is None else min(n_outputs, len(part))
+            chunk = Chunk(self._sequence, self._cache.n_tokens(self._sequence), part, n_rows)
+            rows.append(self._runner.run(Batch.of([chunk]), self._cache, copies).clone())
+            self._cache.commit(self._sequence, part)
+        return torch.cat(rows)
+
+    def pretend(self, n_tokens: int) -> None:
+        """Go on as if `n_tokens` had been fed: their keys and values are random."""
+        done = 0
+        while done < n_tokens:
+            n = min(self._n_batch, n_tokens - done)
+            self._reserve(n)
+            self._runner.store_random(self._cache, self._sequence, n)
+            self._cache.commit(self._sequence, [0] * n)
+            done += n
+
+    def close(self) -> None:
+        self._cache.free(self._sequence)
+        self._runner.give_back(self._cache.take_emptied())
+
+    def __enter__(self) -> BareSequence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _reserve(self, n_tokens: int) -> list[BlockCopy]:
+        self._cache.advance(self._sequence, self._cache.n_tokens(self._sequence))
+        room = self._cache.reserve(self._sequence, n_tokens)
+        if room is None:
+            raise RequestError(f"no room in the KV cache for {n_tokens} tokens beside running requests")
+        return room.copies

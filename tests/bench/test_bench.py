@@ -1,0 +1,102 @@
+"""Measuring: what is written runs, what is timed is what was asked for, figures add up."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from motley import LLM
+from motley.bench import Measurement, Workload, measure, shapes, write_random_model
+from motley.cli import app
+from motley.errors import ConfigError
+
+TINY = shapes.Shape(2, 64, 128, 4, 2, 32, 300, n_ctx=512)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(shapes, "SHAPES", {"tiny": TINY})
+    file = tmp_path_factory.mktemp("bench") / "tiny.gguf"
+    write_random_model(file, "tiny", "Q8_0")
+    monkeypatch.undo()
+    return file
+
+
+def test_a_random_model_runs_and_its_values_are_of_ordinary_size(path: Path) -> None:
+    with LLM(path, n_ctx=64) as llm:
+        logits = llm.logits([5, 6, 7, 8])
+    assert logits.shape == (4, 300)
+    assert 0.05 < np.std(logits) < 20
+
+
+def test_every_workload_is_timed_as_often_as_asked(path: Path) -> None:
+    with LLM(path, n_ctx=128, n_parallel=1) as llm:
+        results = measure(llm, [Workload(16, True), Workload(3, False, 64)], repetitions=2)
+        assert [len(m.seconds) for m in results] == [2, 2]
+        assert all(m.rate > 0 and m.spread >= 0 for m in results)
+        per_token = 2 * 2 * (32 * 2 + 32 * 2)  # layers, heads, K and V of 32 dims in f16
+        assert results[1].bytes_per_token == llm.memory()["weights"] + int(65.5 * per_token)
+        assert llm.kv_stats().use.n_sequences == 0
+
+
+def test_what_depth_is_filled_with_is_found_by_nobody(path: Path) -> None:
+    with LLM(path, n_ctx=128, n_parallel=2) as llm:
+        alone = llm.generate([0] * 40, max_tokens=4, temperature=0).tokens
+        with llm.bare_sequence() as sequence:
+            sequence.pretend(64)
+        with LLM(path, n_ctx=128, n_parallel=2) as fresh:
+            assert fresh.generate([0] * 40, max_tokens=4, temperature=0).tokens == alone
+        assert llm.generate([0] * 40, max_tokens=4, temperature=0).tokens == alone
+
+
+def test_the_roofline_counts_bytes_that_had_to_be_read() -> None:
+    decoding = Measurement(Workload(10, False), (2.0, 1.0, 1.0), bytes_per_token=500)
+    assert decoding.rate == 10
+    assert decoding.roofline_percent(bandwidth=10_000) == 50
+    assert Measurement(Workload(10, True), (1.0,), 500).roofline_percent(10_000) is None
+
+
+def test_the_command_gives_a_row_for_each_type_and_workload(path: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "speed.svg"
+    flags = [
+        "-p",
+        "8",
+        "-n",
+        "2",
+        "-d",
+        "0,32",
+        "--types",
+        "f16,q8_0/q4_0",
+        "-r",
+        "1",
+        "--plot",
+        str(picture),
+    ]
+    result = CliRunner().invoke(app, ["bench", str(path), *flags, "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [(r["type_k"], r["type_v"], r["test"]) for r in rows][:2] == [
+        ("f16", "f16", "pp8"),
+        ("f16", "f16", "tg2"),
+    ]
+    assert len(rows) == 8
+    assert rows[-1]["test"] == "tg2 @ d32"
+    assert len([e for e in ET.parse(picture).iter() if e.tag.endswith("circle")]) == 4
+
+
+def test_what_cannot_be_measured_is_refused(path: Path) -> None:
+    for flags, message in (
+        (["-n", "0", "-p", "0"], "nothing to measure"),
+        (["-d", "x"], "no list of numbers"),
+    ):
+        result = CliRunner().invoke(app, ["bench", str(path), *flags])
+        assert result.exit_code == 2
+        assert message in result.output
+    with pytest.raises(ConfigError, match="unknown shape"):
+        write_random_model(path, "llama-1000b")
