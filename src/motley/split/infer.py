@@ -143,4 +143,4 @@ def _cheapest(tensor: Tensor, available: Iterable[State], target: State) -> tupl
 
 
 def _names_only(word: Word, n_devices: int) -> bool:
-    return sum(word.counts(n_devices)) == len(word)
+    return sum(word.count(device) for device in range(n_devices)) == len(word)
