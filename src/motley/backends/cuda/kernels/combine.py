@@ -1,0 +1,59 @@
+"""Join what the splits of `attention` left: out = Σ 2^(peak_s - peak) · values_s / Σ 2^(peak_s - peak) · sum_s.
+
+With `rotate`, the result is turned back by the Hadamard matrix of the whole head, as quantized values are stored turned.
+The output is INT8 (for a product with one row) or PLAIN. Reference: the last steps of graph.ops.Attention.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from motley.backends.cuda.kernels.attention import Shares, Tables
+from motley.backends.cuda.kernels.hadamard import hadamard
+from motley.backends.cuda.kernels.rows import HALVES, Rows, store_rows
+
+
+@triton.jit
+def _combine(
+    shares, peaks, sums, row_table, row_position, firsts, values, scale, total, window, n_splits, min_blocks,
+    DIM: tl.constexpr, LOG_DIM: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr,
+    ROTATE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first, position = tl.load(firsts + tl.load(row_table + row)), tl.load(row_position + row)
+    start = (tl.maximum(position - window + 1, first) - first) // BS
+    n_blocks = (position - first) // BS + 1 - start
+    n_used = tl.cdiv(n_blocks, tl.maximum(tl.cdiv(n_blocks, n_splits), min_blocks))
+    base, d = (row * HEADS + head) * n_splits, tl.arange(0, DIM)
+    top, weight, acc = -float("inf"), 0.0, tl.zeros([DIM], tl.float32)
+    for s0 in range(0, n_used, SPLITS):
+        s = s0 + tl.arange(0, SPLITS)
+        peak = tl.load(peaks + base + s, s < n_used, other=-float("inf"))
+        new_top = tl.maximum(top, tl.max(peak, 0))
+        factor, fade = tl.exp2(peak - new_top), tl.exp2(top - new_top)
+        part = tl.load(shares + (base + s)[:, None] * DIM + d[None, :], (s < n_used)[:, None], other=0.0)
+        acc = acc * fade + tl.sum(part * factor[:, None], 0)
+        weight = weight * fade + tl.sum(tl.load(sums + base + s, s < n_used, other=0.0) * factor, 0)
+        top = new_top
+    x = tl.reshape(acc / weight, [1, DIM])
+    if ROTATE:
+        x = hadamard(x, 1, DIM, LOG_DIM)
+    b = head * (DIM // 32) + tl.arange(0, DIM // 32)
+    store_rows(tl.reshape(x, [DIM // 32, 32]), values, scale, total, row, b, HEADS * DIM // 32, FORM)
+
+
+def combine(
+    shares: Shares, tables: Tables, block_size: int, out: Rows, *, rotate: bool, window: int | None = None
+) -> Rows:
+    """→ out (rows, heads · dim)."""
+    n_rows, n_heads, n_splits, dim = shares.values.shape
+    assert out.form != HALVES, "a program has one head, not the whole row"
+    assert (out.n_rows, out.n_columns) == (n_rows, n_heads * dim)
+    _combine[(n_rows, n_heads)](
+        shares.values, shares.peaks, shares.sums, tables.row_table, tables.row_position, tables.firsts,
+        out.bytes_or_values, out.scale, out.total, window or 2**30, n_splits, shares.min_blocks,
+        DIM=dim, LOG_DIM=dim.bit_length() - 1, BS=block_size, SPLITS=min(32, triton.next_power_of_2(n_splits)),
+        HEADS=n_heads, ROTATE=rotate, FORM=out.form, num_warps=4,
+    )  # fmt: skip
+    return out

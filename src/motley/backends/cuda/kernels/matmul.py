@@ -1,0 +1,121 @@
+"""Packed matrix times a few rows: out[m, n] = Σ_k x[m, k] · W[n, k] (+ residual[m, n]), weights unpacked in the tile.
+
+The rows come as float16 after division by their largest magnitude (`rows.HALVES`), value i of all blocks of 32 before value
+i + 1 of any. So each of the 32 values of a block is a tile (BN rows, BB blocks) of its own: byte i of a word, times the
+tile of scales that lies exactly like it, is an operand for the tensor cores. Codes become float16 by setting the
+exponent's bits: 0x6400 | c is 1024 + c. Reference: graph.ops.MatMul on the unpacked weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from motley.backends.cuda.kernels.bits import INTERPRETED, biased_byte, biased_nibble, high_half, low_half
+from motley.backends.cuda.kernels.rows import HALVES, Rows
+from motley.backends.cuda.planes import BLOCK, WeightPlanes
+
+
+@triton.jit
+def tile_values(
+    word, high, w0, w1, j, KIND: tl.constexpr, i: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexpr
+):
+    """Value 4j + i (of the upper half of blocks: 16 + 4j + i) of a tile of blocks, as float16.
+
+    w0, w1: the scale, and the minimum (Q4_K) or the upper half's scale (Q6_K).
+    """
+    if KIND == "Q8_0":
+        return (biased_byte(word, i, PLAIN) - 1152.0) * w0
+    elif KIND == "Q4_0":
+        return (biased_nibble(word, i, UPPER, PLAIN) - 1032.0) * w0
+    elif KIND == "Q4_K":
+        return (biased_nibble(word, i, UPPER, PLAIN) - 1024.0) * w0 - w1
+    else:
+        upper_bits = biased_nibble((high >> (2 * j)) & 0x03030303, i, False, PLAIN) - 1024.0
+        code = biased_nibble(word, i, UPPER, PLAIN) - 1056.0 + upper_bits * 16.0
+        return code * (w1 if UPPER else w0)
+
+
+@triton.jit
+def _matmul(
+    codes, high, scale, x, x_scale, residual, out, n_rows, n_tokens,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    row, token = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
+    n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]
+    m = tl.minimum(token, n_tokens - 1)[None, :]
+    WORDS: tl.constexpr = 8 if KIND == "Q8_0" else 4
+    acc = tl.zeros([BN, BM], tl.float32)
+    for step in range(0, tl.cdiv(BLOCKS, BB) * WORDS):
+        j, b = step % WORDS, step // WORDS * BB + tl.arange(0, BB)
+        inside = b < BLOCKS
+        word = tl.load(codes + (n * WORDS + j) * BLOCKS + b[None, :], inside[None, :], other=0)
+        w = tl.load(scale + n * BLOCKS + b[None, :], inside[None, :], other=0)
+        if KIND == "Q8_0" or KIND == "Q4_0":
+            w0, w1 = w, w
+        else:
+            w0, w1 = low_half(w), high_half(w)
+        h0, h1 = word, word
+        if KIND == "Q6_K":
+            h0 = tl.load(high + n * 2 * BLOCKS + b[None, :], inside[None, :], other=0)
+            h1 = tl.load(high + (n * 2 + 1) * BLOCKS + b[None, :], inside[None, :], other=0)
+        x_at = x + m * 32 * BLOCKS + 4 * j * BLOCKS + b[:, None]  # (BB, BM)
+        for i in tl.static_range(4):
+            a = tile_values(word, h0, w0, w1, j, KIND, i, False, PLAIN)
+            acc = tl.dot(a, tl.load(x_at + i * BLOCKS, inside[:, None], other=0.0), acc)
+            if WORDS == 4:
+                a = tile_values(word, h1, w0, w1, j, KIND, i, True, PLAIN)
+                v = tl.load(x_at + (16 + i) * BLOCKS, inside[:, None], other=0.0)
+                acc = tl.dot(a, v, acc)
+    acc *= tl.load(x_scale + m)
+    at = token[None, :].to(tl.int64) * n_rows + row[:, None]
+    ok = (token < n_tokens)[None, :] & (row < n_rows)[:, None]
+    if HAS_RESIDUAL:
+        acc += tl.load(residual + at, ok, other=0.0)
+    tl.store(out + at, acc, ok)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Weight rows and blocks of a program's tile, warps and pipeline stages. Measured on an H200: benchmarks/cuda_kernels.py."""
+
+    rows: int
+    blocks: int
+    warps: int
+    stages: int
+
+
+TILE = Tile(64, 32, 4, 3)
+KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+MAX_TOKENS = 128  # above, unpacking once and the library's product are faster
+
+
+def supports(weight: WeightPlanes) -> str | None:
+    return None if weight.kind in KINDS else f"{weight.kind} has no codes to unpack"
+
+
+def matmul(
+    weight: WeightPlanes,
+    x: Rows,
+    out: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    tile: Tile = TILE,
+) -> torch.Tensor:
+    """out (tokens, n_rows) float32 = x (tokens, n_columns) · weightᵀ (+ residual, which may be `out` itself)."""
+    assert supports(weight) is None, supports(weight)
+    n_tokens = x.n_rows
+    assert (x.form, x.n_columns) == (HALVES, weight.n_columns), "another form or width"
+    assert out.shape == (n_tokens, weight.n_rows) and out.dtype == torch.float32 and out.is_contiguous()
+    tokens = min(64, max(16, triton.next_power_of_2(n_tokens)))
+    grid = triton.cdiv(weight.n_rows, tile.rows), triton.cdiv(n_tokens, tokens)
+    _matmul[grid](
+        weight.codes, weight.codes if weight.high is None else weight.high, weight.scale,
+        x.values, x.scale, out if residual is None else residual, out, weight.n_rows, n_tokens,
+        BLOCKS=weight.n_columns // BLOCK, KIND=weight.kind, BM=tokens, BN=tile.rows, BB=tile.blocks,
+        HAS_RESIDUAL=residual is not None, PLAIN=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,121 @@
+"""Packed matrix times one vector: out[n] = Σ_k W[n, k] · x[k] (+ residual[n]).
+
+The vector comes as int8 per 32 values (`rows`): codes c, scale s, and total t = s · Σ c. With a block's integer
+dot product d (by dp4a, four values an instruction) and the weight's scale w, a block adds
+
+    Q8_0  w · s · d      Q4_0  w · (s · d - 8 · t)      Q4_K  w · s · d - m · t      Q6_K  s · (w₀ · d₀ + w₁ · d₁)
+
+All tensors of a program are (BN rows, BB blocks), a thread has four neighbouring blocks: 16-byte loads of each word
+plane, and nothing moves between threads before the last sum. Reference: graph.ops.MatMul on the unpacked weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from motley.backends.cuda.kernels.bits import INTERPRETED, dp4a, high_half, low_half
+from motley.backends.cuda.kernels.rows import INT8, Rows
+from motley.backends.cuda.planes import BLOCK, WeightPlanes
+
+
+@triton.jit
+def _with_high_bits(nibbles, high, shift: tl.constexpr):
+    """Four 6-bit codes less 32: (c + 0x60) ^ 0x80 is c - 32 in each byte, without a borrow."""
+    return ((nibbles | (((high >> shift) & 0x03030303) << 4)) + 0x60606060) ^ -0x7F7F7F80
+
+
+@triton.jit(do_not_specialize=["quads"])
+def _matvec(
+    codes, high, scale, xq, xs, xt, residual, out, n_rows, quads,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]  # (BN, 1)
+    acc = tl.zeros([BN, BB], tl.float32)
+    zero = tl.zeros([BN, BB], tl.int32)
+    for first in range(0, BLOCKS, BB):
+        # `quads` is 0, but the compiler only knows that 4 divides this: so it gives a thread four blocks in every
+        # plane, also of float16, where it would prefer eight and then exchange them through shared memory.
+        b = first + quads * 4 + tl.arange(0, BB)[None, :]  # (1, BB)
+        inside = b < BLOCKS
+        s = tl.load(xs + b, inside, other=0.0)
+        w = tl.load(scale + n * BLOCKS + b, inside, other=0)
+        if KIND == "Q6_K":
+            h0 = tl.load(high + n * 2 * BLOCKS + b, inside, other=0)
+            h1 = tl.load(high + (n * 2 + 1) * BLOCKS + b, inside, other=0)
+        d, e = zero, zero  # of the low and the high half of blocks
+        for j in tl.static_range(4):
+            x_low = tl.load(xq + j * BLOCKS + b, inside, other=0)
+            x_high = tl.load(xq + (j + 4) * BLOCKS + b, inside, other=0)
+            if KIND == "Q8_0":
+                low = tl.load(codes + (n * 8 + j) * BLOCKS + b, inside, other=0)
+                upper = tl.load(codes + (n * 8 + j + 4) * BLOCKS + b, inside, other=0)
+            else:
+                word = tl.load(codes + (n * 4 + j) * BLOCKS + b, inside, other=0)
+                low, upper = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
+            if KIND == "Q6_K":
+                low, upper = _with_high_bits(low, h0, 2 * j), _with_high_bits(upper, h1, 2 * j)
+                e = dp4a(upper, x_high + zero, e, PLAIN)
+            else:
+                d = dp4a(upper, x_high + zero, d, PLAIN)
+            d = dp4a(low, x_low + zero, d, PLAIN)
+        if KIND == "Q6_K":
+            acc += s * (low_half(w).to(tl.float32) * d.to(tl.float32) + high_half(w).to(tl.float32) * e.to(tl.float32))
+        elif KIND == "Q8_0":
+            acc += w.to(tl.float32) * (s * d.to(tl.float32))
+        elif KIND == "Q4_0":
+            acc += w.to(tl.float32) * (s * d.to(tl.float32) - 8.0 * tl.load(xt + b, inside, other=0.0))
+        else:
+            acc += low_half(w).to(tl.float32) * (s * d.to(tl.float32))
+            acc -= high_half(w).to(tl.float32) * tl.load(xt + b, inside, other=0.0)
+    total = tl.sum(acc, 1)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + row, row < n_rows, other=0.0)
+    tl.store(out + row, total, row < n_rows)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and blocks of a program's tile, and its warps. Measured on an H200: benchmarks/cuda_kernels.py."""
+
+    rows: int
+    blocks: int
+    warps: int
+
+
+TILES = {
+    "Q8_0": Tile(4, 128, 1),
+    "Q4_0": Tile(4, 128, 1),
+    "Q4_K": Tile(4, 128, 1),
+    "Q6_K": Tile(4, 128, 1),
+}
+
+
+def supports(weight: WeightPlanes) -> str | None:
+    return None if weight.kind in TILES else f"{weight.kind} has no integer codes"
+
+
+def matvec(
+    weight: WeightPlanes,
+    x: Rows,
+    out: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """out (1, n_rows) float32 = x (1, n_columns) · weightᵀ (+ residual, which may be `out` itself)."""
+    assert supports(weight) is None, supports(weight)
+    assert (x.form, x.n_rows, x.n_columns) == (INT8, 1, weight.n_columns), "not one row of int8, or another width"
+    assert out.shape == (1, weight.n_rows) and out.dtype == torch.float32 and out.is_contiguous()
+    tile = tile or TILES[weight.kind]
+    _matvec[(triton.cdiv(weight.n_rows, tile.rows),)](
+        weight.codes, weight.codes if weight.high is None else weight.high, weight.scale,
+        x.values, x.scale, x.total, out if residual is None else residual, out, weight.n_rows, 0,
+        BLOCKS=weight.n_columns // BLOCK, KIND=weight.kind, BN=tile.rows, BB=tile.blocks,
+        HAS_RESIDUAL=residual is not None, PLAIN=INTERPRETED, num_warps=tile.warps,
+    )  # fmt: skip
+    return out

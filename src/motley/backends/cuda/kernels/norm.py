@@ -1,0 +1,41 @@
+"""Root mean square norm: out = x / sqrt(mean(x²) + eps) · weight, in any form of `rows`. Reference: graph.ops.RmsNorm."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from motley.backends.cuda.kernels.rows import Rows, store_rows
+
+
+@triton.jit
+def _rms_norm(
+    x, weight, values, scale, total, row_ids, eps, BLOCKS: tl.constexpr, BB: tl.constexpr, FORM: tl.constexpr,
+    CHOOSES: tl.constexpr,
+):  # fmt: skip
+    row, b = tl.program_id(0).to(tl.int64), tl.arange(0, BB)
+    source = row
+    if CHOOSES:
+        source = tl.load(row_ids + row).to(tl.int64)
+    k, inside = b[:, None] * 32 + tl.arange(0, 32)[None, :], (b < BLOCKS)[:, None]
+    v = tl.load(x + source * BLOCKS * 32 + k, inside, other=0.0)
+    mean = tl.sum(tl.sum(v * v, 1), 0) / (BLOCKS * 32)
+    v = v * tl.rsqrt(mean + eps) * tl.load(weight + k, inside, other=0.0)
+    store_rows(v, values, scale, total, row, b, BLOCKS, FORM)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: Rows, row_ids: torch.Tensor | None = None
+) -> Rows:
+    """x (rows, columns) float32, weight (columns,) → `out`; of the rows `row_ids` only, where given."""
+    assert x.dtype == weight.dtype == torch.float32 and x.is_contiguous()
+    assert x.shape[1] == out.n_columns == len(weight), "widths differ"
+    n_blocks = out.n_columns // 32
+    blocks = triton.next_power_of_2(n_blocks)
+    _rms_norm[(out.n_rows,)](
+        x, weight, out.bytes_or_values, out.scale, out.total, x if row_ids is None else row_ids, eps,
+        BLOCKS=n_blocks, BB=blocks, FORM=out.form, CHOOSES=row_ids is not None,
+        num_warps=max(1, min(16, blocks // 8)),
+    )  # fmt: skip
+    return out

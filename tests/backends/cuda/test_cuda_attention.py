@@ -1,0 +1,126 @@
+"""Attention over the cache, and what leads into it, under Triton's interpreter, against the ops' references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from motley.backends.cuda.kernels.attention import CachePlanes, Shares, Tables, attend, supports
+from motley.backends.cuda.kernels.combine import combine
+from motley.backends.cuda.kernels.enter import RopeTable, enter
+from motley.backends.cuda.kernels.gate import gated
+from motley.backends.cuda.kernels.norm import rms_norm
+from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
+from motley.graph.ops import Activation, Attention, Hadamard, RmsNorm, Rope
+from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
+from motley.kvcache.store import Store
+from motley.kvcache.types import get_cache_type
+
+BLOCK, DIM, KV_HEADS, GROUP = 16, 64, 2, 3
+HEADS = slice(1, 1 + KV_HEADS)  # of three rows in the stores
+
+
+def make_store(kind: str) -> Store:
+    return Store(get_cache_type(kind), n_blocks=8, block_size=BLOCK, n_rows=3, head_dim=DIM)
+
+
+def planes(store: Store) -> CachePlanes:
+    return CachePlanes.of(store.kind.name, store.planes)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def slots_of(blocks: list[int], n: int) -> torch.Tensor:
+    return (torch.tensor(blocks)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:n]
+
+
+@pytest.mark.parametrize(
+    ("k_kind", "v_kind", "window"),
+    [("f16", "f16", None), ("q8_0", "q8_0", 20), ("q4_0", "q4_0", None), ("q8_0", "q4_0", None)],
+)
+def test_decode_attention_over_shuffled_blocks(k_kind: str, v_kind: str, window: int | None) -> None:
+    torch.manual_seed(1)
+    keys, values = make_store(k_kind), make_store(v_kind)
+    everywhere = torch.arange(8 * BLOCK)
+    for store in (keys, values):
+        store.write(HEADS, everywhere, torch.randn(len(everywhere), KV_HEADS, DIM))
+    lengths, firsts, blocks = (53, 7), (0, BLOCK), ([5, 2, 7, 0], [3, 6])  # the second table lacks a block
+    tables = tuple(
+        SequenceTable(torch.tensor([r]), torch.tensor([first + n - 1]), first, slots_of(table, n))
+        for r, (n, first, table) in enumerate(zip(lengths, firsts, blocks, strict=True))
+    )
+    q = torch.randn(2, KV_HEADS * GROUP, DIM)
+    layer = ArenaLayer(keys, values, HEADS, GroupBatch(torch.tensor([0, 0]), tables))
+    expected = Attention(0.2, window).reference([q, layer])
+
+    device_tables = Tables(
+        torch.tensor([[5, 2, 7, 0], [3, 6, -1, -1]], dtype=torch.int32),
+        int32(*firsts), int32(0, 1), int32(*(f + n - 1 for f, n in zip(firsts, lengths, strict=True))),
+    )  # fmt: skip
+    shares = Shares.empty(2, KV_HEADS * GROUP, 3, DIM, "cpu", min_blocks=1)
+    attend(q, planes(keys), planes(values), HEADS, device_tables, shares, scale=0.2, window=window)
+    rows = Rows.empty(PLAIN, 2, KV_HEADS * GROUP * DIM, "cpu")
+    out = combine(shares, device_tables, BLOCK, rows, rotate=False, window=window).values.view(q.shape)
+    assert float((out - expected).norm() / expected.norm()) < 2e-3
+
+    turned = combine(shares, device_tables, BLOCK, rows, rotate=True, window=window).values.view(q.shape)
+    expected = expected @ Hadamard(DIM).reference([])
+    assert float((turned - expected).norm() / expected.norm()) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("k_kind", "v_kind", "style"), [("f16", "q8_0", "halves"), ("q4_0", "f16", "interleaved")]
+)
+def test_keys_and_values_enter_the_cache_as_the_store_would_write_them(
+    k_kind: str, v_kind: str, style: str
+) -> None:
+    torch.manual_seed(2)
+    n_rows, positions, slots = 3, int32(0, 9, 70000), torch.tensor([5, 17, 99])
+    qkv = torch.randn(n_rows, (GROUP + 2) * KV_HEADS, DIM)
+    q, k, v = qkv.split([GROUP * KV_HEADS, KV_HEADS, KV_HEADS], 1)
+    rope = Rope(DIM // 2, 5e5, style, magnitude=1.1)
+    expected = [make_store(kind) for kind in (k_kind, v_kind)]
+    turn = Hadamard(DIM).reference([])
+    q_expected, k_turned = (rope.reference([x, positions]) for x in (q, k))
+    if k_kind != "f16":
+        q_expected, k_turned = q_expected @ turn, k_turned @ turn
+    expected[0].write(HEADS, slots, k_turned)
+    expected[1].write(HEADS, slots, v @ turn if v_kind != "f16" else v)
+
+    stores = [make_store(kind) for kind in (k_kind, v_kind)]
+    table = RopeTable(rope.frequencies(), rope.n_dims, style == "halves", rope.magnitude)
+    out = enter(
+        q, k, v, positions, slots.int(), table, *map(planes, stores), HEADS, torch.empty(q.shape),
+        rotate_k=k_kind != "f16", rotate_v=v_kind != "f16",
+    )  # fmt: skip
+    assert torch.allclose(out, q_expected, atol=1e-4)
+    for store, other in zip(stores, expected, strict=True):
+        written = store.read(HEADS, slots)
+        assert float((written - other.read(HEADS, slots)).norm() / written.norm()) < 2e-3
+        elsewhere = torch.tensor([s for s in range(8 * BLOCK) if s not in slots])
+        assert not store.read(slice(0, 3), elsewhere).any()
+
+
+def test_norm_of_chosen_rows() -> None:
+    x, weight = torch.randn(3, 96), torch.rand(96)
+    out = rms_norm(x, weight, 1e-5, Rows.empty(PLAIN, 2, 96, "cpu"), int32(2, 0))
+    assert torch.allclose(out.values, RmsNorm(1e-5).reference([x, weight])[[2, 0]], atol=1e-5)
+    out = rms_norm(x, weight, 1e-5, Rows.empty(INT8, 3, 96, "cpu"))
+    assert torch.allclose(out.unpack(), RmsNorm(1e-5).reference([x, weight]), atol=2e-2)
+
+
+@pytest.mark.parametrize("function", ["silu", "gelu_tanh"])
+def test_gate(function: str) -> None:
+    x = torch.randn(2, 192)
+    out = gated(x, function, Rows.empty(PLAIN, 2, 96, "cpu"))
+    assert torch.allclose(out.values, Activation(function).reference([x[:, :96]]) * x[:, 96:], atol=1e-5)
+
+
+def test_what_attention_does_not_support_has_a_reason() -> None:
+    assert supports("f16", "q4_0", 128, 4, 64) is None
+    for arguments in (("q5_0", "f16", 128, 4, 64), ("f16", "f16", 80, 4, 64), ("f16", "f16", 128, 17, 64)):
+        assert supports(*arguments)

@@ -1,0 +1,79 @@
+"""Products with packed weights under Triton's interpreter, against the formats' own unpacking."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from motley.backends.cuda.kernels.matmul import matmul
+from motley.backends.cuda.kernels.matvec import Tile, matvec
+from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
+from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
+from motley.backends.cuda.planes import join_rows, to_planes
+from motley.formats import PackedTensor, get_format
+
+KINDS = ["Q8_0", "Q4_0", "Q4_K", "Q6_K"]
+
+
+def packed(kind: str, n_rows: int, n_columns: int = 256) -> PackedTensor:
+    generator = torch.Generator().manual_seed(n_rows)
+    return PackedTensor.pack(torch.randn(n_rows, n_columns, generator=generator), get_format(kind))
+
+
+def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out - expected).norm() / expected.norm())
+
+
+def poisoned(*shape: int) -> torch.Tensor:
+    return torch.full(shape, torch.nan)
+
+
+@pytest.mark.parametrize("form", [INT8, HALVES, PLAIN])
+def test_rows_stand_for_what_they_were_made_of(form: str) -> None:
+    x = torch.randn(2, 96) * torch.tensor([[1e5], [1e-3]])
+    x[0, :32] = 0
+    rows = convert(x, Rows.empty(form, 2, 96, "cpu"))
+    for got, row in zip(rows.unpack(), x, strict=True):
+        assert error(got, row) < {INT8: 1e-2, HALVES: 1e-3, PLAIN: 0.0}[form] or torch.equal(got, row)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matvec(kind: str) -> None:
+    weight, residual = packed(kind, 5, 512), torch.randn(1, 5)
+    x = convert(torch.randn(1, 512), Rows.empty(INT8, 1, 512, "cpu"))
+    expected = x.unpack() @ weight.unpack().T
+    out = matvec(to_planes(weight), x, poisoned(1, 5), tile=Tile(4, 8, 1))
+    assert error(out, expected) < 1e-3
+    out = matvec(to_planes(weight), x, residual, residual=residual, tile=Tile(2, 32, 1))
+    assert torch.equal(out, residual)
+    assert error(out, expected) < 3  # the residual is in it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matmul_adds_a_residual(kind: str) -> None:
+    weight, x, residual = packed(kind, 5), torch.randn(3, 256), torch.randn(3, 5)
+    rows = convert(x, Rows.empty(HALVES, 3, 256, "cpu"))
+    out = matmul(to_planes(weight), rows, poisoned(3, 5), residual=residual)
+    assert error(out, x @ weight.unpack().T + residual) < 2e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unpacking_by_value_and_by_row(kind: str) -> None:
+    weight = packed(kind, 5)
+    planes = to_planes(weight)
+    by_value = unpack_by_value(planes, torch.empty(5, 256, dtype=torch.float16))
+    assert error(by_value.float().unflatten(1, (32, -1)).mT.flatten(1), weight.unpack()) < 2e-3
+    chosen = unpack_rows(planes, torch.tensor([4, -1, 0], dtype=torch.int32), poisoned(3, 256))
+    assert error(chosen[[0, 2]], weight.unpack()[[4, 0]]) < 2e-3
+    assert not chosen[1].any()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "F16", "BF16", "Q5_K"])
+def test_matrices_on_top_of_each_other_can_be_taken_apart(kind: str) -> None:
+    parts = [to_planes(packed(kind, n)) for n in (3, 2)]
+    joined = join_rows(parts)
+    assert joined.n_rows == 5
+    assert joined.n_bytes == sum(part.n_bytes for part in parts)
+    assert torch.equal(joined.rows(3, 5).codes, parts[1].codes)
