@@ -85,6 +85,8 @@ class _Inference:
             cost = self._cost(node, way)
             if cost is not None and (best is None or cost < best[0]):
                 best = cost, way
+            if cost == FREE:  # none of the others can be cheaper
+                break
         if best is None:
             states = [self.ways[t].output for t in node.inputs]
             why = f"no way to compute {node.name or 'it'} from inputs that lie like this"
