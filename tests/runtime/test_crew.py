@@ -1,0 +1,103 @@
+"""Which devices, how much of each, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from motley.errors import ConfigError, DeviceError, MotleyError
+from motley.runtime import make_crew
+from motley.runtime.crew import parse_bytes
+
+GIB = 1024**3
+
+
+def fractions(*values: int | str) -> tuple[Fraction, ...]:
+    return tuple(map(Fraction, values))
+
+
+def test_one_device_is_not_split() -> None:
+    crew = make_crew()
+    assert len(crew) == 1
+    assert (crew.mode, crew.shares, crew.label(0)) == ("none", fractions(1), "cpu")
+    assert crew.devices[0].memory is None
+
+
+def test_the_same_name_stands_for_several_devices() -> None:
+    crew = make_crew("cpu, cpu,cpu", "tensor")
+    assert len(crew) == 3
+    assert crew.shares == fractions(1, 1, 1)
+    assert [crew.label(i) for i in range(3)] == ["cpu#0", "cpu#1", "cpu#2"]
+
+
+def test_several_devices_share_layers_unless_told_otherwise() -> None:
+    assert make_crew(["cpu", "cpu"]).mode == "layer"
+
+
+@pytest.mark.parametrize("asked", ["3,0,1.5", (3, 0, 1.5), ["3", "0", "3/2"]])
+def test_proportions_are_exact(asked: Any) -> None:
+    assert make_crew("cpu,cpu,cpu", "tensor", asked).shares == fractions(3, 0, "3/2")
+
+
+def test_proportions_follow_the_budgets_unless_given() -> None:
+    crew = make_crew("cpu,cpu", "tensor", device_memory="2GiB,1GiB")
+    assert [device.memory for device in crew.devices] == [2 * GIB, GIB]
+    assert crew.shares[0] == 2 * crew.shares[1]
+    assert make_crew("cpu,cpu", "tensor", "1,1", "2GiB,1GiB").shares == fractions(1, 1)
+
+
+def test_without_a_split_only_the_first_device_works() -> None:
+    crew = make_crew("cpu,cpu", "none", "3,1", "2GiB,1GiB")
+    assert len(crew) == 1
+    assert crew.devices[0].memory == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("value", "n_bytes"),
+    [
+        ("2GiB", 2 * GIB),
+        ("2G", 2 * GIB),
+        ("2 gb", 2 * GIB),
+        ("1.5KiB", 1536),
+        ("512M", 512 * 1024**2),
+        ("1T", 1024**4),
+        ("77", 77),
+        ("77B", 77),
+        (77, 77),
+    ],
+)
+def test_amounts_of_memory(value: str | int, n_bytes: int) -> None:
+    assert parse_bytes(value) == n_bytes
+
+
+REFUSALS: list[tuple[dict[str, Any], type[MotleyError], str]] = [
+    ({"devices": ""}, DeviceError, "no devices were named (there are: cpu"),
+    ({"devices": []}, DeviceError, "no devices were named"),
+    ({"devices": "cpu,tpu"}, DeviceError, "unknown device 'tpu' (there are: cpu"),
+    ({"split_mode": "rows"}, ConfigError, "unknown split mode 'rows' (there are: none, layer, tensor)"),
+    ({"tensor_split": "1"}, ConfigError, "1 proportions for 2 devices"),
+    ({"tensor_split": (1, 2, 3)}, ConfigError, "3 proportions for 2 devices"),
+    ({"tensor_split": "0,0"}, ConfigError, "cannot be met"),
+    ({"tensor_split": "-1,2"}, ConfigError, "cannot be met (proportions are 0 or more"),
+    ({"tensor_split": "one,two"}, ConfigError, "'one,two' is no list of numbers"),
+    ({"tensor_split": "1/0,1"}, ConfigError, "is no list of numbers"),
+    ({"tensor_split": "nan,1"}, ConfigError, "is no list of numbers"),
+    ({"tensor_split": (float("inf"), 1)}, ConfigError, "is no list of numbers"),
+    ({"device_memory": "2GiB"}, ConfigError, "1 memory budgets for 2 devices"),
+    ({"device_memory": "2GiB,lots"}, ConfigError, "'lots' is no amount of memory"),
+    ({"device_memory": "2GiB,-1"}, ConfigError, "'-1' is no amount of memory"),
+    ({"device_memory": "2GiB,0"}, ConfigError, "'0' is no amount of memory"),
+    ({"device_memory": (2.5e9, -3)}, ConfigError, "is no amount of memory"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), REFUSALS, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_meant_is_refused(
+    options: dict[str, Any], error: type[MotleyError], message: str
+) -> None:
+    with pytest.raises(error) as refusal:
+        make_crew(**({"devices": "cpu,cpu", "split_mode": "tensor"} | options))
+    assert message in str(refusal.value)
+    assert refusal.value.hint
