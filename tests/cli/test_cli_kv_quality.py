@@ -69,7 +69,7 @@ def test_a_real_model_gets_a_verdict_for_each_type(motley: Motley, stories: str,
     f16, q8_0 = report["types"]
     assert f16["verdict"] == "as good as f16"
     assert 0 < f16["divergence"]["kl_mean"] < q8_0["divergence"]["kl_mean"]
-    assert f16["token_bytes"] == 5 * 4 * 8 * 2 * 2
+    assert f16["bytes_per_token"] == 5 * 4 * 8 * 2 * 2
     assert "no rotation fits" in result.stderr
     assert ET.parse(plot).getroot().tag.endswith("svg")
 

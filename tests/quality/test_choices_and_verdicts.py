@@ -1,4 +1,4 @@
-"""Which types are measured, what a token costs in each, and what is said of them."""
+"""Which types are measured, and what is said of them."""
 
 from __future__ import annotations
 
@@ -46,26 +46,6 @@ def test_a_model_whose_heads_fit_no_rotation_has_each_type_once(params: DecoderP
     choices = parse_choices("q8_0,f16")
     assert applicable(choices, params) == choices
     assert applicable(choices, replace(params, head_dim=80)) == parse_choices("q8_0,f16", rotations=(False,))
-
-
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        ("f32", 32),
-        ("f16", 16),
-        ("bf16", 16),
-        ("q8_0", 8.5),
-        ("q5_1", 6),
-        ("q5_0", 5.5),
-        ("q4_1", 5),
-        ("q4_0", 4.5),
-    ],
-)
-def test_bytes_of_a_token_follow_from_bits_of_a_value(params: DecoderParams, name: str, bits: float) -> None:
-    n_values = params.n_layers * params.n_kv_heads * params.head_dim
-    assert CacheChoice(name, name).token_bytes(params) == 2 * n_values * bits / 8
-    assert CacheChoice(name, "f16").token_bytes(params) == n_values * (bits + 16) / 8
-    assert CacheChoice("f16", name).token_bytes(replace(params, head_dim=8)) == n_values * (bits + 16) / 8 / 8
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ def test_a_change_is_known_better_than_the_perplexity_itself(report: Report) -> 
 def test_bytes_are_counted_by_the_table_and_as_allocated(report: Report) -> None:
     n_values = 5 * 4 * 8  # layers, KV heads, dims
     q8_0 = report.types[2]
-    assert q8_0.token_bytes == 2 * n_values * 34 / 32
-    assert q8_0.allocated_token_bytes == 4 * q8_0.token_bytes  # a head of 8 dims fills a tile of 32
+    assert q8_0.bytes_per_token == 2 * n_values * 34 / 32
+    assert q8_0.bytes_per_token_allocated == 4 * q8_0.bytes_per_token  # a head of 8 dims fills a tile of 32
 
 
 def test_needles_stand_in_passages_that_fill_the_context() -> None:
@@ -119,14 +119,14 @@ def test_recall_counts_the_answers_that_are_whole_words() -> None:
     replies = {1: " dalumb. The", 2: " dalumba", 3: "dalumb", 4: " it is dalumb"}
     asked: list[int] = []
 
-    def stream(tokens: tuple[int, ...], **sampling: Any) -> Any:
+    def generate(tokens: tuple[int, ...], **sampling: Any) -> Any:
         asked.append(sampling["max_tokens"])
         assert sampling["temperature"] == 0
-        return SimpleNamespace(finish=lambda: SimpleNamespace(text=replies[tokens[0]]))
+        return SimpleNamespace(text=replies[tokens[0]])
 
     tokenizer = SimpleNamespace(encode=lambda text, add_special: list(text))
     prompts = [RecallPrompt("…", (i,), "dalumb", 1) for i in replies]
-    recall = measure_recall(cast(LLM, SimpleNamespace(stream=stream, tokenizer=tokenizer)), prompts)
+    recall = measure_recall(cast(LLM, SimpleNamespace(generate=generate, tokenizer=tokenizer)), prompts)
     assert recall == Recall(2, 4)
     assert recall.share == 0.5
     assert set(asked) == {len(" dalumb") + 2}

@@ -170,8 +170,8 @@ def _figures(row: TypeQuality) -> list[str]:
     return [
         row.choice.name,
         ("yes" if row.choice.is_rotated else "no") if row.choice.is_quantized else "",
-        f"{row.token_bytes:,.0f}",
-        f"{row.allocated_token_bytes:,.0f}",
+        f"{row.bytes_per_token:,.0f}",
+        f"{row.bytes_per_token_allocated:,.0f}",
         f"{row.perplexity:.4f}",
         f"{row.perplexity_change:+.3%} ± {row.perplexity_change_error:.3%}",
         f"{row.divergence.kl_mean:.2e}",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from motley.errors import ConfigError
-from motley.kvcache.types import TILE, get_cache_type
+from motley.kvcache.types import get_cache_type
 from motley.models import DecoderParams, rotation_size
 
 
@@ -26,11 +26,6 @@ class CacheChoice:
     @property
     def is_quantized(self) -> bool:
         return any(get_cache_type(kind).is_quantized for kind in (self.k, self.v))
-
-    def token_bytes(self, params: DecoderParams) -> float:
-        """K and V of one token in all layers, by the table of types: nothing padded, no head stored twice."""
-        tile_bytes = sum(get_cache_type(kind).tile_bytes for kind in (self.k, self.v))
-        return params.n_layers * params.n_kv_heads * params.head_dim * tile_bytes / TILE
 
 
 def parse_choice(text: str) -> CacheChoice:

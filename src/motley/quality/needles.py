@@ -27,7 +27,7 @@ class Recall:
 def answer(llm: LLM, prompt: RecallPrompt) -> str:
     """What the model says first, as far as the answer reaches."""
     n_tokens = len(llm.tokenizer.encode(f" {prompt.answer}", add_special=False))
-    return llm.stream(prompt.tokens, max_tokens=n_tokens + _SPARE_TOKENS, temperature=0).finish().text
+    return llm.generate(prompt.tokens, max_tokens=n_tokens + _SPARE_TOKENS, temperature=0).text
 
 
 def measure_recall(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from motley.bundled import RecallPrompt, make_recall_prompts
 from motley.gguf import read_spec
 from motley.llm import LLM
-from motley.models import DecoderParams, read_params
+from motley.models import read_params
 from motley.quality.choices import CacheChoice, applicable
 from motley.quality.divergence import Divergence, Logits, RowDivergence
 from motley.quality.needles import ANSWER_ROOM, Recall, measure_recall
@@ -65,8 +65,8 @@ class TypeQuality:
     """What one type costs and what it saves."""
 
     choice: CacheChoice
-    token_bytes: float  # K and V of one token: by the table of types
-    allocated_token_bytes: float  # the same, as allocated for one context, over its tokens
+    bytes_per_token: float  # K and V in all layers, by the table of types
+    bytes_per_token_allocated: float  # the same, as it lies in memory
     perplexity: float
     perplexity_error: float  # one standard error
     perplexity_change: float  # 0.01: one per cent more than the baseline's
@@ -99,7 +99,7 @@ def measure_types(
 
     Where no rotation fits the model's heads, rotated choices are measured without, once.
     """
-    params = read_params(read_spec(model))
+    choices = applicable(choices, read_params(read_spec(model)))
     with SpooledTemporaryFile(max_size=_IN_MEMORY) as file:
         reference = ReferenceLogits(file)
 
@@ -117,12 +117,12 @@ def measure_types(
                 return Sitting.of(choice, llm, exam, reference, lambda: advance(choice.name))
 
         first = sit(baseline)
-        others = [sit(choice) for choice in applicable(choices, params)]
+        others = [sit(choice) for choice in choices]
     return Report(
         exam.n_ctx,
         first.nll.size,
-        first.against(first, params),
-        tuple(sitting.against(first, params) for sitting in others),
+        first.against(first),
+        tuple(sitting.against(first) for sitting in others),
     )
 
 
@@ -134,7 +134,8 @@ class Sitting:
     nll: npt.NDArray[np.float64]  # of each scored token
     divergence: Divergence
     recall: Recall | None
-    allocated_token_bytes: float
+    bytes_per_token: float
+    bytes_per_token_allocated: float
 
     @classmethod
     def of(
@@ -153,22 +154,24 @@ class Sitting:
             scored = scored_rows(logits)
             rows.append(RowDivergence.between(reference.get(number, scored), scored))
             advance()
+        layout = llm.kv_stats().layout
         return cls(
             choice,
             np.concatenate(nll),
             RowDivergence.join(rows).summary(),
             measure_recall(llm, exam.needles, advance) if exam.needles else None,
-            llm.memory()["kv_cache"] / exam.n_ctx,
+            layout.bytes_per_token,
+            layout.bytes_per_token_allocated,
         )
 
-    def against(self, baseline: Sitting, params: DecoderParams) -> TypeQuality:
+    def against(self, baseline: Sitting) -> TypeQuality:
         score = Score() + self.nll
         ratio = Score() + (self.nll - baseline.nll)  # its perplexity is the quotient of the two perplexities
         change = ratio.perplexity - 1
         return TypeQuality(
             self.choice,
-            self.choice.token_bytes(params),
-            self.allocated_token_bytes,
+            self.bytes_per_token,
+            self.bytes_per_token_allocated,
             score.perplexity,
             score.error,
             change,
