@@ -1,0 +1,171 @@
+"""Models on crews of unequal devices answer as one device does, and talk no more than they must."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from motley import LLM
+from motley.gguf import read_spec
+from motley.graph import CACHE
+from motley.models import BatchShape, GraphOptions, read_params
+from motley.ownership import Split, sole_owner
+from motley.runtime import ModelSplit, make_crew
+from motley.runtime.loading import weight_bytes
+
+ARCHITECTURES = ("gemma3", "llama", "phi3", "qwen2", "qwen3")
+CREWS = ((1, 1), (3, 1), (2, 1, 1), (1, 0, 1), (1,) * 5, (1,) * 7)
+N_PROMPT, N_NEW = 48, 16
+TOLERANCE = 1e-3
+
+Logits = npt.NDArray[np.float32]
+
+
+def open_llm(path: Path, mode: str = "none", shares: Sequence[int] = (1,), **options: Any) -> LLM:
+    return LLM(
+        path,
+        n_ctx=N_PROMPT + N_NEW,
+        n_parallel=1,
+        cache_type_k="f32",
+        cache_type_v="f32",
+        backend="reference",
+        devices=["cpu"] * len(shares),
+        split_mode=mode,
+        tensor_split=shares,
+        **options,
+    )
+
+
+def continued(llm: LLM, prompt: list[int]) -> list[int]:
+    return list(llm.generate(prompt, max_tokens=N_NEW, temperature=0, ignore_eos=True).tokens)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A model, and what one device makes of it."""
+
+    path: Path
+    prompt: list[int]
+    new: list[int]  # greedy
+    logits: Logits  # of the prompt and the new tokens
+
+    @staticmethod
+    def of(path: Path) -> Alone:
+        prompt = np.load(path.parent / "tokens.npy")[:N_PROMPT].tolist()
+        with open_llm(path) as llm:
+            new = continued(llm, prompt)
+            return Alone(path, prompt, new, llm.logits(prompt + new))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, shared: Path) -> Path:
+    path: Path = shared / "golden" / request.param
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Alone:
+    return Alone.of(folder / "model.gguf")
+
+
+@pytest.fixture(scope="module")
+def quantized(folder: Path) -> Alone:
+    (path,) = folder.glob("model-*.gguf")
+    return Alone.of(path)
+
+
+def check_logits(alone: Alone, mode: str, shares: Sequence[int]) -> None:
+    """Given the tokens before, each greedy token is the likeliest on the crew too: so the crew continues alike."""
+    with open_llm(alone.path, mode, shares) as llm:
+        logits = llm.logits(alone.prompt + alone.new)
+    assert np.abs(logits - alone.logits).max() <= TOLERANCE
+    assert logits[N_PROMPT - 1 : -1].argmax(-1).tolist() == alone.new
+
+
+@pytest.mark.parametrize("shares", CREWS)
+def test_tensors_split_over_a_crew_give_the_same_logits(plain: Alone, shares: tuple[int, ...]) -> None:
+    check_logits(plain, "tensor", shares)
+
+
+@pytest.mark.parametrize("shares", CREWS)
+def test_layers_split_over_a_crew_give_the_same_logits(plain: Alone, shares: tuple[int, ...]) -> None:
+    check_logits(plain, "layer", shares)
+
+
+@pytest.mark.parametrize("shares", CREWS)
+def test_quantized_tensors_split_over_a_crew_give_the_same_logits(
+    quantized: Alone, shares: tuple[int, ...]
+) -> None:
+    check_logits(quantized, "tensor", shares)
+
+
+@pytest.mark.parametrize(("mode", "shares"), [("tensor", (2, 1, 1)), ("layer", (1, 0, 1))])
+def test_a_crew_generates_the_same_tokens_in_chunks(plain: Alone, mode: str, shares: tuple[int, ...]) -> None:
+    """The prompt comes in batches, of which only the last wants logits, and then token by token."""
+    with open_llm(plain.path, mode, shares, n_batch=20) as llm:
+        assert continued(llm, plain.prompt) == plain.new
+
+
+def test_quantized_layers_generate_the_same_tokens(quantized: Alone) -> None:
+    with open_llm(quantized.path, "layer", (3, 1)) as llm:
+        assert continued(llm, quantized.prompt) == quantized.new
+
+
+def model_split(path: Path, mode: str, shares: Sequence[int]) -> ModelSplit:
+    spec = read_spec(path)
+    crew = make_crew(["cpu"] * len(shares), mode, shares)
+    return ModelSplit(spec, read_params(spec), crew, GraphOptions(N_PROMPT))
+
+
+def all_have_a_part(split: ModelSplit) -> bool:
+    """Whether each device that has a share has heads and FFN columns in every layer."""
+    graph = split.split(BatchShape(1, 1))
+    wanted = [share > 0 for share in split.crew.shares]
+    states = [
+        graph.state(t)
+        for t in graph.graph.weights
+        if t.name.endswith(("attn_output.weight", "ffn_down.weight"))
+    ]
+    return all(
+        isinstance(state, Split) and [n > 0 for n in state.word.counts(len(wanted))] == wanted
+        for state in states
+    )
+
+
+@pytest.mark.parametrize(
+    "batch", [BatchShape(1, 1), BatchShape(N_PROMPT, 1), BatchShape(7, 7), BatchShape(5, 0)]
+)
+def test_two_sums_a_layer_and_one_gather_of_logits(folder: Path, batch: BatchShape) -> None:
+    n_checked = 0
+    for shares in CREWS:
+        split = model_split(folder / "model.gguf", "tensor", shares)
+        if all_have_a_part(split):
+            found = Counter(t.kind for t in split.split(batch).collectives)
+            assert found == {"all_reduce": 2 * split.params.n_layers, "all_gather": 1}, shares
+            n_checked += 1
+    assert n_checked >= 3
+
+
+@pytest.mark.parametrize("shares", CREWS)
+def test_layers_are_handed_over_once_between_neighbours(folder: Path, shares: tuple[int, ...]) -> None:
+    split = model_split(folder / "model.gguf", "layer", shares)
+    graph = split.split(BatchShape(3, 1))
+    n_busy = len({sole_owner(graph.state(t)) for t in graph.graph.weights} - {None})
+    kinds = [t.kind for t in graph.collectives]
+    assert kinds == ["send"] * (n_busy - 1) + ["broadcast"]
+
+
+@pytest.mark.parametrize("mode", ["tensor", "layer"])
+def test_a_device_without_a_share_holds_norms_at_most(folder: Path, mode: str) -> None:
+    split = model_split(folder / "model.gguf", mode, (1, 0, 1))
+    shares = [split.share(device, BatchShape(3, 1)) for device in range(3)]
+    first, idle, last = map(weight_bytes, shares)
+    assert idle < 0.05 * min(first, last)
+    assert all(t.shape[0] == 0 for t in shares[1].graph.inputs if t.dtype == CACHE)
