@@ -211,6 +211,7 @@ NB_MODULE(_core, m) {
         .def("set", &set_batch, "slots"_a, "sequences"_a);
     nb::class_<Group>(m, "Group", "Where programs of several devices meet.")
         .def(nb::init<int>(), "n_devices"_a)
+        .def_prop_ro("n_devices", &Group::n_devices)
         .def("abort", &Group::abort)
         .def("reset", &Group::reset);
     bind_program(m);

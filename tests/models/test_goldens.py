@@ -78,7 +78,7 @@ def test_stories260k_writes_the_stored_text(shared: Path) -> None:
 
 
 def _open(path: Path) -> LLM:
-    return LLM(path, n_ctx=N_CTX, cache_type_k="f32", cache_type_v="f32")
+    return LLM(path, n_ctx=N_CTX, cache_type_k="f32", cache_type_v="f32", backend="reference")
 
 
 def _difference(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:

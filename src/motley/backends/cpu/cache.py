@@ -1,0 +1,89 @@
+"""The KV cache as kernels see it: addresses of planes, and where a batch reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from motley.backends.cpu.native import CACHE_KINDS, address, core
+
+
+class Kind(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class Store(Protocol):
+    """K or V of some layers: planes (block, row, tile, token, width), see kvcache/store.py."""
+
+    block_size: int
+    planes: Mapping[str, torch.Tensor]
+
+    @property
+    def kind(self) -> Kind: ...
+
+
+class Table(Protocol):
+    @property
+    def rows(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def slots(self) -> torch.Tensor: ...
+
+
+class Batch(Protocol):
+    @property
+    def slots(self) -> torch.Tensor: ...
+    @property
+    def tables(self) -> Sequence[Table]: ...
+
+
+class PagedLayer(Protocol):
+    """What a graph's cache input is at run time."""
+
+    @property
+    def keys(self) -> Store: ...
+    @property
+    def values(self) -> Store: ...
+    @property
+    def rows(self) -> slice: ...
+    @property
+    def batch(self) -> Batch: ...
+
+
+def store_view(store: Store, rows: slice) -> tuple[int, int, int, int, int, int, int]:
+    """As csrc's CacheStoreView."""
+    planes = store.planes
+    codes = planes["codes"] if "codes" in planes else planes["values"]
+    return (
+        CACHE_KINDS[store.kind.name],
+        address(codes),
+        address(planes.get("high_bits")),
+        address(planes.get("scale")),
+        address(planes.get("minimum")),
+        codes.shape[1],
+        rows.start,
+    )
+
+
+class BatchSlot:
+    """A fixed place that programs read a batch's addresses from; filled before each run."""
+
+    def __init__(self) -> None:
+        self.native: Any = core.Batch()
+        self._kept: list[torch.Tensor] = []  # what the addresses are of
+
+    def fill(self, batch: Batch, block_size: int) -> None:
+        self._kept = [batch.slots]
+        sequences = []
+        for table in batch.tables:
+            blocks = (table.slots[::block_size] // block_size).to(torch.int32)
+            self._kept.append(blocks)
+            first_row, position = int(table.rows[0]), int(table.positions[0])
+            sequences.append((first_row, len(table.rows), position, table.first, address(blocks)))
+        self.native.set(address(batch.slots), sequences)

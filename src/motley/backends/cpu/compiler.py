@@ -1,0 +1,420 @@
+"""From stages to native programs: every stage becomes kernel calls on fixed addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from motley.backends.cpu.cache import BatchSlot, PagedLayer, store_view
+from motley.backends.cpu.fusion import Foreign, Linear, Meeting, Single, Stage
+from motley.backends.cpu.kernels import repeats_of
+from motley.backends.cpu.memory import Arena, quantizes, uses_codes
+from motley.backends.cpu.native import FORMATS, FUNCTIONS, address, core
+from motley.backends.cpu.weights import RepackedTensor
+from motley.formats import PackedTensor
+from motley.graph import I32, Op, Tensor
+from motley.graph.ops import (
+    INTERLEAVED,
+    Activation,
+    Add,
+    Attention,
+    CacheStore,
+    Concat,
+    GetRows,
+    Input,
+    MatMul,
+    Mul,
+    Permute,
+    Repeat,
+    RmsNorm,
+    Rope,
+    Scale,
+    Slice,
+    Softmax,
+    Weight,
+)
+from motley.plan import base_of
+from motley.split.collectives import AllGather, AllReduce, Broadcast, Place, Shard
+
+_MAX_SPLITS = 16  # of a sequence in one attention (csrc/kernels/attention.cpp)
+_MAX_SPLIT_ROWS = 64  # tokens beyond which there is enough to do without splits
+
+
+class Memory:
+    """Addresses of tensors: the arena, inputs, weights and constants of one executable."""
+
+    def __init__(self, arena: Arena, weights: Mapping[str, PackedTensor], inputs: Iterable[Tensor]) -> None:
+        self.layout = arena
+        self.weights = weights
+        self.arena = torch.empty(arena.n_bytes, dtype=torch.uint8)
+        self.inputs = {t.name: torch.zeros(t.shape, dtype=torch.int32) for t in inputs if t.dtype == I32}
+        self._fixed: dict[Tensor, torch.Tensor] = {}  # constants, and weights as float32
+        self.kept: list[torch.Tensor] = []  # what else programs have addresses of
+
+    def address(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        base = base_of(tensor)
+        if isinstance(base.op, Input):
+            return address(self.inputs[base.name])
+        if isinstance(base.op, Weight) or base.op.is_constant:
+            return address(self.dense(base))
+        offset = self.layout.values.get(base)
+        return 0 if offset is None else address(self.arena) + offset
+
+    def codes(self, tensor: Tensor) -> int:
+        offset = self.layout.codes.get(tensor)
+        return 0 if offset is None else address(self.arena) + offset
+
+    def dense(self, tensor: Tensor) -> torch.Tensor:
+        """A weight or constant as float32."""
+        if tensor not in self._fixed:
+            is_weight = isinstance(tensor.op, Weight)
+            value = self.weights[tensor.name].unpack() if is_weight else tensor.op.reference([])
+            self._fixed[tensor] = value.float().contiguous()
+        return self._fixed[tensor]
+
+    def value(self, tensor: Tensor) -> Any:
+        """What a Python kernel is given for it."""
+        base = base_of(tensor)
+        if isinstance(tensor.op, Weight):
+            return self.weights[tensor.name]
+        if isinstance(base.op, Input):
+            return self.inputs[base.name].view(tensor.shape)
+        if base.op.is_constant:
+            return self.dense(base).view(tensor.shape)
+        start = self.layout.values[base]
+        dtype = torch.int32 if tensor.dtype == I32 else torch.float32
+        return self.arena[start : start + tensor.n_values * 4].view(dtype).view(tensor.shape)
+
+    def room(self, n_values: int) -> int:
+        """The address of so many values that stay."""
+        self.kept.append(torch.empty(n_values))
+        return address(self.kept[-1])
+
+
+class Compiler:
+    """Adds stages to a program. `layers` are the batch's cache inputs by name, `slots` where their batches go."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        pool: Any,
+        layers: Mapping[str, PagedLayer],
+        slots: Mapping[str, BatchSlot],
+        *,
+        is_exact: bool,
+    ) -> None:
+        self._memory = memory
+        self._pool = pool
+        self._layers = layers
+        self._slots = slots
+        self._is_exact = is_exact
+        self._quantized: set[Tensor] = set()  # whose codes have been written
+        self._rope_tables: dict[tuple[Rope, tuple[Tensor, ...]], int] = {}
+        self._partial: tuple[int, int] = (0, 0)  # address and values of the attention's splits
+        self._program: Any = None
+
+    def compile(self, stages: Sequence[Stage]) -> Any:
+        """One program of stages that follow each other; none of them foreign."""
+        self._program = core.Program(self._pool)
+        for stage in stages:
+            match stage:
+                case Linear():
+                    self._linear(stage)
+                case Meeting():
+                    self._meet(stage)
+                case Single():
+                    _EMITTERS[type(stage.node.op)](self, stage)
+        return self._program
+
+    def can_compile(self, stage: Stage) -> bool:
+        """What only a look at the weights tells."""
+        if isinstance(stage, Foreign):
+            return False
+        if isinstance(stage, Single) and isinstance(stage.node.op, GetRows):
+            return not isinstance(self._memory.weights.get(stage.node.inputs[0].name), RepackedTensor)
+        return True
+
+    def _linear(self, stage: Linear) -> None:
+        x, at = stage.x, self._memory.address
+        n_columns = x.shape[-1]
+        n_tokens = x.n_values // n_columns if n_columns else prod(x.shape[:-1])
+        codes = self._memory.codes(x) if uses_codes(stage, self._is_exact) else 0
+        if codes and x not in self._quantized:
+            self._program.quantize(at(x), n_columns, codes, n_tokens, n_columns)
+            self._quantized.add(x)
+        parts = []
+        for part in stage.parts:
+            weight, n_rows = self._memory.weights[part.weight.name], part.weight.shape[0]
+            where, form = address(weight.data), FORMATS[weight.format.name]
+            parts.append((where, form, n_rows, at(part.bias), at(part.residual), at(part.out), n_rows))
+        self._program.matmul(
+            at(x), n_columns, codes, n_tokens, n_columns, parts, FUNCTIONS[stage.gate], self._is_exact
+        )
+
+    def _norm(self, stage: Single) -> None:
+        x, *weight = stage.node.inputs
+        n_columns, out = x.shape[-1], stage.out
+        self._program.norm(
+            self._memory.address(x),
+            self._memory.address(weight[0]) if weight else 0,
+            self._memory.address(out),
+            self._memory.codes(out),
+            x.n_values // max(n_columns, 1),
+            n_columns,
+            _op(stage, RmsNorm).eps,
+        )
+        if quantizes(stage):
+            self._quantized.add(out)
+
+    def _rope(self, stage: Single) -> None:
+        op, at = _op(stage, Rope), self._memory.address
+        x, positions, *divisors = stage.node.inputs
+        n_tokens, n_heads, dim = x.shape
+        n_pairs = op.n_dims // 2
+        key = op, (positions, *divisors)
+        if key not in self._rope_tables:
+            frequencies = op.frequencies(*(self._memory.dense(d) for d in divisors)).contiguous()
+            self._memory.kept.append(frequencies)
+            table = self._rope_tables[key] = self._memory.room(2 * n_tokens * n_pairs)
+            self._program.rope_table(
+                at(positions), address(frequencies), table, n_tokens, n_pairs, op.magnitude
+            )
+        table = self._rope_tables[key]
+        is_interleaved = op.style == INTERLEAVED
+        self._program.rope(
+            at(x), at(stage.out), table, n_tokens, n_heads, dim, n_pairs, is_interleaved, stage.rotation
+        )
+
+    def _cache_store(self, stage: Single) -> None:
+        cache, keys, values = stage.inputs
+        layer, slot = self._layer(cache)
+        n_heads, dim = cache.shape
+        self._program.cache_write(
+            self._memory.address(keys),
+            self._memory.address(values),
+            keys.shape[0],
+            n_heads,
+            dim,
+            layer.keys.block_size,
+            store_view(layer.keys, layer.rows),
+            store_view(layer.values, layer.rows),
+            0,
+            stage.rotation,
+            slot.native,
+        )
+
+    def _attention(self, stage: Single) -> None:
+        op, (q, cache) = _op(stage, Attention), stage.node.inputs
+        layer, slot = self._layer(cache)
+        n_tokens, n_heads, dim = q.shape
+        self._program.attention(
+            self._memory.address(q),
+            self._memory.address(stage.out),
+            n_tokens,
+            n_heads,
+            cache.shape[0],
+            dim,
+            layer.keys.block_size,
+            store_view(layer.keys, layer.rows),
+            store_view(layer.values, layer.rows),
+            op.scale,
+            op.window or 0,
+            stage.rotation,
+            slot.native,
+            *self._split_room(n_tokens, n_heads, dim),
+            self._pool.n_threads,
+        )
+
+    def _split_room(self, n_tokens: int, n_heads: int, dim: int) -> tuple[int, int]:
+        """Memory for the splits of sequences; all layers share it."""
+        if n_tokens > _MAX_SPLIT_ROWS or self._pool.n_threads == 1:
+            return 0, 0
+        n_values = n_tokens * n_heads * (dim + 2) * _MAX_SPLITS
+        if self._partial[1] < n_values:
+            self._partial = self._memory.room(n_values), n_values
+        return self._partial[0], n_values
+
+    def _layer(self, cache: Tensor) -> tuple[PagedLayer, BatchSlot]:
+        name = base_of(cache).name
+        return self._layers[name], self._slots[name]
+
+    def _hadamard(self, stage: Single) -> None:
+        x = stage.node.inputs[0]
+        size = x.shape[-1]
+        self._program.hadamard(
+            self._memory.address(x), self._memory.address(stage.out), x.n_values // size, size
+        )
+
+    def _binary(self, stage: Single) -> None:
+        a, b = stage.node.inputs
+        repeats = (a.n_values, 1) if a.shape == b.shape else repeats_of(a, b)
+        assert repeats is not None, "checked when the kernel was chosen"
+        at, is_product = self._memory.address, isinstance(stage.node.op, Mul)
+        self._program.binary(
+            at(a), at(b), at(stage.out), a.n_values, max(repeats[0], 1), repeats[1], is_product
+        )
+
+    def _unary(self, stage: Single) -> None:
+        op, x = stage.node.op, stage.node.inputs[0]
+        function = FUNCTIONS[op.function] if isinstance(op, Activation) else 0
+        factor = op.factor if isinstance(op, Scale) else 1.0
+        self._program.unary(
+            self._memory.address(x), self._memory.address(stage.out), x.n_values, function, factor
+        )
+
+    def _softmax(self, stage: Single) -> None:
+        x = stage.node.inputs[0]
+        n_columns = max(x.shape[-1], 1)
+        at = self._memory.address
+        self._program.softmax(at(x), at(stage.out), x.n_values // n_columns, n_columns)
+
+    def _get_rows(self, stage: Single) -> None:
+        table, ids = stage.node.inputs
+        n_rows, n_columns = table.shape
+        if isinstance(table.op, Weight):
+            packed = self._memory.weights[table.name]
+            where, form, row_bytes = address(packed.data), FORMATS[packed.format.name], packed.data.shape[-1]
+        else:
+            where, form, row_bytes = self._memory.address(table), FORMATS["F32"], 4 * n_columns
+        at = self._memory.address
+        self._program.gather(where, form, row_bytes, n_rows, at(ids), ids.n_values, n_columns, at(stage.out))
+
+    def _copy_axis(
+        self, source: int, out: int, ranges: Iterable[tuple[int, int, int]], sizes: tuple[int, int, int, int]
+    ) -> None:
+        """Ranges (start in the source, start in the output, length) of an axis; sizes: outer, axis of each, inner."""
+        outer, n_source, n_out, inner = sizes
+        for start, target, length in ranges:
+            self._program.copy(
+                source + 4 * start * inner,
+                out + 4 * target * inner,
+                (1, outer, length, inner),
+                (0, n_source * inner, inner, 1),
+                (0, n_out * inner, inner, 1),
+            )
+
+    def _slice(self, stage: Single) -> None:
+        op, x = _op(stage, Slice), stage.node.inputs[0]
+        outer, n, inner = _around(x, op.axis)
+        ranges = [(op.start, 0, op.stop - op.start)]
+        at = self._memory.address
+        self._copy_axis(at(x), at(stage.out), ranges, (outer, n, op.stop - op.start, inner))
+
+    def _concat(self, stage: Single) -> None:
+        axis, done = _op(stage, Concat).axis, 0
+        outer, total, inner = _around(stage.out, axis)
+        for x in stage.node.inputs:
+            n = x.shape[axis]
+            at = self._memory.address
+            self._copy_axis(at(x), at(stage.out), [(0, done, n)], (outer, n, total, inner))
+            done += n
+
+    def _repeat(self, stage: Single) -> None:
+        op, x = _op(stage, Repeat), stage.node.inputs[0]
+        (outer, n, inner), times = _around(x, op.axis), op.times
+        self._program.copy(
+            self._memory.address(x),
+            self._memory.address(stage.out),
+            (outer, n, times, inner),
+            (n * inner, inner, 0, 1),
+            (n * times * inner, times * inner, inner, 1),
+        )
+
+    def _permute(self, stage: Single) -> None:
+        op, x = _op(stage, Permute), stage.node.inputs[0]
+        strides = _strides(x.shape)
+        missing = 4 - len(x.shape)
+        self._program.copy(
+            self._memory.address(x),
+            self._memory.address(stage.out),
+            (1,) * missing + stage.out.shape,
+            (0,) * missing + tuple(strides[a] for a in op.axes),
+            (0,) * missing + _strides(stage.out.shape),
+        )
+
+    def _shard(self, stage: Single) -> None:
+        op, x = _op(stage, Shard), stage.node.inputs[0]
+        outer, n, inner = _around(x, op.axis)
+        ranges = [(start, done, n) for start, done, n in _own_ranges(op)]
+        at = self._memory.address
+        self._copy_axis(at(x), at(stage.out), ranges, (outer, n, stage.out.shape[op.axis], inner))
+
+    def _place(self, stage: Single) -> None:
+        op, x = _op(stage, Place), stage.node.inputs[0]
+        outer, n, inner = _around(x, op.axis)
+        at = self._memory.address
+        flat = (1, 1, 1, stage.out.n_values)
+        self._program.copy(0, at(stage.out), flat, (0, 0, 0, 1), (0, 0, 0, 1))
+        ranges = [(done, start, n) for start, done, n in _own_ranges(op)]
+        self._copy_axis(at(x), at(stage.out), ranges, (outer, n, stage.out.shape[op.axis], inner))
+
+    def _meet(self, stage: Meeting) -> None:
+        op, out = stage.node.op, self._memory.address(stage.node)
+        group, device = stage.kernel.meeting  # type: ignore[attr-defined]
+        x = self._memory.address(stage.node.inputs[0]) if stage.node.inputs else 0
+        match op:
+            case AllReduce():
+                self._program.all_reduce(group, device, x, out, stage.node.n_values)
+            case AllGather(axis, word):
+                outer, total, inner = _around(stage.node, axis)
+                pieces = []
+                for source in range(group.n_devices):
+                    n, done = word.count(source), 0
+                    for start, stop in word.global_ranges(source):
+                        shape = (1, outer, stop - start, inner)
+                        strides = (0, n * inner, inner, 1), (0, total * inner, inner, 1)
+                        pieces.append((source, done * inner, out + 4 * start * inner, shape, *strides))
+                        done += stop - start
+                self._program.exchange(group, device, x, pieces)
+            case Broadcast(root, _):
+                flat = (1, 1, 1, stage.node.n_values)
+                self._program.exchange(group, device, x, [(root, 0, out, flat, (0, 0, 0, 1), (0, 0, 0, 1))])
+
+
+def _op(stage: Single, kind: type[Any]) -> Any:
+    assert isinstance(stage.node.op, kind)
+    return stage.node.op
+
+
+def _around(tensor: Tensor, axis: int) -> tuple[int, int, int]:
+    """Values before an axis, on it, and after it."""
+    return prod(tensor.shape[:axis]), tensor.shape[axis], prod(tensor.shape[axis + 1 :])
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _own_ranges(op: Shard | Place) -> list[tuple[int, int, int]]:
+    """(start in the whole, start in the part, length) of each of the device's ranges."""
+    ranges, done = [], 0
+    for start, stop in op.word.global_ranges(op.device):
+        ranges.append((start, done, stop - start))
+        done += stop - start
+    return ranges
+
+
+_EMITTERS: dict[type[Op], Callable[[Compiler, Single], None]] = {
+    RmsNorm: Compiler._norm,
+    Rope: Compiler._rope,
+    CacheStore: Compiler._cache_store,
+    Attention: Compiler._attention,
+    MatMul: Compiler._hadamard,
+    Add: Compiler._binary,
+    Mul: Compiler._binary,
+    Scale: Compiler._unary,
+    Activation: Compiler._unary,
+    Softmax: Compiler._softmax,
+    GetRows: Compiler._get_rows,
+    Slice: Compiler._slice,
+    Concat: Compiler._concat,
+    Repeat: Compiler._repeat,
+    Permute: Compiler._permute,
+    Shard: Compiler._shard,
+    Place: Compiler._place,
+}
