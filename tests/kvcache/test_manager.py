@@ -334,3 +334,59 @@ def test_the_longest_fit_is_the_last_length_that_fits() -> None:
     assert cache.longest_fit(100, n_batch=4) == 32
     assert cache.longest_fit(20, n_batch=4) == 20
     assert cache.longest_fit(100, n_batch=100) == 16
+
+
+def test_a_shift_moves_the_end_up_and_gives_blocks_back() -> None:
+    cache = make_cache()
+    seq = start(cache, range(20))
+    assert blocks(cache, seq) == [0, 1, 2, 3, 4]
+    shifts = cache.shift(seq, n_keep=2, n_drop=9)
+    assert shifts is not None
+    (shift,) = shifts
+    assert (shift.copies, shift.distance) == ([], 9)
+    assert shift.sources == list(range(11, 20))
+    assert shift.targets == list(range(2, 11))
+    assert blocks(cache, seq) == [0, 1, 2]
+    assert cache.n_tokens(seq) == 11
+    cache.check_integrity()
+
+
+def test_a_shift_writes_no_block_that_others_hold() -> None:
+    cache = make_cache()
+    seq = start(cache, range(20))
+    fork = cache.fork(seq)
+    shifts = cache.shift(seq, n_keep=2, n_drop=9)
+    assert shifts is not None
+    (shift,) = shifts
+    assert [(copy.src, copy.n_tokens) for copy in shift.copies] == [(0, 2)]
+    assert {slot // 4 for slot in shift.targets}.isdisjoint(blocks(cache, fork))
+    assert blocks(cache, fork) == [0, 1, 2, 3, 4]
+    cache.check_integrity()
+
+
+def test_a_shift_without_room_for_copies_changes_nothing() -> None:
+    cache = CacheManager([GroupSpec("full", 5)], 4)
+    seq = start(cache, range(20))
+    cache.fork(seq)
+    assert cache.shift(seq, n_keep=2, n_drop=9) is None
+    assert (cache.n_tokens(seq), blocks(cache, seq)) == (20, [0, 1, 2, 3, 4])
+    cache.check_integrity()
+
+
+def test_a_shift_after_which_a_window_would_see_what_it_dropped_is_refused() -> None:
+    cache = make_windowed(n_blocks=64, n_windowed=16, window=9)
+    seq = start(cache, range(20), n_batch=4)
+    assert cache.shift(seq, n_keep=4, n_drop=12) is None  # token 8 would see the kept ones
+    shifts = cache.shift(seq, n_keep=4, n_drop=8)  # token 12 sees 4 and on, which were 12 and on
+    assert shifts is not None
+    assert blocks(cache, seq, group=1)[0] == HOLE
+    cache.check_integrity()
+
+
+def test_only_what_was_kept_is_found_after_a_shift() -> None:
+    cache = make_cache()
+    seq = start(cache, range(20))
+    assert cache.shift(seq, n_keep=5, n_drop=4) is not None
+    cache.free(seq)
+    assert cache.open([*range(5), *range(9, 20), 1]).n_cached == 4
+    cache.check_integrity()

@@ -1,7 +1,8 @@
 """Thousands of random operations on the manager, against a model that stores every K/V there is.
 
-The model's K/V at a position is a digest of the salt and all tokens up to it: what real K/V depend on. It is
-written to slots as `reserve` says, copied as the copy lists say, and wiped where blocks are reported empty.
+The model's K/V at a position is a digest of the token and the K/V before it, down to the salt: what real K/V
+depend on. It is written to slots as `reserve` says, copied and moved as the lists of copies and shifts say, and
+wiped where blocks are reported empty.
 After each step, whatever a later query could see through a table must be exactly the sequence's own.
 """
 
@@ -12,6 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, ClassVar
 
 import pytest
@@ -45,15 +47,28 @@ class ModelSequence:
 
     salt: bytes
     tokens: list[int] = field(default_factory=list)
+    kvs: list[bytes] = field(default_factory=list)  # K/V of each token
     min_position: int = 0  # the farthest `advance`
+    shifted_at: int = 0  # its length after the latest shift: what no window saw then, a shift need not move
 
-    def kv(self, position: int) -> bytes:
-        return kv(self.salt, self.tokens[: position + 1])
+    def append(self, tokens: Sequence[int]) -> None:
+        """A token's K/V come of what is in the cache before it, whatever has been forgotten since that was made."""
+        for token in tokens:
+            self.kvs.append(next_kv(self.kvs[-1] if self.kvs else self.salt, token))
+            self.tokens.append(token)
+
+    def cut(self, start: int, stop: int | None = None) -> None:
+        del self.tokens[start:stop]
+        del self.kvs[start:stop]
+
+
+def next_kv(last: bytes, token: int) -> bytes:
+    return hashlib.md5(last + bytes([token])).digest()
 
 
 def kv(salt: bytes, tokens: Sequence[int]) -> bytes:
-    """K/V of the last token."""
-    return hashlib.md5(salt + bytes(tokens)).digest()
+    """K/V of the last token, computed from the first on."""
+    return reduce(next_kv, tokens, salt)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -110,7 +125,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.seen["hits"] += opened.n_cached > 0
         self.seen["partial hits"] += len(opened.copies)
         self.copy(opened.copies)
-        self.model[opened.seq] = ModelSequence(salt, tokens[: opened.n_cached], opened.n_cached)
+        self.model[opened.seq] = ModelSequence(salt, min_position=opened.n_cached)
+        self.model[opened.seq].append(tokens[: opened.n_cached])
         self.every_sequence_reads_its_own_past()
         if rest := tokens[opened.n_cached :]:
             self.run_batch(opened.seq, rest, 0, True)
@@ -137,15 +153,39 @@ class CacheMachine(RuleBasedStateMachine):
         self.copy(room.copies)
         self.seen["copies on write"] += len(room.copies)
         n_before = len(sequence.tokens)
-        sequence.tokens += tokens
+        sequence.append(tokens)
         for arena, slots in zip(self.arenas, room.slots, strict=True):
             assert len(slots) == len(tokens)
             for i, slot in enumerate(slots):
-                arena[slot] = sequence.kv(n_before + i)
+                arena[slot] = sequence.kvs[n_before + i]
         n_accepted = max(0, len(tokens) - n_rejected)
-        del sequence.tokens[n_before + n_accepted :]
+        sequence.cut(n_before + n_accepted)
         self.cache.commit(seq, tokens[:n_accepted])
         self.remember_pasts(sequence)
+
+    @rule(seq=sequences, keep=st.integers(0, 9), share=st.floats(0, 1))
+    def shift(self, seq: int, keep: int, share: float) -> None:
+        """Forget tokens in the middle, as an endless generation does."""
+        sequence = self.model[seq]
+        n_tokens = len(sequence.tokens)
+        n_keep = min(keep, n_tokens)
+        n_drop = round(share * (n_tokens - n_keep))
+        if not n_drop:
+            return
+        before = self.everything()
+        shifts = self.cache.shift(seq, n_keep, n_drop)
+        if shifts is None:
+            assert self.everything() == before
+            return
+        self.seen["shifts"] += 1
+        for shift in shifts:
+            arena = self.arenas[shift.group]
+            self.copy(shift.copies)
+            moved = [arena[slot] for slot in shift.sources]
+            for slot, content in zip(shift.targets, moved, strict=True):
+                arena[slot] = content
+        sequence.cut(n_keep, n_keep + n_drop)
+        sequence.min_position = sequence.shifted_at = len(sequence.tokens)
 
     def remember_pasts(self, sequence: ModelSequence) -> None:
         hasher = self.cache._hasher
@@ -177,7 +217,9 @@ class CacheMachine(RuleBasedStateMachine):
     def fork(self, seq: int, tokens: list[int], parent_goes_on: bool) -> int:
         child = self.cache.fork(seq)
         parent = self.model[seq]
-        self.model[child] = ModelSequence(parent.salt, list(parent.tokens), parent.min_position)
+        self.model[child] = ModelSequence(
+            parent.salt, list(parent.tokens), list(parent.kvs), parent.min_position, parent.shifted_at
+        )
         if parent_goes_on:
             self.run_batch(seq, tokens, 0, True)
         return child
@@ -194,7 +236,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.everything() == before
             return
         self.cache.truncate(seq, n_kept)
-        del sequence.tokens[n_kept:]
+        sequence.cut(n_kept)
         if n_kept == 0:
             sequence.min_position = 0
 
@@ -204,7 +246,7 @@ class CacheMachine(RuleBasedStateMachine):
         n_kept = max(0, len(self.model[seq].tokens) - n_wrong)
         if self.cache.can_truncate(seq, n_kept):
             self.cache.truncate(seq, n_kept)
-            del self.model[seq].tokens[n_kept:]
+            self.model[seq].cut(n_kept)
             self.run_batch(seq, tokens[:n_wrong], 0, False)
 
     @rule(seq=consumes(sequences), give_back=st.booleans())
@@ -247,8 +289,8 @@ class CacheMachine(RuleBasedStateMachine):
                     if block == HOLE:
                         assert window is not None
                         assert n_tokens - t >= window
-                    else:
-                        assert arena[block * self.size + t % self.size] == sequence.kv(t)
+                    elif window is None or t > sequence.shifted_at - window:
+                        assert arena[block * self.size + t % self.size] == sequence.kvs[t]
 
     @invariant()
     def every_findable_block_holds_what_its_name_says(self) -> None:
@@ -293,5 +335,5 @@ def test_random_operations_never_mix_up_or_lose_a_token() -> None:
     )
     run_state_machine_as_test(CacheMachine, settings=quick)
     # A machine that mostly idles would pass as well; these are seen a hundred times in an ordinary run.
-    wanted = ["hits", "partial hits", "copies on write", "full", "holes", "evictions"]
+    wanted = ["hits", "partial hits", "copies on write", "full", "holes", "evictions", "shifts"]
     assert [what for what in wanted if CacheMachine.seen[what] == 0] == []

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from motley.graph.values import CachedSequence
 from motley.kvcache.paging import PagedMemory
-from motley.kvcache.sequences import BlockCopy
+from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.kvcache.store import Store, allocate_zeroed
 from motley.kvcache.types import CacheType
+
+# (layer, keys (tokens, heads, dim) as they are stored, by how many positions they move) → keys for their new positions
+KeyTurn = Callable[[int, torch.Tensor, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,9 @@ class Arena:
         """Before a batch runs: its blocks are empty no more; carry out its copies-on-write."""
         for empty, group in zip(self._empty, batch, strict=True):
             empty.difference_update((group.slots // self._block_size).tolist())
+        self._copy_blocks(copies)
+
+    def _copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         for copy in copies:
             self._empty[copy.group].discard(copy.dst)
             for store in self._stores[copy.group]:
@@ -109,6 +115,19 @@ class Arena:
             slots = batch[number].slots
             for store in (keys, values):
                 store.write(rows, slots, torch.randn(len(slots), rows.stop - rows.start, store.head_dim))
+
+    def shift(self, shifts: Iterable[BlockShift], turn: KeyTurn) -> None:
+        """Move K/V to earlier positions: values as they are, keys turned to where they are now."""
+        for shift in shifts:
+            self._empty[shift.group].difference_update(slot // self._block_size for slot in shift.targets)
+            self._copy_blocks(shift.copies)
+            sources, targets = torch.tensor(shift.sources), torch.tensor(shift.targets)
+            keys, values = self._stores[shift.group]
+            for layer, (group, rows) in self._places.items():
+                if group == shift.group and rows.start < rows.stop and len(sources):
+                    turned = turn(layer, keys.read(rows, sources), -shift.distance)
+                    keys.write(rows, targets, turned)
+                    values.scatter(rows, targets, values.gather(rows, sources))
 
     def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
         """Blocks of each group that hold nothing any more: return their memory, where it is demand-paged."""

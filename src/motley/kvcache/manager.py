@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from motley.errors import CacheError, ConfigError
 from motley.kvcache.blocks import n_blocks_for
 from motley.kvcache.prefix import BlockHasher, PrefixStats, find_prefix
-from motley.kvcache.sequences import BlockCopy, BlockGroup, BlockTable, GroupSpec, GroupStats
+from motley.kvcache.sequences import BlockCopy, BlockGroup, BlockShift, BlockTable, GroupSpec, GroupStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,12 @@ class _Sequence:
     keys: list[bytes]  # the root, then the key of each full block
     tables: list[BlockTable]  # per group
     n_slots: int  # positions with a slot: at least len(tokens)
+    n_own: int | None = None  # after a shift: K/V of later tokens owe something to tokens that are gone
+
+    @property
+    def n_nameable(self) -> int:
+        """Tokens whose K/V depend on nothing but the tokens before them: others may find them."""
+        return len(self.tokens) if self.n_own is None else min(self.n_own, len(self.tokens))
 
 
 class CacheManager:
@@ -191,7 +197,7 @@ class CacheManager:
         parent = self._sequences[seq]
         n_tokens = len(parent.tokens)
         tables = [g.fork(table, n_tokens) for g, table in zip(self.groups, parent.tables, strict=True)]
-        return self._add(_Sequence(parent.tokens[:], parent.keys[:], tables, n_tokens))
+        return self._add(_Sequence(parent.tokens[:], parent.keys[:], tables, n_tokens, parent.n_own))
 
     def can_truncate(self, seq: int, n_tokens: int) -> bool:
         """Whether windowed groups still have what position `n_tokens` sees."""
@@ -213,6 +219,27 @@ class CacheManager:
         del sequence.tokens[n_tokens:]
         del sequence.keys[1 + n_tokens // self.block_size :]
         sequence.n_slots = n_tokens
+
+    def shift(self, seq: int, n_keep: int, n_drop: int) -> list[BlockShift] | None:
+        """Forget the `n_drop` tokens after the first `n_keep`; those behind them move up to earlier positions.
+
+        None, and no change at all, if a window would see tokens that it has dropped, or if shared blocks would have to
+        be copied and there is no room. The shifts are carried out at once, before anything else. Reservations end, and
+        the sequence cannot be truncated below what is left, except to what was kept.
+        """
+        sequence = self._sequences[seq]
+        n_tokens = len(sequence.tokens)
+        assert n_keep >= 0, n_keep
+        assert 1 <= n_drop <= n_tokens - n_keep, (n_tokens, n_keep, n_drop)
+        pairs = list(zip(self.groups, sequence.tables, strict=True))
+        if not all(group.can_shift(table, n_tokens, n_keep, n_drop) for group, table in pairs):
+            return None
+        shifts = [group.shift(table, n_tokens, n_keep, n_drop) for group, table in pairs]
+        sequence.n_own = min(sequence.n_nameable, n_keep)
+        del sequence.tokens[n_keep : n_keep + n_drop]
+        del sequence.keys[1 + sequence.n_own // self.block_size :]
+        sequence.n_slots = n_tokens - n_drop
+        return shifts
 
     def free(self, seq: int) -> None:
         """End a sequence. Its blocks stay findable until their room is needed."""
@@ -291,7 +318,7 @@ class CacheManager:
 
     def _name_full_blocks(self, sequence: _Sequence) -> None:
         size = self.block_size
-        for i in range(len(sequence.keys) - 1, len(sequence.tokens) // size):
+        for i in range(len(sequence.keys) - 1, sequence.n_nameable // size):
             parent, tokens = sequence.keys[i], sequence.tokens[i * size : (i + 1) * size]
             key = self._hasher.key(parent, tokens)
             sequence.keys.append(key)
@@ -300,7 +327,7 @@ class CacheManager:
 
     def _name_tail(self, sequence: _Sequence, *, only_unnamed: bool) -> None:
         tail, n_in_tail = divmod(len(sequence.tokens), self.block_size)
-        if not n_in_tail:
+        if not n_in_tail or sequence.n_nameable < len(sequence.tokens):
             return
         for group, table in zip(self.groups, sequence.tables, strict=True):
             n_named = group.index.n_named(table.blocks[tail])
@@ -311,7 +338,7 @@ class CacheManager:
     def _check_sequence(self, sequence: _Sequence) -> None:
         size, n_tokens = self.block_size, len(sequence.tokens)
         assert sequence.n_slots >= n_tokens, "tokens without slots"
-        n_full = n_tokens // size if self._finds_prefixes else 0
+        n_full = sequence.n_nameable // size if self._finds_prefixes else 0
         assert len(sequence.keys) == 1 + n_full, "a full block without a key, or a key without a full block"
         for i, key in enumerate(sequence.keys[1:]):
             tokens = sequence.tokens[i * size : (i + 1) * size]
@@ -322,6 +349,9 @@ class CacheManager:
                 name = group.index.name_of(block)
                 if name is None:
                     continue
+                assert i * size < sequence.n_nameable, (
+                    "a block is named after tokens that are not its only past"
+                )
                 mine = tuple(sequence.tokens[i * size : (i + 1) * size])
                 n_both = min(len(mine), len(name.tokens))
                 assert name.parent == sequence.keys[i], "a block is named after another past"

@@ -51,6 +51,20 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockShift:
+    """Move K/V between slots of a group: after `copies`, read all `sources`, then write them to `targets`.
+
+    The keys' positions fall by `distance`.
+    """
+
+    group: int
+    copies: list[BlockCopy]
+    sources: list[int]
+    targets: list[int]
+    distance: int
+
+
+@dataclass(frozen=True, slots=True)
 class GroupStats:
     """One group's blocks. Slots are counted in tokens."""
 
@@ -75,6 +89,9 @@ class BlockTable:
     blocks: array[int] = field(default_factory=lambda: array("i"))
     n_holes: int = 0  # leading entries that are HOLE
     version: int = 0  # changes with every change other than growth
+    first_valid: int = (
+        0  # slots of earlier tokens hold nothing: no window saw them when a shift moved the others
+    )
 
 
 class BlockGroup:
@@ -138,12 +155,12 @@ class BlockGroup:
         blocks = table.blocks[: n_blocks_for(n_tokens, self.block_size)]
         for block in blocks[table.n_holes :]:
             self.pool.share(block)
-        return BlockTable(blocks, table.n_holes)
+        return BlockTable(blocks, table.n_holes, first_valid=table.first_valid)
 
     def can_truncate(self, table: BlockTable, n_tokens: int) -> bool:
         """Whether all that position `n_tokens` sees is still there."""
-        first = first_visible_block(n_tokens, self.spec.window, self.block_size)
-        return n_tokens == 0 or first >= table.n_holes
+        first = self._first_seen(n_tokens)
+        return n_tokens == 0 or (first // self.block_size >= table.n_holes and first >= table.first_valid)
 
     def truncate(self, table: BlockTable, n_tokens: int) -> None:
         """Give up the blocks that only hold tokens from `n_tokens` on."""
@@ -155,6 +172,7 @@ class BlockGroup:
         self._release(reversed(table.blocks[max(n_kept, table.n_holes) :]))
         del table.blocks[n_kept:]
         table.n_holes = min(table.n_holes, n_kept)
+        table.first_valid = min(table.first_valid, n_tokens)
         table.version += 1
 
     def drop_unseen(self, table: BlockTable, position: int) -> None:
@@ -167,6 +185,45 @@ class BlockGroup:
             table.blocks[i] = HOLE
         table.n_holes = first
         table.version += 1
+
+    def can_shift(self, table: BlockTable, n_tokens: int, n_keep: int, n_drop: int) -> bool:
+        """Whether `shift` finds all that the next position will see, and room for what it must not overwrite."""
+        seen = self._first_seen(n_tokens - n_drop)
+        if seen < n_keep and seen // self.block_size < table.n_holes:
+            return False  # a window that would reach back to tokens which it has dropped
+        n_fixed, owned = self._movable(table, n_tokens - n_drop, n_keep)
+        n_missing = max(0, n_blocks_for(n_tokens - n_drop, self.block_size) - n_fixed - len(owned))
+        must_copy = seen < n_keep and self._must_copy_tail(table, n_keep)
+        return n_missing + must_copy <= self.pool.n_available
+
+    def shift(self, table: BlockTable, n_tokens: int, n_keep: int, n_drop: int) -> BlockShift:
+        """Drop the `n_drop` tokens after the first `n_keep`; the caller has asked `can_shift`.
+
+        Blocks that are not shared are written again, in place; shared ones are left to the others.
+        """
+        size, n_left = self.block_size, n_tokens - n_drop
+        old = BlockTable(table.blocks[:], table.n_holes)
+        n_fixed, owned = self._movable(table, n_left, n_keep)
+        n_holes = self._first_seen(n_left) // size
+        copies = []
+        if n_fixed > n_holes and n_keep < n_fixed * size:  # the last kept block goes on with what moves up
+            copies = self.extend(table, n_keep, n_keep)
+            self.index.forget(table.blocks[n_fixed - 1])
+        n_moved = n_blocks_for(n_left, size) - n_fixed
+        reused = owned[:n_moved]
+        for block in reused:
+            self.index.forget(block)
+        new = [self._allocate() for _ in range(n_moved - len(reused))]
+        fixed = table.blocks[n_holes:n_fixed]
+        kept = {*fixed, *reused, *(copy.src for copy in copies)}  # `extend` has released a copied one
+        self._release(block for block in old.blocks[old.n_holes :] if block not in kept)
+        table.blocks = array("i", [HOLE] * n_holes) + fixed + array("i", reused + new)
+        table.n_holes = n_holes
+        table.version += 1
+        start = max(n_keep, n_holes * size, old.n_holes * size - n_drop)
+        table.first_valid = start if n_fixed == n_holes else 0
+        sources = self.slots(old, start + n_drop, n_tokens)
+        return BlockShift(self.number, copies, sources, self.slots(table, start, n_left), n_drop)
 
     def slots(self, table: BlockTable, start: int, end: int) -> list[int]:
         """Where the tokens start … end - 1 are: block * block_size + offset."""
@@ -219,6 +276,18 @@ class BlockGroup:
         cached = set(self.pool.cached_blocks())
         findable = {block for block in range(self.spec.n_blocks) if block in self.index}
         assert cached == {block for block in findable if not refs[block]}, "cached and findable blocks differ"
+
+    def _first_seen(self, position: int) -> int:
+        """The first token that a query at `position` sees."""
+        return 0 if self.spec.window is None else max(0, position - self.spec.window + 1)
+
+    def _movable(self, table: BlockTable, n_left: int, n_keep: int) -> tuple[int, list[int]]:
+        """For a shift that leaves `n_left` tokens: the entries that stay, and later blocks that are the table's own."""
+        seen = self._first_seen(n_left)
+        stays = seen < n_keep  # else the window is past the kept tokens, and all entries before it are holes
+        n_fixed = n_blocks_for(n_keep, self.block_size) if stays else seen // self.block_size
+        first = max(n_fixed, table.n_holes) if stays else table.n_holes
+        return n_fixed, [block for block in table.blocks[first:] if self.pool.n_refs(block) == 1]
 
     def _must_copy_tail(self, table: BlockTable, n_tokens: int) -> bool:
         tail, n_kept = divmod(n_tokens, self.block_size)

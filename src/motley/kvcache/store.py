@@ -7,7 +7,7 @@ All of a block's rows are one contiguous range of each plane, so a freed block c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,17 +52,23 @@ class Store:
 
     def write(self, rows: slice, slots: torch.Tensor, values: torch.Tensor) -> None:
         """Store values (tokens, heads, dim) at `slots` (tokens,) of `rows`."""
-        tiles = _tiled(values, self.n_tiles)  # (tokens, heads, tiles, 32)
-        for name, items in self._encode(tiles).items():
-            blocks, offsets = slots // self.block_size, slots % self.block_size
-            self.planes[name][:, rows][blocks, :, :, offsets] = items
+        self.scatter(rows, slots, self._encode(_tiled(values, self.n_tiles)))
 
     def read(self, rows: slice, slots: torch.Tensor) -> torch.Tensor:
         """float32 (tokens, heads, dim) of `slots` (tokens,) of `rows`."""
-        blocks, offsets = slots // self.block_size, slots % self.block_size
-        items = {name: plane[:, rows][blocks, :, :, offsets] for name, plane in self.planes.items()}
-        tiles = self._decode(items)
+        tiles = self._decode(self.gather(rows, slots))  # (tokens, heads, tiles, 32)
         return tiles.flatten(-2)[..., : self.head_dim]
+
+    def gather(self, rows: slice, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is stored, as it is stored: of each plane (tokens, heads, tiles, width)."""
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        return {name: plane[:, rows][blocks, :, :, offsets] for name, plane in self.planes.items()}
+
+    def scatter(self, rows: slice, slots: torch.Tensor, items: Mapping[str, torch.Tensor]) -> None:
+        """The reverse of `gather`."""
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        for name, plane in self.planes.items():
+            plane[:, rows][blocks, :, :, offsets] = items[name]
 
     def copy_block(self, source: int, target: int, n_tokens: int) -> None:
         for plane in self.planes.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -12,9 +13,10 @@ from motley.backends import Backend, Executable
 from motley.formats import PackedTensor
 from motley.graph import CACHE, Graph
 from motley.kvcache.arena import Arena, GroupBatch
-from motley.kvcache.sequences import BlockCopy
+from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape
 from motley.plan import DevicePlan, Kernel
+from motley.runtime.shifting import KeyTurner
 
 _MAX_PLANS = 64  # batch shapes kept ready; the least recently used goes first
 
@@ -60,6 +62,15 @@ class DeviceRunner:
         }
         (logits,) = executable.run(inputs)
         return logits
+
+    def shift(self, shifts: Sequence[BlockShift]) -> None:
+        """Move cached K/V to earlier positions."""
+        self.arena.shift(shifts, self.key_turner)
+
+    @cached_property
+    def key_turner(self) -> KeyTurner:
+        """CacheError if this model's keys cannot move."""
+        return KeyTurner(self._build(BatchShape(1, 1)), self._weights)
 
     @property
     def n_weight_bytes(self) -> int:

@@ -12,7 +12,7 @@ from motley.graph import Graph
 from motley.kvcache.arena import Arena
 from motley.kvcache.batching import Extent, group_batches
 from motley.kvcache.manager import CacheManager
-from motley.kvcache.sequences import BlockCopy
+from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape
 from motley.runtime.batch import Batch
 from motley.runtime.caching import CachePlan
@@ -73,6 +73,15 @@ class Runner:
         for arena in self.arenas:
             arena.begin(batch, [])
             arena.store_random(batch)
+
+    def shift(self, shifts: Sequence[BlockShift]) -> None:
+        """Move cached K/V to earlier positions, at once."""
+        self._group.run(lambda device: self._devices[device].shift(shifts))
+
+    def require_shift(self) -> None:
+        """CacheError if this model's keys cannot move to other positions."""
+        for device in self._devices:
+            _ = device.key_turner
 
     def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
         """Blocks of each cache group that hold nothing any more; see Arena.give_back."""
