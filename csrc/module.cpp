@@ -214,5 +214,6 @@ NB_MODULE(_core, m) {
         .def_prop_ro("n_devices", &Group::n_devices)
         .def("abort", &Group::abort)
         .def("reset", &Group::reset);
+    nb::exception<HungUp>(m, "HungUpError");
     bind_program(m);
 }

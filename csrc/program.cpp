@@ -1,7 +1,5 @@
 #include "program.hpp"
 
-#include <stdexcept>
-
 namespace motley {
 namespace {
 
@@ -59,7 +57,7 @@ void Program::run() {
         pool_->run([this](int thread) { run_thread(thread); });
     else
         for (auto& entry : steps_) entry.step({0, 1, entry.next.get(), pool_->worker(0, nullptr).scratch});
-    if (has_failed_.load()) throw std::runtime_error("another device of the group has failed");
+    if (has_failed_.load()) throw HungUp();
 }
 
 void Program::run_thread(int thread) {

@@ -5,12 +5,17 @@
 #pragma once
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include "group.hpp"
 #include "pool.hpp"
 
 namespace motley {
+
+struct HungUp : std::runtime_error {
+    HungUp() : std::runtime_error("another device of the group has failed") {}
+};
 
 class Program {
 public:
@@ -37,7 +42,7 @@ public:
     };
     void add_exchange(std::shared_ptr<Group> group, int device, const float* x, std::vector<Piece> pieces);
 
-    // Throws std::runtime_error if another device of a group has failed.
+    // Throws HungUp if another device of a group has failed.
     void run();
 
     int n_steps() const { return static_cast<int>(steps_.size()); }

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from motley.backends.cpu import NativeHungUpError, meeting_place
 from motley.errors import DeviceError, MotleyError
 from motley.graph import Tensor
 from motley.ownership import Word
@@ -54,6 +55,8 @@ class CollectiveKernel:
 
     def __init__(self, line: Communicator) -> None:
         self._line = line
+        # Native programs meet there by themselves, where the line has such a place: (place, device).
+        self.meeting: tuple[Any, int] | None = getattr(line, "meeting", None)
 
     def supports(self, node: Tensor) -> str | None:
         return None if isinstance(node.op, Collective) else "no collective"
@@ -103,6 +106,7 @@ class ThreadGroup:
     def __init__(self, n_devices: int, n_threads: int | None = None) -> None:
         """`n_threads`: in all, shared out evenly; each device has at least one."""
         self._barrier = threading.Barrier(n_devices)
+        self.native = meeting_place(n_devices)  # where native programs meet; None without the compiled module
         self._slots: list[list[torch.Tensor | None]] = [[None] * n_devices, [None] * n_devices]
         self._mail: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor | None]] = {
             (a, b): queue.SimpleQueue() for a in range(n_devices) for b in range(n_devices)
@@ -124,7 +128,7 @@ class ThreadGroup:
             causes = [
                 error
                 for error in errors
-                if not isinstance(error, threading.BrokenBarrierError | _HungUpError)
+                if not isinstance(error, threading.BrokenBarrierError | _HungUpError | NativeHungUpError)
             ]
             cause = causes[0] if causes else errors[0]
             if isinstance(cause, MotleyError):
@@ -141,6 +145,8 @@ class ThreadGroup:
             return work(device)
         except BaseException:
             self._barrier.abort()
+            if self.native is not None:
+                self.native.abort()
             for (_, target), box in self._mail.items():
                 if target != device:
                     box.put(None)  # whoever waits for mail must not wait for ever
@@ -148,6 +154,8 @@ class ThreadGroup:
 
     def _reset(self) -> None:
         self._barrier.reset()
+        if self.native is not None:
+            self.native.reset()
         for box in self._mail.values():
             while not box.empty():
                 box.get()
@@ -169,6 +177,7 @@ class _Line:
     def __init__(self, group: ThreadGroup, device: int) -> None:
         self._group = group
         self.device = device
+        self.meeting = None if group.native is None else (group.native, device)
         self.n_exchanges = 0
 
     def exchange(self, part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:

@@ -13,6 +13,14 @@ except ImportError:  # run from a source tree that was never built
     core = None
 
 
+class _NeverRaisedError(Exception):
+    """Stands in for the module's own error where there is no module."""
+
+
+# Raised by a program that waits for another device's when that one has failed.
+NativeHungUpError: type[Exception] = _NeverRaisedError if core is None else core.HungUpError
+
+
 def is_available() -> bool:
     return core is not None
 
