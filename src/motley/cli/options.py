@@ -185,6 +185,13 @@ ReversePrompt = Annotated[
     list[str] | None,
     _flag("-r", "--reverse-prompt", text="Stop before this text. May be repeated.", metavar="TEXT"),
 ]
+ContextShift = Annotated[
+    bool,
+    _flag("--context-shift", text="Go on when the context is full: forget half of it, the oldest first."),
+]
+Keep = Annotated[
+    int, _flag("--keep", text="Tokens at the start that a context shift keeps; -1: the whole prompt.", min=-1)
+]
 IgnoreEos = Annotated[bool, _flag("--ignore-eos", text="Go on when the model says that it has finished.")]
 
 # --- sampling -----------------------------------------------------------------------------------------------

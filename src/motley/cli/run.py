@@ -32,6 +32,8 @@ def run(
     predict: options.Predict = -1,
     reverse_prompt: options.ReversePrompt = None,
     ignore_eos: options.IgnoreEos = False,
+    context_shift: options.ContextShift = False,
+    keep: options.Keep = 4,
     chosen: LoadOptions = LoadOptions(),
     sampling: SamplingOptions = SamplingOptions(),
     display_prompt: options.DisplayPrompt = None,
@@ -49,6 +51,7 @@ def run(
     [bold]motley run -p "Once upon a time" -n 100[/]          let it continue a text
     [bold]motley run model.gguf -p "Why is the sky blue?"[/]  ask your own model
     [bold]motley run model.gguf -sys "Be brief." --temp 0[/]  chat without chance
+    [bold]motley run model.gguf -p Once --context-shift[/]    a story that need not end
     [bold]motley run model.gguf -f question.txt --json[/]     for a program to read
     """
     with reporting_errors(debug):
@@ -57,6 +60,8 @@ def run(
             max_tokens=None if predict == -1 else predict,
             stop=tuple(reverse_prompt or ()),
             ignore_eos=ignore_eos,
+            context_shift=context_shift,
+            n_keep=keep,
         )
         text = resolve_text(prompt, file)
         if as_json and text is None:

@@ -8,7 +8,7 @@ import torch
 
 from motley.engine.bare import BareSequence
 from motley.engine.params import SamplingParams
-from motley.engine.request import CANCELLED, Request, TextStream
+from motley.engine.request import CANCELLED, ContextShift, Request, TextStream
 from motley.engine.sampling import build_sampler
 from motley.engine.scheduler import Scheduler, Step
 from motley.errors import RequestError
@@ -56,12 +56,15 @@ class Engine:
             text=TextStream(self._tokenizer, prompt if continues_prompt else (), params.stop),
             stop_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else self._tokenizer.eog_ids),
             max_tokens=self._max_tokens(len(prompt), params),
+            shift=self._context_shift(len(prompt), params) if params.context_shift else None,
         )
         self._scheduler.add(request)
         return request
 
     def step(self) -> None:
         """Advance all running requests by one pass through the model."""
+        if shifts := self._scheduler.shift_full():
+            self._runner.shift(shifts)
         step = self._scheduler.schedule()
         logits = self._run(step)
         self._scheduler.complete(step)
@@ -112,11 +115,26 @@ class Engine:
         """Return the memory of blocks that hold nothing any more, where it is demand-paged."""
         self._runner.give_back(self._cache.take_emptied())
 
-    def _max_tokens(self, n_prompt: int, params: SamplingParams) -> int:
+    def _max_tokens(self, n_prompt: int, params: SamplingParams) -> int | None:
         """How long the answer may become. Who names no number takes what the context and the cache hold."""
+        if params.context_shift:
+            return params.max_tokens
         if params.max_tokens is None:
             return max(1, self._n_fit - n_prompt)
         return min(params.max_tokens, self._n_ctx - n_prompt)
+
+    def _context_shift(self, n_prompt: int, params: SamplingParams) -> ContextShift:
+        self._runner.require_shift()
+        n_keep = n_prompt if params.n_keep == -1 else params.n_keep
+        n_ctx = max(
+            self._n_fit, n_prompt + 1
+        )  # a prompt that does not fit is refused with the cache's numbers
+        if n_ctx - n_keep < 2:
+            raise RequestError(
+                f"{n_keep} tokens are to be kept, but the context holds {n_ctx}: nothing is left to drop",
+                hint="lower n_keep (--keep), or raise the context size (-c / n_ctx) or the cache's limit",
+            )
+        return ContextShift(n_ctx, n_keep)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         if not tokens:

@@ -19,6 +19,8 @@ class SamplingParams:
     `temperature=0` is greedy. A filter is off at `top_k=0`, `top_p=1`, `min_p=0`, `typical_p=1`; a penalty at
     `repeat_penalty=1`, `frequency_penalty=0`, `presence_penalty=0`. The penalties look at the last
     `repeat_last_n` tokens (0: none, -1: all). `logit_bias` adds to logits by token id; -inf bans a token.
+    `context_shift`: a full context does not end the answer; its first `n_keep` tokens are kept (-1: the prompt),
+    half of the others are dropped, and it goes on for `max_tokens`, or for ever.
     """
 
     temperature: float = 0.8
@@ -36,6 +38,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    context_shift: bool = False
+    n_keep: int = 4
 
     def __post_init__(self) -> None:
         _check_number(self, "temperature", low=0)
@@ -50,8 +54,10 @@ class SamplingParams:
             _check_integer(self, "seed", low=0, high=_MAX_SEED)
         if self.max_tokens is not None:
             _check_integer(self, "max_tokens", low=1)
-        if not isinstance(self.ignore_eos, bool):
-            raise _rejected("ignore_eos", self.ignore_eos, "true or false")
+        _check_integer(self, "n_keep", low=-1)
+        for name in ("ignore_eos", "context_shift"):
+            if not isinstance(getattr(self, name), bool):
+                raise _rejected(name, getattr(self, name), "true or false")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))

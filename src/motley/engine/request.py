@@ -52,6 +52,14 @@ class Completion:
     timings: Timings
 
 
+@dataclass(frozen=True)
+class ContextShift:
+    """What to do when the context is full: keep the first `n_keep` tokens and drop half of the others."""
+
+    n_ctx: int  # tokens that the request may have in the cache
+    n_keep: int
+
+
 @dataclass(eq=False)
 class Request:
     """Mutable state of one request. The scheduler moves `n_computed`, the engine appends tokens."""
@@ -60,8 +68,10 @@ class Request:
     sampler: Callable[[Any, Sequence[int]], int]  # (logits of one row, tokens so far) → the next token
     text: TextStream
     stop_ids: frozenset[int]
-    max_tokens: int  # generated ones
-    tokens: list[int] = field(init=False)  # prompt and generated
+    max_tokens: int | None  # generated ones; None: endless, with a context that shifts
+    shift: ContextShift | None = None
+    tokens: list[int] = field(init=False)  # prompt and generated, less what a shift has dropped
+    generated: list[int] = field(init=False, default_factory=list)
     sequence: int | None = None  # in the cache, while scheduled
     n_computed: int = 0  # tokens whose K/V are in the cache
     n_cached: int = 0  # of the prompt, found there at the first start
@@ -75,7 +85,18 @@ class Request:
 
     @property
     def n_generated(self) -> int:
-        return len(self.tokens) - len(self.prompt)
+        return len(self.generated)
+
+    @property
+    def n_most(self) -> int:
+        """The most tokens that it will have in the cache at a time."""
+        ends = [] if self.max_tokens is None else [len(self.prompt) + self.max_tokens]
+        return min(ends + ([self.shift.n_ctx] if self.shift is not None else []))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next token has no place in the context before something is dropped."""
+        return self.shift is not None and len(self.tokens) > self.shift.n_ctx
 
     @property
     def n_pending(self) -> int:
@@ -94,11 +115,17 @@ class Request:
             self.finish(STOP)
             return
         self.tokens.append(token)
+        self.generated.append(token)
         self.text.push(token)
         if self.text.is_stopped:
             self.finish(STOP)
-        elif self.n_generated >= self.max_tokens:
+        elif self.max_tokens is not None and self.n_generated >= self.max_tokens:
             self.finish(LENGTH)
+
+    def drop(self, n_keep: int, n_drop: int) -> None:
+        """Forget tokens, as its sequence in the cache does."""
+        del self.tokens[n_keep : n_keep + n_drop]
+        self.n_computed -= n_drop
 
     def finish(self, reason: str) -> None:
         self.finish_reason = reason
@@ -115,8 +142,7 @@ class Request:
             new_tokens=self.n_generated,
             new_seconds=self.finished - first,
         )
-        generated = tuple(self.tokens[len(self.prompt) :])
-        return Completion(self.text.all, generated, self.finish_reason, timings)
+        return Completion(self.text.all, tuple(self.generated), self.finish_reason, timings)
 
 
 class TextStream:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from motley.engine.request import Request
 from motley.kvcache.manager import CacheManager
-from motley.kvcache.sequences import BlockCopy
+from motley.kvcache.sequences import BlockCopy, BlockShift
 
 
 @dataclass
@@ -44,8 +44,28 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; refuses one that could not finish even alone (CacheError)."""
-        self.cache.require_fit(len(request.prompt) + request.max_tokens, self.n_batch)
+        self.cache.require_fit(request.n_most, self.n_batch)
         self.waiting.append(request)
+
+    def shift_full(self) -> list[BlockShift]:
+        """Make room in requests whose context is full; the result is to be carried out at once.
+
+        Half of what comes after the kept tokens is dropped, the oldest first. Where the cache cannot be shifted the
+        request is computed again, from the tokens that it has left.
+        """
+        shifts: list[BlockShift] = []
+        for request in [request for request in self.running if request.is_full]:
+            assert request.shift is not None
+            assert request.sequence is not None
+            n_keep = request.shift.n_keep
+            n_drop = (len(request.tokens) - n_keep) // 2
+            moved = self.cache.shift(request.sequence, n_keep, n_drop)
+            request.drop(n_keep, n_drop)
+            if moved is None:
+                self._suspend(request)
+            else:
+                shifts.extend(moved)
+        return shifts
 
     def schedule(self) -> Step:
         """Choose the next step's tokens and reserve their slots."""
@@ -109,6 +129,10 @@ class Scheduler:
 
     def _preempt(self, step: Step, request: Request) -> None:
         step.work = [(other, n) for other, n in step.work if other is not request]
+        self._suspend(request)
+
+    def _suspend(self, request: Request) -> None:
+        """Back to the front of the queue, without its cache."""
         self.running.remove(request)
         self._release(request)
         self.waiting.appendleft(request)
