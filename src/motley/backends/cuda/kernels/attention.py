@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from motley.backends.cuda.kernels.bits import INTERPRETED, biased_byte, biased_nibble
+from motley.backends.cuda.kernels.bits import INTERPRETED, biased_byte, biased_nibble, biased_sixteenfold
 
 LOG2E = 1.4426950408889634
 KINDS = ("f16", "q8_0", "q4_0")
@@ -52,12 +52,12 @@ def _dims(w, part: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _load_tile(codes, scale, at, w, t, KIND: tl.constexpr, BS: tl.constexpr, DIM: tl.constexpr):
-    """A block of one head: values (BS, W), or words (BS, W) and their scales (BS, W)."""
+    """Columns w and tokens t, one (n, 1) and the other (1, n), of a block of one head → values, or words and scales."""
     PER: tl.constexpr = 32 // n_parts(KIND)  # columns of a tile
     TILES: tl.constexpr = DIM // 32
-    inside = (w < TILES * PER)[None, :] & (t >= 0)[:, None]
-    place = (at * TILES + w // PER)[None, :] * BS + t[:, None]  # (BS, W)
-    x = tl.load(codes + place * PER + (w % PER)[None, :], inside, other=0)
+    inside = (w < TILES * PER) & (t >= 0)
+    place = (at * TILES + w // PER) * BS + t
+    x = tl.load(codes + place * PER + w % PER, inside, other=0)
     if KIND == "f16":
         return x, x
     else:
@@ -66,13 +66,21 @@ def _load_tile(codes, scale, at, w, t, KIND: tl.constexpr, BS: tl.constexpr, DIM
 
 @triton.jit
 def _operand(x, scale, part: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr):
-    """Operand `part` of a tile, float16 (BS, W)."""
+    """Operand `part` of a tile, float16; `_unit` is what its numbers count."""
     if KIND == "f16":
         return x
     elif KIND == "q8_0":
         return (biased_byte(x, part, PLAIN) - 1152.0) * scale
+    elif part < 4:
+        return (biased_nibble(x, part, False, PLAIN) - 1032.0) * scale
     else:
-        return (biased_nibble(x, part % 4, part >= 4, PLAIN) - 1032.0) * scale
+        return (biased_sixteenfold(x, part - 4, PLAIN) - 1152.0) * scale
+
+
+@triton.constexpr_function
+def _unit(part, kind):
+    """Upper nibbles stay where they are in their bytes, and are sixteen times too large."""
+    return 1 / 16 if kind == "q4_0" and part >= 4 else 1.0
 
 
 @triton.jit
@@ -108,7 +116,7 @@ def _attend(
     VP: tl.constexpr = n_parts(V_KIND)
     queries = ()
     for i in tl.static_range(KP):
-        queries = queries + (_load_queries(q, r, g, factor, K_KIND, G, DIM, i),)
+        queries = queries + (_load_queries(q, r, g, factor * _unit(i, K_KIND), K_KIND, G, DIM, i),)
     acc = ()
     for i in tl.static_range(VP):
         acc = acc + (tl.zeros([16, VW], tl.float32),)
@@ -116,11 +124,12 @@ def _attend(
     for b in range(begin, end):
         block = tl.load(tables + table * table_stride + b).to(tl.int64)
         at = block * head_rows + first_row + head
-        x, x_scale = _load_tile(k_codes, k_scale, at, tl.arange(0, KW), t, K_KIND, BS, DIM)
-        y, y_scale = _load_tile(v_codes, v_scale, at, tl.arange(0, VW), t, V_KIND, BS, DIM)
+        # Keys are addressed as the product wants them, (column, token): a transposition would move them.
+        x, x_scale = _load_tile(k_codes, k_scale, at, tl.arange(0, KW)[:, None], t[None, :], K_KIND, BS, DIM)
+        y, y_scale = _load_tile(v_codes, v_scale, at, tl.arange(0, VW)[None, :], t[:, None], V_KIND, BS, DIM)
         s = tl.zeros([16, BS], tl.float32)
         for i in tl.static_range(KP):
-            s = tl.dot(queries[i], tl.trans(_operand(x, x_scale, i, K_KIND, PLAIN)), s)
+            s = tl.dot(queries[i], _operand(x, x_scale, i, K_KIND, PLAIN), s)
         key = first + b * BS + t
         s = tl.where(((key >= lowest) & (key <= position))[None, :], s, -float("inf"))
         top = tl.maximum(peak, tl.max(s, 1))
@@ -137,7 +146,8 @@ def _attend(
     w = tl.arange(0, VW)
     ok = (g < G)[:, None] & (w < DIM // VP)[None, :]
     for i in tl.static_range(VP):
-        tl.store(out + place[:, None].to(tl.int64) * DIM + _dims(w, i, V_KIND)[None, :], acc[i], ok)
+        at = place[:, None].to(tl.int64) * DIM + _dims(w, i, V_KIND)[None, :]
+        tl.store(out + at, acc[i] * _unit(i, V_KIND), ok)
     tl.store(peaks + place, peak, g < G)
     tl.store(sums + place, total, g < G)
 

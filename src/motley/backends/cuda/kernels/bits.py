@@ -30,9 +30,10 @@ def dp4a(a, b, c, PLAIN: tl.constexpr):
 
 @triton.constexpr_function
 def _pick_bytes(i, shift, mask, bits):
-    """Byte i of two words as two float16: (byte >> shift & mask) ^ bits, four instructions for both."""
+    """Byte i of two words as two float16: (byte >> shift & mask) ^ bits, two or three instructions for both."""
     selector = i | i << 4 | (4 + i) << 8 | (4 + i) << 12
-    return f"""{{ .reg .b32 t; prmt.b32 t, $1, $2, {selector}; shr.b32 t, t, {shift};
+    shifted = f"shr.b32 t, t, {shift};" if shift else ""
+    return f"""{{ .reg .b32 t; prmt.b32 t, $1, $2, {selector}; {shifted}
         lop3.b32 $0, t, {mask << 16 | mask}, {bits << 16 | bits}, 0x6A; }}"""
 
 
@@ -45,6 +46,17 @@ def biased_nibble(word, i: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexp
     else:
         return tl.inline_asm_elementwise(
             _pick_bytes(i, shift, 0x000F, 0x6400), "=r,r,r", [word], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def biased_sixteenfold(word, i: tl.constexpr, PLAIN: tl.constexpr):
+    """1024 + 16 times the upper nibble of byte i of each word, as float16: a shift less."""
+    if PLAIN:
+        return (((word >> (8 * i)) & 0xF0) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        return tl.inline_asm_elementwise(
+            _pick_bytes(i, 0, 0x00F0, 0x6400), "=r,r,r", [word], dtype=tl.float16, is_pure=True, pack=2
         )
 
 

@@ -53,7 +53,7 @@ def combine(
     _combine[(n_rows, n_heads)](
         shares.values, shares.peaks, shares.sums, tables.row_table, tables.row_position, tables.firsts,
         out.bytes_or_values, out.scale, out.total, window or 2**30, n_splits, shares.min_blocks,
-        DIM=dim, LOG_DIM=dim.bit_length() - 1, BS=block_size, SPLITS=min(32, triton.next_power_of_2(n_splits)),
-        HEADS=n_heads, ROTATE=rotate, FORM=out.form, num_warps=4,
+        DIM=dim, LOG_DIM=dim.bit_length() - 1, BS=block_size, SPLITS=min(64, triton.next_power_of_2(n_splits)),
+        HEADS=n_heads, ROTATE=rotate, FORM=out.form, num_warps=8,
     )  # fmt: skip
     return out

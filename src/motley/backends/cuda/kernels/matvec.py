@@ -88,16 +88,16 @@ class Tile:
     warps: int
 
 
-TILES = {
-    "Q8_0": Tile(4, 128, 1),
-    "Q4_0": Tile(4, 128, 1),
-    "Q4_K": Tile(4, 128, 1),
-    "Q6_K": Tile(4, 128, 1),
-}
+KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+
+
+def tile_for(n_columns: int) -> Tile:
+    """A whole row of up to 4096 values is one warp's; longer ones are four warps'."""
+    return Tile(2, 128, 1) if n_columns <= 128 * BLOCK else Tile(1, 512, 4)
 
 
 def supports(weight: WeightPlanes) -> str | None:
-    return None if weight.kind in TILES else f"{weight.kind} has no integer codes"
+    return None if weight.kind in KINDS else f"{weight.kind} has no integer codes"
 
 
 def matvec(
@@ -111,7 +111,7 @@ def matvec(
     assert supports(weight) is None, supports(weight)
     assert (x.form, x.n_rows, x.n_columns) == (INT8, 1, weight.n_columns), "not one row of int8, or another width"
     assert out.shape == (1, weight.n_rows) and out.dtype == torch.float32 and out.is_contiguous()
-    tile = tile or TILES[weight.kind]
+    tile = tile or tile_for(weight.n_columns)
     _matvec[(triton.cdiv(weight.n_rows, tile.rows),)](
         weight.codes, weight.codes if weight.high is None else weight.high, weight.scale,
         x.values, x.scale, x.total, out if residual is None else residual, out, weight.n_rows, 0,

@@ -1,0 +1,325 @@
+"""Check, then time, the CUDA backend's kernels at Llama-3-8B's shapes, over candidate launch shapes.
+
+    python benchmarks/cuda_kernels.py [--out FILE.json] [--only matvec,matmul,attention,small]
+
+Each kernel is first compared with a float32 reference on random data; a time is the median of graph replays that
+rotate among enough copies of the data to miss the L2 cache. GB/s counts the bytes of packed weights or cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import triton
+
+from motley.backends.cuda.kernels import matmul as mm
+from motley.backends.cuda.kernels import matvec as mv
+from motley.backends.cuda.kernels.attention import CachePlanes, Shares, Tables, attend
+from motley.backends.cuda.kernels.combine import combine
+from motley.backends.cuda.kernels.enter import RopeTable, enter
+from motley.backends.cuda.kernels.gate import gated
+from motley.backends.cuda.kernels.norm import rms_norm
+from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
+from motley.backends.cuda.kernels.unpack import unpack_by_value
+from motley.backends.cuda.planes import WeightPlanes
+
+GPU = "cuda"
+SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (128256, 4096))
+KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+HEADS, KV_HEADS, DIM = 32, 8, 128
+Result = dict[str, Any]
+
+
+def random_planes(kind: str, n_rows: int, n_columns: int) -> WeightPlanes:
+    """Any bits are codes; scales are small."""
+    blocks = n_columns // 32
+
+    def words(per_block: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31 - 1, (n_rows, per_block * blocks), dtype=torch.int32, device=GPU)
+
+    halves = 1 if kind in ("Q8_0", "Q4_0") else 2
+    scale = (torch.rand(n_rows, blocks * halves, device=GPU) * 0.01 + 0.001).half()
+    return WeightPlanes(
+        kind,
+        n_columns,
+        words(8 if kind == "Q8_0" else 4),
+        scale if halves == 1 else scale.view(torch.int32),
+        words(2) if kind == "Q6_K" else None,
+    )
+
+
+def reference_values(w: WeightPlanes) -> torch.Tensor:
+    """float32 (rows, columns), by the table in planes.py and nothing else."""
+    assert w.scale is not None
+    n, blocks = w.n_rows, w.n_columns // 32
+    words = w.codes.view(n, -1, blocks).mT.contiguous().view(torch.uint8)  # (rows, blocks, bytes)
+    if w.kind == "Q8_0":
+        return (words.view(torch.int8).float() * w.scale.float()[..., None]).flatten(1)
+    codes = torch.cat([words & 15, words >> 4], -1).float()  # (rows, blocks, 32)
+    if w.kind == "Q4_0":
+        return ((codes - 8) * w.scale.float()[..., None]).flatten(1)
+    pair = w.scale.view(torch.float16).view(n, blocks, 2).float()
+    if w.kind == "Q4_K":
+        return (codes * pair[..., :1] - pair[..., 1:]).flatten(1)
+    assert w.high is not None
+    high = w.high.view(n, 2, blocks).mT.contiguous().view(torch.uint8).view(n, blocks, 2, 1, 4)
+    shifts = torch.arange(0, 8, 2, device=GPU, dtype=torch.uint8).view(4, 1)
+    codes += ((high >> shifts) & 3).float().flatten(2) * 16
+    return ((codes - 32) * pair.repeat_interleave(16, -1)).flatten(1)
+
+
+def replay_us(launch: Callable[[int], object], n_copies: int) -> float:
+    """Microseconds of one launch; `launch(i)` uses copy i."""
+    for i in range(n_copies):
+        launch(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(n_copies):
+            launch(i)
+    ms: float = triton.testing.do_bench(graph.replay, warmup=10, rep=30, return_mode="median")
+    return ms * 1e3 / n_copies
+
+
+def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out.float() - expected.float()).norm() / expected.float().norm())
+
+
+def read_bandwidth() -> float:
+    """GB/s of a sum over 4 GB."""
+    x = torch.empty(2**30, dtype=torch.float32, device=GPU).fill_(1.0)
+    ms = triton.testing.do_bench(lambda: x.sum(), warmup=20, rep=100, return_mode="median")
+    return float(x.numel() * 4 / ms / 1e6)
+
+
+def matvec_tiles(n_columns: int) -> list[mv.Tile]:
+    if n_columns == 4096:
+        return [mv.Tile(*t) for t in ((2, 128, 1), (4, 128, 1), (8, 128, 1), (2, 128, 2), (4, 128, 2))]
+    return [mv.Tile(*t) for t in ((1, 128, 1), (2, 128, 1), (1, 256, 2), (2, 256, 2), (1, 512, 4), (2, 512, 4), (4, 512, 4))]
+
+
+def matmul_tiles() -> list[mm.Tile]:
+    return [mm.Tile(*t) for t in ((64, 32, 4, 3), (64, 16, 4, 3), (64, 16, 4, 4), (128, 32, 8, 3), (128, 16, 8, 3), (32, 32, 4, 3))]
+
+
+def attention_shapes() -> list[tuple[int, int, int]]:
+    """(block size, warps, stages)"""
+    return [*itertools.product((32, 64), (1, 2), (2, 3, 4)), (64, 4, 3), (128, 4, 2), (128, 2, 2)]
+
+
+PAIRS = (("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"))
+
+
+def compile_case(case: tuple[Any, ...]) -> str | None:
+    """Run one kernel on small data, so that its binary is in Triton's cache on disk. The error, if any."""
+    torch.cuda.set_device(0)
+    try:
+        match case:
+            case ("matvec", kind, n_columns, tile):
+                x = convert(torch.randn(1, n_columns, device=GPU), Rows.empty(INT8, 1, n_columns, GPU))
+                mv.matvec(random_planes(kind, 64, n_columns), x, torch.empty(1, 64, device=GPU), tile=tile)
+            case ("matmul", kind, n_columns, n_tokens, tile):
+                x = convert(torch.randn(n_tokens, n_columns, device=GPU), Rows.empty(HALVES, n_tokens, n_columns, GPU))
+                mm.matmul(random_planes(kind, 64, n_columns), x, torch.empty(n_tokens, 64, device=GPU), tile=tile)
+            case ("attention", kinds, size, warps, stages):
+                run_attention(kinds, 1024, size, 16, warps, stages, 1)
+        torch.cuda.synchronize()
+    except Exception as problem:  # a launch shape that does not fit the chip
+        return f"{case}: {problem!r}"[:200]
+    return None
+
+
+def bench_matvec() -> list[Result]:
+    results = []
+    for (n, k), kind in itertools.product(SHAPES, KINDS):
+        one = random_planes(kind, n, k)
+        copies = [one] + [random_planes(kind, n, k) for _ in range(min(40, int(300e6 / one.n_bytes)))]
+        x = convert(torch.randn(1, k, device=GPU), Rows.empty(INT8, 1, k, GPU))
+        out = torch.full((1, n), torch.nan, device=GPU)
+        timed = [
+            (replay_us(lambda i, t=tile: mv.matvec(copies[i], x, out, tile=t), len(copies)), tile)
+            for tile in matvec_tiles(k)
+        ]
+        us, tile = min(timed, key=lambda entry: entry[0])
+        mv.matvec(one, x, out.fill_(torch.nan), tile=tile)
+        few = one.rows(0, 4096)
+        wrong = error(out[:, :4096], x.unpack() @ reference_values(few).T)
+        all_us = {f"{t.rows}/{t.blocks}/{t.warps}": round(u, 1) for u, t in timed}
+        results.append(
+            dict(kernel="matvec", kind=kind, n=n, k=k, us=us, gbps=one.n_bytes / us / 1e3, tile=asdict(tile), error=wrong, all=all_us)
+        )
+        print(f"matvec {kind} {n}x{k}: {us:6.1f} us {one.n_bytes / us / 1e3:5.0f} GB/s err {wrong:.1e} {all_us}", flush=True)
+    return results
+
+
+def bench_matmul() -> list[Result]:
+    results = []
+    for (n, k), kind, m in itertools.product(SHAPES[:3], ("Q4_K", "Q8_0"), (16, 64)):
+        one = random_planes(kind, n, k)
+        copies = [one] + [random_planes(kind, n, k) for _ in range(min(16, int(200e6 / one.n_bytes)))]
+        x = convert(torch.randn(m, k, device=GPU), Rows.empty(HALVES, m, k, GPU))
+        out = torch.full((m, n), torch.nan, device=GPU)
+        timed = []
+        for tile in matmul_tiles():
+            try:
+                us = replay_us(lambda i, t=tile: mm.matmul(copies[i], x, out, tile=t), len(copies))
+            except triton.runtime.errors.OutOfResources:
+                continue
+            timed.append((us, tile))
+        us, tile = min(timed, key=lambda entry: entry[0])
+        mm.matmul(one, x, out.fill_(torch.nan), tile=tile)
+        wrong = error(out[:, :4096], x.unpack() @ reference_values(one.rows(0, 4096)).T)
+        all_us = {f"{t.rows}/{t.blocks}/{t.warps}/{t.stages}": round(u, 1) for u, t in timed}
+        dense = torch.empty(n, k, dtype=torch.float16, device=GPU)
+        unpack_us = replay_us(lambda i: unpack_by_value(copies[i], dense), len(copies))
+        library_us = replay_us(lambda i: torch.mm(x.values, dense.T), 2)
+        results.append(
+            dict(kernel="matmul", kind=kind, n=n, k=k, m=m, us=us, gbps=one.n_bytes / us / 1e3, tile=asdict(tile), error=wrong, all=all_us, unpack_us=unpack_us, library_us=library_us)
+        )
+        print(f"matmul {kind} m={m} {n}x{k}: {us:6.1f} us {one.n_bytes / us / 1e3:5.0f} GB/s err {wrong:.1e} unpack {unpack_us:.1f} library {library_us:.1f} {all_us}", flush=True)
+    return results
+
+
+def random_cache(kind: str, n_blocks: int, size: int) -> CachePlanes:
+    shape = (n_blocks, KV_HEADS, DIM // 32, size)
+    if kind == "f16":
+        values = torch.randn(*shape, 32, device=GPU, dtype=torch.float16)
+        return CachePlanes(kind, values, values)
+    words = torch.randint(-(2**31), 2**31 - 1, (*shape, 8 if kind == "q8_0" else 4), dtype=torch.int32, device=GPU)
+    return CachePlanes(kind, words, (torch.rand(*shape, 1, device=GPU) * (0.01 if kind == "q8_0" else 0.1)).half())
+
+
+def cache_values(c: CachePlanes, blocks: torch.Tensor) -> torch.Tensor:
+    """float32 (heads, context, dim)"""
+    codes = c.codes[blocks]
+    if c.kind == "f16":
+        tiles = codes.float()
+    else:
+        data = codes.view(torch.uint8)
+        levels = data.view(torch.int8).float() if c.kind == "q8_0" else torch.cat([data & 15, data >> 4], -1).float() - 8
+        tiles = levels * c.scale[blocks].float()
+    return tiles.permute(1, 0, 3, 2, 4).reshape(KV_HEADS, -1, DIM)
+
+
+def run_attention(
+    kinds: tuple[str, str], context: int, size: int, n_splits: int, warps: int, stages: int, n_copies: int, check: bool = False
+) -> tuple[float, float, float]:
+    """µs of attend, of combine, and the error."""
+    n_blocks = -(-context // size)
+    caches = [tuple(random_cache(kind, n_blocks, size) for kind in kinds) for _ in range(n_copies)]
+    order = torch.randperm(n_blocks, device=GPU).int()
+    zero = torch.zeros(1, dtype=torch.int32, device=GPU)
+    tables = Tables(order[None], zero, zero, zero + context - 1)
+    q = torch.randn(1, HEADS, DIM, device=GPU)
+    shares = Shares.empty(1, HEADS, n_splits, DIM, GPU)
+    out = Rows.empty(PLAIN, 1, HEADS * DIM, GPU)
+    rows = slice(0, KV_HEADS)
+
+    def launch(i: int) -> None:
+        attend(q, *caches[i], rows, tables, shares, scale=0.05, warps=warps, stages=stages)
+
+    us = replay_us(launch, n_copies)
+    combine_us = replay_us(lambda i: combine(shares, tables, size, out, rotate=True), 4)
+    wrong = 0.0
+    if check:
+        launch(0)
+        got = combine(shares, tables, size, out, rotate=False).values.view(KV_HEADS, -1, DIM)
+        k, v = (cache_values(c, order.long()) for c in caches[0])
+        weights = torch.softmax(q.view(KV_HEADS, -1, DIM) @ k.mT * 0.05, -1)
+        wrong = error(got, weights @ v)
+    return us, combine_us, wrong
+
+
+def bench_attention() -> list[Result]:
+    results = []
+    for context, kinds in itertools.product((32768, 131072), PAIRS):
+        per_token = KV_HEADS * DIM * sum({"f16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32}[kind] for kind in kinds)
+        n_copies = max(2, int(200e6 / (per_token * context)))
+        timed = []
+        for (size, warps, stages), n_splits in itertools.product(attention_shapes(), (64, 128)):
+            if context == 131072 and (size, warps, stages) not in best_shapes(results, kinds):
+                continue
+            try:
+                us, combine_us, _ = run_attention(kinds, context, size, n_splits, warps, stages, n_copies)
+                timed.append((us, combine_us, (size, warps, stages, n_splits)))
+            except triton.runtime.errors.OutOfResources:
+                continue
+        us, combine_us, shape = min(timed)
+        wrong = run_attention(kinds, context, shape[0], shape[3], *shape[1:3], 1, check=True)[2]
+        all_us = {"/".join(map(str, s)): round(u, 1) for u, _, s in timed}
+        results.append(
+            dict(kernel="attention", kinds=kinds, context=context, us=us, combine_us=combine_us, gbps=per_token * context / us / 1e3, shape=shape, error=wrong, all=all_us)
+        )
+        print(f"attention {kinds} {context}: {us:6.1f} us {per_token * context / us / 1e3:5.0f} GB/s combine {combine_us:.1f} err {wrong:.1e} {shape}\n    {all_us}", flush=True)
+    return results
+
+
+def best_shapes(results: list[Result], kinds: tuple[str, str]) -> list[tuple[int, int, int]]:
+    """The best launch shapes (block size, warps, stages) of the shorter context."""
+    timed = next(r["all"] for r in results if r["kinds"] == kinds)
+    shapes = [tuple(map(int, s.split("/")[:3])) for s in sorted(timed, key=timed.get)]
+    return list(dict.fromkeys(shapes))[:4]
+
+
+def bench_small() -> list[Result]:
+    """The kernels between the products, for one row."""
+    x, weight = torch.randn(1, 4096, device=GPU), torch.rand(4096, device=GPU)
+    int8, wide = Rows.empty(INT8, 1, 4096, GPU), Rows.empty(INT8, 1, 14336, GPU)
+    both = torch.randn(1, 28672, device=GPU)
+    q, k, v = torch.randn(1, HEADS + 2 * KV_HEADS, DIM, device=GPU).split([HEADS, KV_HEADS, KV_HEADS], 1)
+    zero = torch.zeros(1, dtype=torch.int32, device=GPU)
+    rope = RopeTable(torch.rand(DIM // 2, device=GPU), DIM, False, 1.0)
+    keys, values = random_cache("q4_0", 4, 64), random_cache("q8_0", 4, 64)
+    out = torch.empty(1, HEADS, DIM, device=GPU)
+    cases: dict[str, Callable[[int], object]] = {
+        "norm": lambda _: rms_norm(x, weight, 1e-5, int8),
+        "gate": lambda _: gated(both, "silu", wide),
+        "enter": lambda _: enter(q, k, v, zero, zero, rope, keys, values, slice(0, KV_HEADS), out, rotate_k=True, rotate_v=True),
+        "convert": lambda _: convert(x, int8),
+    }
+    results = [dict(kernel=name, us=replay_us(case, 20)) for name, case in cases.items()]
+    print({r["kernel"]: round(r["us"], 2) for r in results}, flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out")
+    parser.add_argument("--only", default="small,matvec,matmul,attention")
+    options = parser.parse_args()
+    wanted = options.only.split(",")
+    cases: list[tuple[Any, ...]] = [
+        ("matvec", kind, k, tile) for kind in KINDS for k in (4096, 14336) for tile in matvec_tiles(k)
+    ]
+    cases += [("matmul", kind, k, m, t) for kind in ("Q4_K", "Q8_0") for k in (4096, 14336) for m in (16, 64) for t in matmul_tiles()]
+    cases += [("attention", kinds, *shape) for kinds in PAIRS for shape in attention_shapes()]
+    start = time.time()
+    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
+        for problem in pool.map(compile_case, [c for c in cases if c[0] in wanted]):
+            if problem:
+                print(problem)
+    print(f"compiled in {time.time() - start:.0f} s", flush=True)
+    benches = dict(small=bench_small, matvec=bench_matvec, matmul=bench_matmul, attention=bench_attention)
+    report: dict[str, Any] = dict(
+        gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
+        date=time.strftime("%Y-%m-%d"), read_gbps=read_bandwidth(), results=[],
+    )  # fmt: skip
+    print(f"read bandwidth {report['read_gbps']:.0f} GB/s")
+    for name in wanted:
+        report["results"] += benches[name]()
+        if options.out:
+            with open(options.out, "w") as file:
+                json.dump(report, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
