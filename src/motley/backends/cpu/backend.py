@@ -30,11 +30,13 @@ class CpuBackend(Backend):
     name: ClassVar[str] = "cpu"
     is_exact: ClassVar[bool] = False  # whether activations stay float32
 
-    def __init__(self) -> None:
+    def __init__(self, instruction_set: str = "") -> None:
+        """`instruction_set`: one of the module's, to try it; by default the best that this machine has."""
         if core is None:
             raise ConfigError(
                 "the native module is not built", hint="run `make setup`, or use --backend reference"
             )
+        self._instruction_set = instruction_set
         self._pools = threading.local()
 
     @property
@@ -47,7 +49,7 @@ class CpuBackend(Backend):
         n_threads = torch.get_num_threads()
         pool = getattr(self._pools, "pool", None)
         if pool is None or pool.n_threads != n_threads:
-            pool = self._pools.pool = core.Pool(n_threads)
+            pool = self._pools.pool = core.Pool(n_threads, self._instruction_set)
         return pool
 
     def load(self, weight: PackedTensor) -> PackedTensor:

@@ -15,7 +15,7 @@ from motley.backends.cpu.memory import Arena, quantizes, uses_codes
 from motley.backends.cpu.native import FORMATS, FUNCTIONS, address, core
 from motley.backends.cpu.weights import RepackedTensor
 from motley.formats import PackedTensor
-from motley.graph import I32, Op, Tensor
+from motley.graph import CACHE, I32, Op, Tensor
 from motley.graph.ops import (
     INTERLEAVED,
     Activation,
@@ -50,7 +50,11 @@ class Memory:
         self.layout = arena
         self.weights = weights
         self.arena = torch.empty(arena.n_bytes, dtype=torch.uint8)
-        self.inputs = {t.name: torch.zeros(t.shape, dtype=torch.int32) for t in inputs if t.dtype == I32}
+        self.inputs = {
+            t.name: torch.zeros(t.shape, dtype=torch.int32 if t.dtype == I32 else torch.float32)
+            for t in inputs
+            if t.dtype != CACHE
+        }
         self._fixed: dict[Tensor, torch.Tensor] = {}  # constants, and weights as float32
         self.kept: list[torch.Tensor] = []  # what else programs have addresses of
 

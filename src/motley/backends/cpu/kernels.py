@@ -118,6 +118,11 @@ def _norm(node: Tensor) -> str | None:
     return None if node.inputs[0].dtype == F32 else "only for f32"
 
 
+def _rope(node: Tensor) -> str | None:
+    is_fixed = all(isinstance(divisors.op, Weight) for divisors in node.inputs[2:])
+    return _norm(node) if is_fixed else "the divisors are no weight"
+
+
 def _attention(node: Tensor) -> str | None:
     q, cache = node.inputs
     kv_heads, dim = cache.shape
@@ -142,7 +147,7 @@ _PREDICATES: dict[type[Op], Callable[[Tensor], str | None]] = {
     Scale: _floats,
     Activation: _activation,
     Softmax: _floats,
-    Rope: _norm,
+    Rope: _rope,
     CacheStore: _cache_store,
     Attention: _attention,
     GetRows: _get_rows,
