@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from motley.backends import get_backend
 from motley.engine import BareSequence, Completion, Engine, Request, SamplingParams
+from motley.engine.sessions import SessionStore
 from motley.errors import ConfigError, RequestError
 from motley.gguf import read_spec
 from motley.kvcache.manager import CacheManager
@@ -33,6 +35,7 @@ from motley.runtime import (
     parse_bytes,
     split_model,
 )
+from motley.runtime.exchange import CacheExchange, identity_of
 from motley.text import ChatTemplate, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -201,6 +204,37 @@ class LLM:
             for i, arena in enumerate(arenas)
         )
         return KVStats(cache_figures(self._split, self._fit, allocated), self._cache.stats(), devices)
+
+    def save_session(self, path: str | os.PathLike[str], prompt: Prompt) -> int:
+        """Write the KV cache of a prompt (text or token ids) to a file, and return its size in bytes.
+
+        What the prefix cache has of it is not computed again, so after an answer `prompt + answer.tokens` costs little.
+        """
+        tokens = self._tokens(prompt)
+        with self._open_engine().computed(tokens) as sequence:
+            return self._sessions.save(Path(path), sequence, tokens)
+
+    def load_session(self, path: str | os.PathLike[str]) -> list[int]:
+        """Bring a saved cache back, under any split and crew of the same model. Returns its tokens: a prompt that
+        begins with them finds them in the prefix cache. CacheError for a file that is damaged or for another model.
+        """
+        self._open_engine()
+        if not self._fit.plan.config.find_prefixes:
+            raise ConfigError(
+                "a session is loaded into the prefix cache, which is off", hint="prefix_cache=True"
+            )
+        return self._sessions.load(Path(path), self.n_ctx, self._split.params.n_vocab)
+
+    @cached_property
+    def _sessions(self) -> SessionStore:
+        plan = self._fit.plan
+        groups = {layer: i for i, group in enumerate(plan.groups) for layer in group.layers}
+        return SessionStore(
+            identity_of(self._split, plan),
+            CacheExchange(self._split, plan, self._runner.arenas),
+            self._cache,
+            [groups[layer] for layer in sorted(groups)],
+        )
 
     def close(self) -> None:
         """Give the memory back. Calling it again does nothing; everything else is an error from now on."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -79,14 +80,33 @@ class Engine:
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """float32 (tokens, vocab): row i predicts what follows token i. Nothing is taken from the prefix cache."""
-        self._check_tokens(tokens)
-        if len(tokens) > self._n_ctx:
-            raise RequestError(
-                f"{len(tokens)} tokens do not fit into a context of {self._n_ctx}", hint="raise n_ctx (-c)"
-            )
-        self._cache.require_fit(len(tokens), self._scheduler.n_batch)
+        self._check_length(tokens)
         with self.bare_sequence() as sequence:
             return sequence.feed(tokens)
+
+    @contextmanager
+    def computed(self, tokens: Sequence[int]) -> Iterator[int]:
+        """A sequence whose cache has all of `tokens`; what the prefix cache knows of them is not computed again."""
+        self._check_length(tokens)
+        opened, n_batch = self._cache.open(tokens), self._scheduler.n_batch
+        sequence, copies = opened.seq, opened.copies
+        try:
+            for start in range(opened.n_cached, len(tokens), n_batch):
+                part = tuple(tokens[start : start + n_batch])
+                self._cache.advance(sequence, start)
+                room = self._cache.reserve(sequence, len(part))
+                if room is None:
+                    raise RequestError(
+                        f"no room in the KV cache for {len(tokens)} tokens beside running requests"
+                    )
+                chunk = Chunk(sequence, start, part, 0)
+                self._runner.run(Batch.of([chunk]), self._cache, [*copies, *room.copies])
+                self._cache.commit(sequence, part)
+                copies = []
+            yield sequence
+        finally:
+            self._cache.free(sequence)
+            self._give_back()
 
     def bare_sequence(self) -> BareSequence:
         """A sequence to be fed by hand, beside the requests."""
@@ -135,6 +155,15 @@ class Engine:
                 hint="lower n_keep (--keep), or raise the context size (-c / n_ctx) or the cache's limit",
             )
         return ContextShift(n_ctx, n_keep)
+
+    def _check_length(self, tokens: Sequence[int]) -> None:
+        """Whether these tokens, and no answer, fit into the context and the cache."""
+        self._check_tokens(tokens)
+        if len(tokens) > self._n_ctx:
+            raise RequestError(
+                f"{len(tokens)} tokens do not fit into a context of {self._n_ctx}", hint="raise n_ctx (-c)"
+            )
+        self._cache.require_fit(len(tokens), self._scheduler.n_batch)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         if not tokens:

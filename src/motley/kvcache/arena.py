@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,6 +128,19 @@ class Arena:
                     turned = turn(layer, keys.read(rows, sources), -shift.distance)
                     keys.write(rows, targets, turned)
                     values.scatter(rows, targets, values.gather(rows, sources))
+
+    def gather(self, layer: int, slots: torch.Tensor) -> tuple[dict[str, torch.Tensor], ...]:
+        """K and V of this device's heads as they are stored; see Store.gather."""
+        group, rows = self._places[layer]
+        keys, values = self._stores[group]
+        return keys.gather(rows, slots), values.gather(rows, slots)
+
+    def scatter(self, layer: int, slots: torch.Tensor, planes: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """The reverse of `gather`. The slots' blocks hold something from now on."""
+        group, rows = self._places[layer]
+        self._empty[group].difference_update((slots // self._block_size).tolist())
+        for store, items in zip(self._stores[group], planes, strict=True):
+            store.scatter(rows, slots, items)
 
     def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
         """Blocks of each group that hold nothing any more: return their memory, where it is demand-paged."""

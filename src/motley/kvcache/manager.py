@@ -34,7 +34,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from motley.errors import CacheError, ConfigError
-from motley.kvcache.blocks import n_blocks_for
+from motley.kvcache.blocks import HOLE, first_visible_block, n_blocks_for
 from motley.kvcache.prefix import BlockHasher, PrefixStats, find_prefix
 from motley.kvcache.sequences import BlockCopy, BlockGroup, BlockShift, BlockTable, GroupSpec, GroupStats
 
@@ -54,6 +54,15 @@ class Reservation:
 
     slots: list[list[int]]
     copies: list[BlockCopy]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A sequence to be filled: per group, the first token to store and the slots from it to the last token."""
+
+    seq: int
+    firsts: tuple[int, ...]
+    slots: tuple[list[int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +167,24 @@ class CacheManager:
         copies = self._share_prefix(sequence, array("I", tokens)) if self._finds_prefixes and tokens else []
         return Opened(self._add(sequence), len(sequence.tokens), copies)
 
+    def restore(self, tokens: Sequence[int]) -> Restored | None:
+        """Begin a sequence whose K/V come from elsewhere; None if there is no room. To be filled and committed at once.
+
+        Windowed groups have slots for what the last token and later ones see, and holes before that.
+        """
+        first_blocks = [
+            first_visible_block(len(tokens) - 1, group.spec.window, self.block_size) for group in self.groups
+        ]
+        counts = [n_blocks_for(len(tokens), self.block_size) - first for first in first_blocks]
+        if any(n > group.pool.n_available for n, group in zip(counts, self.groups, strict=True)):
+            return None
+        tables = [
+            g.make_table(first, n) for g, first, n in zip(self.groups, first_blocks, counts, strict=True)
+        ]
+        seq = self._add(_Sequence(array("I"), [self._hasher.root()], tables, len(tokens)))
+        stored = [self.stored_slots(seq, i) for i in range(len(tables))]
+        return Restored(seq, tuple(first for first, _ in stored), tuple(slots for _, slots in stored))
+
     def reserve(self, seq: int, n_new: int) -> Reservation | None:
         """Slots for the next `n_new` tokens; None, and no change at all, if a group has no room for them."""
         assert n_new >= 1, n_new
@@ -260,6 +287,13 @@ class CacheManager:
         tables = [(row.tables[group], len(row.tokens)) for row in rows]
         return [TableView(table.blocks, n_tokens, table.version) for table, n_tokens in tables]
 
+    def stored_slots(self, seq: int, group: int) -> tuple[int, list[int]]:
+        """The first token that a group has of a sequence, and the slots of all from there to the last one's."""
+        sequence = self._sequences[seq]
+        table = sequence.tables[group]
+        first = max(table.n_holes * self.block_size, table.first_valid)
+        return first, self.groups[group].slots(table, first, sequence.n_slots)
+
     def take_emptied(self) -> list[list[int]]:
         """Per group: blocks that became empty since the last call and still are. Arenas may unmap them."""
         return [group.pool.take_emptied() for group in self.groups]
@@ -323,7 +357,8 @@ class CacheManager:
             key = self._hasher.key(parent, tokens)
             sequence.keys.append(key)
             for group, table in zip(self.groups, sequence.tables, strict=True):
-                group.index.add(table.blocks[i], parent, tokens, key)
+                if table.blocks[i] != HOLE:  # of a restored sequence
+                    group.index.add(table.blocks[i], parent, tokens, key)
 
     def _name_tail(self, sequence: _Sequence, *, only_unnamed: bool) -> None:
         tail, n_in_tail = divmod(len(sequence.tokens), self.block_size)

@@ -134,6 +134,11 @@ class BlockGroup:
             table.blocks.append(self._allocate())
         return copies
 
+    def make_table(self, n_holes: int, n_blocks: int) -> BlockTable:
+        """A table of new blocks behind holes. The caller has checked the pool."""
+        blocks = [self._allocate() for _ in range(n_blocks)]
+        return BlockTable(array("i", [HOLE] * n_holes + blocks), n_holes)
+
     def adopt(self, blocks: Iterable[int]) -> BlockTable:
         """A new table that shares the blocks of a prefix match."""
         table = BlockTable(array("i", blocks))

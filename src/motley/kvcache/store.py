@@ -68,7 +68,7 @@ class Store:
         """The reverse of `gather`."""
         blocks, offsets = slots // self.block_size, slots % self.block_size
         for name, plane in self.planes.items():
-            plane[:, rows][blocks, :, :, offsets] = items[name]
+            plane[:, rows][blocks, :, :, offsets] = items[name].to(plane.device)
 
     def copy_block(self, source: int, target: int, n_tokens: int) -> None:
         for plane in self.planes.values():

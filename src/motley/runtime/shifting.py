@@ -28,7 +28,7 @@ class _LayerTurn:
     hadamard: torch.Tensor | None  # (n, n)
 
     def __call__(self, keys: torch.Tensor, distance: int) -> torch.Tensor:
-        positions = torch.full((len(keys),), distance, dtype=torch.int32)
+        positions = torch.full((len(keys),), distance, dtype=torch.int32, device=keys.device)
         divisors = [] if self.divisors is None else [self.divisors]
         return self._rotate(self.rope.reference([self._rotate(keys), positions, *divisors]))
 
@@ -37,7 +37,7 @@ class _LayerTurn:
         if self.hadamard is None:
             return keys
         parts = torch.unflatten(keys, -1, (-1, len(self.hadamard)))
-        return torch.flatten(parts @ self.hadamard, -2)
+        return torch.flatten(parts @ self.hadamard.to(keys.device), -2)
 
 
 class KeyTurner:

@@ -1,0 +1,120 @@
+"""The cache of a crew as if it were one device's: K/V of a layer with all heads in the model's order, out and in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+
+import torch
+
+from motley.graph.ops import CacheStore, Rope, Weight
+from motley.kvcache.arena import Arena
+from motley.kvcache.session_file import Identity
+from motley.kvcache.types import TILE, CacheType
+from motley.models import BatchShape
+from motley.ownership import Split
+from motley.runtime.caching import CachePlan
+from motley.runtime.splitting import ModelSplit
+from motley.split.collectives import put, take
+
+_SAMPLE_BYTES = 4096  # of each end of each tensor: enough to tell a model from its fine-tuned sister
+
+Planes = dict[str, torch.Tensor]  # by name: (tokens, heads, tiles, width)
+
+
+class CacheExchange:
+    """Reads and writes planes of whole layers, wherever their heads are."""
+
+    def __init__(self, split: ModelSplit, plan: CachePlan, arenas: Sequence[Arena]) -> None:
+        whole = split.split(BatchShape(1, 1))
+        self._arenas = arenas
+        self._repeat = split.options.kv_repeat
+        self._n_heads = split.params.n_kv_heads
+        self._head_dim = plan.head_dim
+        self._kinds = plan.config.k_type, plan.config.v_type
+        self._words = {}
+        for node in whole.graph.nodes:
+            if isinstance(node.op, CacheStore):
+                state = whole.ways[node].inputs[0]
+                layer = int(node.inputs[0].name.removeprefix("cache."))
+                self._words[layer] = state.word if isinstance(state, Split) else None
+
+    def read(self, layer: int, slots: Sequence[int]) -> list[Planes]:
+        """K and V, each KV head once."""
+        whole = [self._empty(kind, len(slots), self._n_heads * self._repeat) for kind in self._kinds]
+        for device, arena in enumerate(self._arenas):
+            for part, planes in zip(arena.gather(layer, torch.tensor(slots)), whole, strict=True):
+                for name, items in part.items():
+                    self._put(planes[name], items, layer, device)
+        return [{name: items[:, :: self._repeat] for name, items in planes.items()} for planes in whole]
+
+    def write(self, layer: int, slots: Sequence[int], planes: Sequence[Planes]) -> None:
+        """The reverse of `read`; heads that several devices have are stored by each."""
+        whole = [
+            {name: items.repeat_interleave(self._repeat, 1) for name, items in part.items()}
+            for part in planes
+        ]
+        for device, arena in enumerate(self._arenas):
+            parts = [
+                {name: self._take(items, layer, device) for name, items in part.items()} for part in whole
+            ]
+            arena.scatter(layer, torch.tensor(slots), parts)
+
+    def part_sizes(self, n_tokens: int) -> Iterator[list[tuple[str, tuple[int, ...], torch.dtype]]]:
+        """Of K, then of V: name, shape and type of each plane of `n_tokens` tokens."""
+        for kind in self._kinds:
+            empty = self._empty(kind, n_tokens, self._n_heads)
+            yield [(name, tuple(items.shape), items.dtype) for name, items in empty.items()]
+
+    def _empty(self, kind: CacheType, n_tokens: int, n_heads: int) -> Planes:
+        n_tiles = -(-self._head_dim // TILE)
+        return {
+            p.name: torch.empty((n_tokens, n_heads, n_tiles, p.width), dtype=p.dtype) for p in kind.planes
+        }
+
+    def _put(self, whole: torch.Tensor, part: torch.Tensor, layer: int, device: int) -> None:
+        word = self._words[layer]
+        if word is not None:
+            put(whole, part, 1, word, device)
+        else:
+            whole.copy_(part)
+
+    def _take(self, whole: torch.Tensor, layer: int, device: int) -> torch.Tensor:
+        word = self._words[layer]
+        return whole if word is None else take(whole, 1, word, device)
+
+
+def to_bytes(planes: Mapping[str, torch.Tensor]) -> bytes:
+    """All planes, one after the other."""
+    return b"".join(items.contiguous().view(torch.uint8).numpy().tobytes() for items in planes.values())
+
+
+def identity_of(split: ModelSplit, plan: CachePlan) -> Identity:
+    """What a saved cache must agree on with this model. Reads a little of each tensor."""
+    params, options = split.params, split.options
+    return Identity(
+        model=_fingerprint(split),
+        cache_type_k=plan.config.k_type.name,
+        cache_type_v=plan.config.v_type.name,
+        k_rotation=options.k_rotation,
+        v_rotation=options.v_rotation,
+        n_layers=params.n_layers,
+        n_kv_heads=params.n_kv_heads,
+        head_dim=params.head_dim,
+    )
+
+
+def _fingerprint(split: ModelSplit) -> str:
+    """Of the numbers, the ropes (they may depend on the context's size) and samples of all weights."""
+    state = blake2b(digest_size=32)
+    state.update(repr(split.params).encode())
+    for node in split.split(BatchShape(1, 1)).graph.nodes:
+        if isinstance(node.op, Rope):
+            sources = [t.op.source for t in node.inputs if isinstance(t.op, Weight)]
+            state.update(repr((node.op, sources)).encode())
+    for name, info in sorted(split.spec.tensors.items()):
+        state.update(repr((name, info.shape, info.format.name)).encode())
+        data = split.spec.tensor(name).data.flatten()
+        for sample in (data[:_SAMPLE_BYTES], data[-_SAMPLE_BYTES:]):
+            state.update(sample.numpy().tobytes())
+    return state.hexdigest()
