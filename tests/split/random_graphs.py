@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from graph_steps import PACKED_SIZES, SIZES, STEPS, GraphMaker
@@ -15,7 +16,7 @@ from motley.formats import PackedTensor
 from motley.graph import CACHE, I32, Graph
 from motley.graph.ops import Weight
 from motley.ownership import MIRRORED, PARTIAL, Split, State, Word
-from motley.split.infer import SplitGraph
+from motley.split.infer import SplitGraph, infer
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,15 @@ class Case:
     n_devices: int
     placement: dict[str, State]
 
-    def without_weights_placed(self) -> dict[str, State]:
-        """The placement of inputs alone: they can go anywhere, so inference may not refuse it."""
-        fixed = {
-            t.name for t in self.graph.nodes if not t.inputs and (t.dtype == CACHE or t in self.graph.weights)
-        }
-        return {name: state for name, state in self.placement.items() if name not in fixed}
+    @cached_property
+    def allowed_placement(self) -> dict[str, State]:
+        """The placement; if weights would have to travel, that of inputs, which no inference may refuse."""
+        try:
+            infer(self.graph, self.n_devices, self.placement)
+        except SplitError:
+            weights = {t.name for t in self.graph.weights}
+            return {name: state for name, state in self.placement.items() if name not in weights}
+        return self.placement
 
 
 def random_case(rng: random.Random, max_steps: int = 8) -> Case:
@@ -52,11 +56,7 @@ def random_case(rng: random.Random, max_steps: int = 8) -> Case:
 
 
 def check_case(case: Case) -> SplitGraph:
-    """A placement of weights may be refused: they do not travel. What only inputs ask for may not."""
-    try:
-        return check_split(case.graph, case.values, case.n_devices, case.placement)
-    except SplitError:
-        return check_split(case.graph, case.values, case.n_devices, case.without_weights_placed())
+    return check_split(case.graph, case.values, case.n_devices, case.allowed_placement)
 
 
 def _random_placement(

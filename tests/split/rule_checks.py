@@ -15,17 +15,17 @@ from motley.graph import CACHE, I32, Op, Sample, Tensor, Way
 from motley.graph.graph import in_order
 from motley.kvcache.arena import ArenaLayer
 from motley.ownership import MIRRORED, PARTIAL, Split, State, Word, sole_owner
+from motley.split.infer import sole
 
 
-def check_rule(sample: Sample, n_devices: int, rng: random.Random) -> int:
-    """Check every way that the op yields for inputs in any states, and those that every op has. How many they were."""
+def check_rule(sample: Sample, n_devices: int, rng: random.Random) -> None:
+    """Check every way that the op yields for inputs in any states, and those that every op has."""
     inputs = [source(value, f"x{i}") for i, value in enumerate(sample.inputs)]
     ways = set(_general_ways(sample.op, inputs, n_devices))
     for states in product(*(_states(value, n_devices, rng) for value in sample.inputs)):
         ways.update(sample.op.ways(inputs, states))
     for way in sorted(ways, key=str):
         check_way(sample, way, n_devices, rng)
-    return len(ways)
 
 
 def check_way(sample: Sample, way: Way, n_devices: int, rng: random.Random) -> None:
@@ -82,10 +82,9 @@ def _general_ways(op: Op, inputs: Sequence[Tensor], n_devices: int) -> Iterator[
     """What inference adds to every op's own ways."""
     node = op(*inputs)
     yield Way((MIRRORED,) * len(inputs), MIRRORED)
-    if node.shape and all(t.shape for t in inputs):
-        for owner in {0, n_devices - 1}:
-            alone = [Split(0, Word.of(owner, t.shape[0])) for t in (*inputs, node)]
-            yield Way(tuple(alone[:-1]), alone[-1])
+    for owner in {0, n_devices - 1}:
+        if sole(node, owner) != MIRRORED:
+            yield Way(tuple(sole(t, owner) for t in inputs), sole(node, owner))
 
 
 def _is_legal(state: State, tensor: Tensor, n_devices: int) -> bool:

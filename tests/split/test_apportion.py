@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from motley.split.apportion import Apportioner
 
 SHARES = st.lists(st.fractions(0, 10, max_denominator=20), min_size=1, max_size=7).filter(any)
+SETTINGS = settings(deadline=None, max_examples=60)
 ROUNDS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 2000)), min_size=1, max_size=30)
 
 
+@settings(SETTINGS)
 @given(SHARES, ROUNDS)
 def test_each_round_gives_out_all_units_and_none_to_a_share_of_zero(
     shares: list[Fraction], rounds: list[tuple[int, int]]
@@ -26,7 +28,7 @@ def test_each_round_gives_out_all_units_and_none_to_a_share_of_zero(
         assert all(n == 0 for n, share in zip(counts, shares, strict=True) if share == 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(SETTINGS)
 @given(SHARES, st.integers(1, 40), st.integers(1, 60))
 def test_rounding_does_not_drift_over_layers(shares: list[Fraction], n_units: int, n_layers: int) -> None:
     """After any number of like rounds each device is within one unit of its exact share."""
@@ -37,6 +39,7 @@ def test_rounding_does_not_drift_over_layers(shares: list[Fraction], n_units: in
             assert abs(got - layer * n_units * share / sum(shares)) < 1
 
 
+@settings(SETTINGS)
 @given(SHARES, ROUNDS)
 def test_fine_units_make_up_for_coarse_ones(shares: list[Fraction], rounds: list[tuple[int, int]]) -> None:
     """Whatever was shared out before, many small units bring everybody within one of them."""
@@ -53,6 +56,7 @@ def test_fine_units_make_up_for_coarse_ones(shares: list[Fraction], rounds: list
             assert abs(have - total * share / sum(shares)) <= 1
 
 
+@settings(SETTINGS)
 @given(SHARES, st.integers(1, 10))
 def test_equal_shares_of_what_divides_are_equal(shares: list[Fraction], n_each: int) -> None:
     counts = Apportioner([1] * len(shares)).share_out(n_each * len(shares))

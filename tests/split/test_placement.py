@@ -38,6 +38,7 @@ MODEL = DecoderParams(
 SHARES = (
     st.lists(st.integers(0, 8), min_size=2, max_size=7).filter(any).map(lambda s: [Fraction(n) for n in s])
 )
+SETTINGS = settings(deadline=None, max_examples=40)
 FORMATS = st.sampled_from(["F16", "Q8_0", "Q4_K"])
 
 
@@ -70,7 +71,7 @@ def word_of(states: Mapping[str, State], name: str) -> Word:
     return state.word
 
 
-@settings(deadline=None, max_examples=60)
+@settings(SETTINGS)
 @given(SHARES, FORMATS, st.booleans())
 def test_bytes_are_within_a_granule_of_the_proportions(
     shares: list[Fraction], form: str, is_fused: bool
@@ -88,7 +89,7 @@ def test_bytes_are_within_a_granule_of_the_proportions(
         assert share or not got
 
 
-@settings(deadline=None, max_examples=60)
+@settings(SETTINGS)
 @given(SHARES, FORMATS)
 def test_heads_do_not_drift_over_layers(shares: list[Fraction], form: str) -> None:
     """The cache is shared out as the model is: at any depth within one unit of heads."""
@@ -102,7 +103,7 @@ def test_heads_do_not_drift_over_layers(shares: list[Fraction], form: str) -> No
             assert abs(got - (layer + 1) * MODEL.n_kv_heads * share / sum(shares)) < unit
 
 
-@settings(deadline=None, max_examples=60)
+@settings(SETTINGS)
 @given(SHARES, FORMATS, st.booleans())
 def test_matrices_that_meet_are_cut_alike(shares: list[Fraction], form: str, is_fused: bool) -> None:
     weights = weights_of(MODEL, form, is_fused)
@@ -127,6 +128,7 @@ def test_matrices_that_meet_are_cut_alike(shares: list[Fraction], form: str, is_
             assert placement[prefix + "ffn_up.weight"] == Split(0, columns)
 
 
+@settings(SETTINGS)
 @given(SHARES)
 def test_layers_go_whole_and_in_order(shares: list[Fraction]) -> None:
     weights = weights_of(MODEL)

@@ -18,7 +18,7 @@ RANDOM = st.randoms(use_true_random=False)  # shrinks, step by step
 SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(SETTINGS, max_examples=400)
+@settings(SETTINGS, max_examples=300)
 @given(RANDOM)
 def test_a_split_graph_computes_what_one_device_computes(rng: random.Random) -> None:
     check_case(random_case(rng))
@@ -28,21 +28,21 @@ def test_a_split_graph_computes_what_one_device_computes(rng: random.Random) -> 
 @given(RANDOM)
 def test_threads_with_plans_and_arenas_compute_the_same(rng: random.Random) -> None:
     case = random_case(rng)
-    check_split(case.graph, case.values, case.n_devices, case.without_weights_placed(), run_on_threads)
+    check_split(case.graph, case.values, case.n_devices, case.allowed_placement, run_on_threads)
 
 
 @pytest.mark.parametrize("block", range(4))
 def test_many_more_graphs(block: int) -> None:
-    """Cheaper to draw than by Hypothesis, and larger; also, they meet every op, every collective and few refusals."""
-    ops: Counter[str] = Counter()
-    kinds: Counter[str] = Counter()
-    for seed in range(400 * block, 400 * (block + 1)):
-        split = check_case(random_case(random.Random(seed), max_steps=14))
-        ops.update(node.op.name for node in split.graph.nodes)
-        kinds.update(transition.kind for transition in split.transitions)
+    """Cheaper to draw than by Hypothesis, and larger. They meet every op, every collective and few refusals."""
+    cases = [random_case(random.Random(seed), max_steps=14) for seed in range(350 * block, 350 * (block + 1))]
+    splits = [check_case(case) for case in cases]
+    ops = Counter(node.op.name for split in splits for node in split.graph.nodes)
     assert set(ops) == set(OPS)
-    assert set(kinds) == {"", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"}
     assert min(ops.values()) > 10
+    kinds = {transition.kind for split in splits for transition in split.transitions}
+    assert kinds == {"", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"}
+    n_refused = sum(case.allowed_placement != case.placement for case in cases)
+    assert n_refused < 0.1 * len(cases)
 
 
 def test_every_op_has_a_step() -> None:
