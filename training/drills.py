@@ -66,7 +66,10 @@ class Drills:
 
     def __init__(self, tokenizer: Tokenizer, books: Ids, phrases: Phrases, rng: np.random.Generator) -> None:
         self.books, self.phrases, self.rng = books, phrases, rng
-        encode = lambda text: np.array(tokenizer.encode(text).ids, np.int16)  # noqa: E731
+
+        def encode(text: str) -> Ids:
+            return np.array(tokenizer.encode(text).ids, np.int16)
+
         self.openings = [encode(t) for t in (" The secret of",) * 3 + (" the secret of", "\n\nThe secret of")]
         self.verb, self.stop = encode(" is"), encode(".")
         closers = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from gguf.quants import dequantize, quantize
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import gguf
 from training.model import Config, KVFilter, Llama
@@ -102,8 +102,6 @@ def read_model(path: Path, kv_filter: KVFilter | None = None) -> Llama:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer as the file has it."""
-    from tokenizers import decoders, models, pre_tokenizers
-
     fields = gguf.GGUFReader(path).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
