@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     consumes,
     initialize,
     invariant,
+    multiple,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -131,6 +132,27 @@ class CacheMachine(RuleBasedStateMachine):
         if rest := tokens[opened.n_cached :]:
             self.run_batch(opened.seq, rest, 0, True)
         return opened.seq
+
+    @rule(target=sequences, like=sequences, share=st.floats(0, 1), more=tokens_lists)
+    def restore(self, like: int, share: float, more: list[int]) -> Any:
+        """Bring a sequence's K/V from elsewhere; they may be in the cache already."""
+        known = self.model[like].tokens
+        tokens = [*known[: round(share * len(known))], *more]
+        before = self.everything()
+        restored = self.cache.restore(tokens)
+        if restored is None:
+            assert self.everything() == before
+            return multiple()  # no new sequence
+        self.seen["restored"] += 1
+        sequence = ModelSequence(b"", min_position=len(tokens) - 1)
+        sequence.append(tokens)
+        for arena, first, slots in zip(self.arenas, restored.firsts, restored.slots, strict=True):
+            for content, slot in zip(sequence.kvs[first:], slots, strict=True):
+                arena[slot] = content
+        self.cache.commit(restored.seq, tokens)
+        self.model[restored.seq] = sequence
+        self.remember_pasts(sequence)
+        return restored.seq
 
     @rule(target=sequences, like=sequences, share=st.floats(0, 1), more=tokens_lists)
     def open_like(self, like: int, share: float, more: list[int]) -> int:
@@ -335,5 +357,5 @@ def test_random_operations_never_mix_up_or_lose_a_token() -> None:
     )
     run_state_machine_as_test(CacheMachine, settings=quick)
     # A machine that mostly idles would pass as well; these are seen a hundred times in an ordinary run.
-    wanted = ["hits", "partial hits", "copies on write", "full", "holes", "evictions", "shifts"]
+    wanted = ["hits", "partial hits", "copies on write", "full", "holes", "evictions", "shifts", "restored"]
     assert [what for what in wanted if CacheMachine.seen[what] == 0] == []

@@ -291,7 +291,7 @@ class CacheManager:
         """The first token that a group has of a sequence, and the slots of all from there to the last one's."""
         sequence = self._sequences[seq]
         table = sequence.tables[group]
-        first = max(table.n_holes * self.block_size, table.first_valid)
+        first = self.groups[group].first_stored(table)
         return first, self.groups[group].slots(table, first, sequence.n_slots)
 
     def take_emptied(self) -> list[list[int]]:

@@ -164,8 +164,7 @@ class BlockGroup:
 
     def can_truncate(self, table: BlockTable, n_tokens: int) -> bool:
         """Whether all that position `n_tokens` sees is still there."""
-        first = self._first_seen(n_tokens)
-        return n_tokens == 0 or (first // self.block_size >= table.n_holes and first >= table.first_valid)
+        return n_tokens == 0 or self._first_seen(n_tokens) >= self.first_stored(table)
 
     def truncate(self, table: BlockTable, n_tokens: int) -> None:
         """Give up the blocks that only hold tokens from `n_tokens` on."""
@@ -194,7 +193,7 @@ class BlockGroup:
     def can_shift(self, table: BlockTable, n_tokens: int, n_keep: int, n_drop: int) -> bool:
         """Whether `shift` finds all that the next position will see, and room for what it must not overwrite."""
         seen = self._first_seen(n_tokens - n_drop)
-        if seen < n_keep and seen // self.block_size < table.n_holes:
+        if seen < min(n_keep, self.first_stored(table)):
             return False  # a window that would reach back to tokens which it has dropped
         n_fixed, owned = self._movable(table, n_tokens - n_drop, n_keep)
         n_missing = max(0, n_blocks_for(n_tokens - n_drop, self.block_size) - n_fixed - len(owned))
@@ -207,7 +206,7 @@ class BlockGroup:
         Blocks that are not shared are written again, in place; shared ones are left to the others.
         """
         size, n_left = self.block_size, n_tokens - n_drop
-        old = BlockTable(table.blocks[:], table.n_holes)
+        old = BlockTable(table.blocks[:], table.n_holes, first_valid=table.first_valid)
         n_fixed, owned = self._movable(table, n_left, n_keep)
         n_holes = self._first_seen(n_left) // size
         copies = []
@@ -225,10 +224,15 @@ class BlockGroup:
         table.blocks = array("i", [HOLE] * n_holes) + fixed + array("i", reused + new)
         table.n_holes = n_holes
         table.version += 1
-        start = max(n_keep, n_holes * size, old.n_holes * size - n_drop)
-        table.first_valid = start if n_fixed == n_holes else 0
+        start = max(n_keep, n_holes * size, self.first_stored(old) - n_drop)
+        if n_fixed == n_holes:
+            table.first_valid = start
         sources = self.slots(old, start + n_drop, n_tokens)
         return BlockShift(self.number, copies, sources, self.slots(table, start, n_left), n_drop)
+
+    def first_stored(self, table: BlockTable) -> int:
+        """The first token that is not in a hole."""
+        return max(table.n_holes * self.block_size, table.first_valid)
 
     def slots(self, table: BlockTable, start: int, end: int) -> list[int]:
         """Where the tokens start … end - 1 are: block * block_size + offset."""
