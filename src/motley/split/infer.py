@@ -37,7 +37,7 @@ class SplitGraph:
     @property
     def collectives(self) -> tuple[Transition, ...]:
         """Transitions for which devices must talk."""
-        return tuple(t for t in self.transitions if t.kind)
+        return tuple(t for t in self.transitions if t.kind) if self.n_devices > 1 else ()
 
 
 def infer(graph: Graph, n_devices: int, placement: Mapping[str, State]) -> SplitGraph:

@@ -119,7 +119,7 @@ class _Walk:
         owner, heir = sole_owner(source), sole_owner(target)
         if isinstance(source, Mirrored):
             return self._cut(here, target, name)
-        if owner is not None and owner == heir:
+        if (owner is not None and owner == heir) or self._split.n_devices == 1:
             return here
         match source, target:
             case Partial(), Mirrored():
