@@ -104,16 +104,29 @@ def read_bandwidth() -> float:
 def matvec_tiles(n_columns: int) -> list[mv.Tile]:
     if n_columns == 4096:
         return [mv.Tile(*t) for t in ((2, 128, 1), (4, 128, 1), (8, 128, 1), (2, 128, 2), (4, 128, 2))]
-    return [mv.Tile(*t) for t in ((1, 128, 1), (2, 128, 1), (1, 256, 2), (2, 256, 2), (1, 512, 4), (2, 512, 4), (4, 512, 4))]
+    return [
+        mv.Tile(*t)
+        for t in ((1, 128, 1), (2, 128, 1), (1, 256, 2), (2, 256, 2), (1, 512, 4), (2, 512, 4), (4, 512, 4))
+    ]
 
 
 def matmul_tiles() -> list[mm.Tile]:
-    return [mm.Tile(*t) for t in ((64, 32, 4, 3), (64, 16, 4, 3), (64, 16, 4, 4), (128, 32, 8, 3), (128, 16, 8, 3), (32, 32, 4, 3))]
+    return [
+        mm.Tile(*t)
+        for t in (
+            (64, 32, 4, 3),
+            (64, 16, 4, 3),
+            (64, 16, 4, 4),
+            (128, 32, 8, 3),
+            (128, 16, 8, 3),
+            (32, 32, 4, 3),
+        )
+    ]
 
 
 def attention_shapes() -> list[tuple[int, int, int]]:
     """(block size, warps, stages)"""
-    return [*itertools.product((32, 64), (1, 2), (2, 3, 4)), (64, 4, 3), (128, 4, 2), (128, 2, 2)]
+    return [(32, 1, 3), (32, 1, 4), (64, 1, 2), (64, 1, 3), (64, 1, 4), (64, 2, 3), (128, 1, 2), (128, 2, 3)]
 
 
 PAIRS = (("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"))
@@ -128,8 +141,12 @@ def compile_case(case: tuple[Any, ...]) -> str | None:
                 x = convert(torch.randn(1, n_columns, device=GPU), Rows.empty(INT8, 1, n_columns, GPU))
                 mv.matvec(random_planes(kind, 64, n_columns), x, torch.empty(1, 64, device=GPU), tile=tile)
             case ("matmul", kind, n_columns, n_tokens, tile):
-                x = convert(torch.randn(n_tokens, n_columns, device=GPU), Rows.empty(HALVES, n_tokens, n_columns, GPU))
-                mm.matmul(random_planes(kind, 64, n_columns), x, torch.empty(n_tokens, 64, device=GPU), tile=tile)
+                x = convert(
+                    torch.randn(n_tokens, n_columns, device=GPU), Rows.empty(HALVES, n_tokens, n_columns, GPU)
+                )
+                mm.matmul(
+                    random_planes(kind, 64, n_columns), x, torch.empty(n_tokens, 64, device=GPU), tile=tile
+                )
             case ("attention", kinds, size, warps, stages):
                 run_attention(kinds, 1024, size, 16, warps, stages, 1)
         torch.cuda.synchronize()
@@ -155,9 +172,22 @@ def bench_matvec() -> list[Result]:
         wrong = error(out[:, :4096], x.unpack() @ reference_values(few).T)
         all_us = {f"{t.rows}/{t.blocks}/{t.warps}": round(u, 1) for u, t in timed}
         results.append(
-            dict(kernel="matvec", kind=kind, n=n, k=k, us=us, gbps=one.n_bytes / us / 1e3, tile=asdict(tile), error=wrong, all=all_us)
+            dict(
+                kernel="matvec",
+                kind=kind,
+                n=n,
+                k=k,
+                us=us,
+                gbps=one.n_bytes / us / 1e3,
+                tile=asdict(tile),
+                error=wrong,
+                all=all_us,
+            )
         )
-        print(f"matvec {kind} {n}x{k}: {us:6.1f} us {one.n_bytes / us / 1e3:5.0f} GB/s err {wrong:.1e} {all_us}", flush=True)
+        print(
+            f"matvec {kind} {n}x{k}: {us:6.1f} us {one.n_bytes / us / 1e3:5.0f} GB/s err {wrong:.1e} {all_us}",
+            flush=True,
+        )
     return results
 
 
@@ -183,9 +213,25 @@ def bench_matmul() -> list[Result]:
         unpack_us = replay_us(lambda i: unpack_by_value(copies[i], dense), len(copies))
         library_us = replay_us(lambda i: torch.mm(x.values, dense.T), 2)
         results.append(
-            dict(kernel="matmul", kind=kind, n=n, k=k, m=m, us=us, gbps=one.n_bytes / us / 1e3, tile=asdict(tile), error=wrong, all=all_us, unpack_us=unpack_us, library_us=library_us)
+            dict(
+                kernel="matmul",
+                kind=kind,
+                n=n,
+                k=k,
+                m=m,
+                us=us,
+                gbps=one.n_bytes / us / 1e3,
+                tile=asdict(tile),
+                error=wrong,
+                all=all_us,
+                unpack_us=unpack_us,
+                library_us=library_us,
+            )
         )
-        print(f"matmul {kind} m={m} {n}x{k}: {us:6.1f} us {one.n_bytes / us / 1e3:5.0f} GB/s err {wrong:.1e} unpack {unpack_us:.1f} library {library_us:.1f} {all_us}", flush=True)
+        print(
+            f"matmul {kind} m={m} {n}x{k}: {us:6.1f} us {one.n_bytes / us / 1e3:5.0f} GB/s err {wrong:.1e} unpack {unpack_us:.1f} library {library_us:.1f} {all_us}",
+            flush=True,
+        )
     return results
 
 
@@ -194,8 +240,12 @@ def random_cache(kind: str, n_blocks: int, size: int) -> CachePlanes:
     if kind == "f16":
         values = torch.randn(*shape, 32, device=GPU, dtype=torch.float16)
         return CachePlanes(kind, values, values)
-    words = torch.randint(-(2**31), 2**31 - 1, (*shape, 8 if kind == "q8_0" else 4), dtype=torch.int32, device=GPU)
-    return CachePlanes(kind, words, (torch.rand(*shape, 1, device=GPU) * (0.01 if kind == "q8_0" else 0.1)).half())
+    words = torch.randint(
+        -(2**31), 2**31 - 1, (*shape, 8 if kind == "q8_0" else 4), dtype=torch.int32, device=GPU
+    )
+    return CachePlanes(
+        kind, words, (torch.rand(*shape, 1, device=GPU) * (0.01 if kind == "q8_0" else 0.1)).half()
+    )
 
 
 def cache_values(c: CachePlanes, blocks: torch.Tensor) -> torch.Tensor:
@@ -205,13 +255,24 @@ def cache_values(c: CachePlanes, blocks: torch.Tensor) -> torch.Tensor:
         tiles = codes.float()
     else:
         data = codes.view(torch.uint8)
-        levels = data.view(torch.int8).float() if c.kind == "q8_0" else torch.cat([data & 15, data >> 4], -1).float() - 8
+        levels = (
+            data.view(torch.int8).float()
+            if c.kind == "q8_0"
+            else torch.cat([data & 15, data >> 4], -1).float() - 8
+        )
         tiles = levels * c.scale[blocks].float()
     return tiles.permute(1, 0, 3, 2, 4).reshape(KV_HEADS, -1, DIM)
 
 
 def run_attention(
-    kinds: tuple[str, str], context: int, size: int, n_splits: int, warps: int, stages: int, n_copies: int, check: bool = False
+    kinds: tuple[str, str],
+    context: int,
+    size: int,
+    n_splits: int,
+    warps: int,
+    stages: int,
+    n_copies: int,
+    check: bool = False,
 ) -> tuple[float, float, float]:
     """µs of attend, of combine, and the error."""
     n_blocks = -(-context // size)
@@ -245,7 +306,7 @@ def bench_attention() -> list[Result]:
         per_token = KV_HEADS * DIM * sum({"f16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32}[kind] for kind in kinds)
         n_copies = max(2, int(200e6 / (per_token * context)))
         timed = []
-        for (size, warps, stages), n_splits in itertools.product(attention_shapes(), (64, 128)):
+        for (size, warps, stages), n_splits in itertools.product(attention_shapes(), (64, 128, 132)):
             if context == 131072 and (size, warps, stages) not in best_shapes(results, kinds):
                 continue
             try:
@@ -257,9 +318,22 @@ def bench_attention() -> list[Result]:
         wrong = run_attention(kinds, context, shape[0], shape[3], *shape[1:3], 1, check=True)[2]
         all_us = {"/".join(map(str, s)): round(u, 1) for u, _, s in timed}
         results.append(
-            dict(kernel="attention", kinds=kinds, context=context, us=us, combine_us=combine_us, gbps=per_token * context / us / 1e3, shape=shape, error=wrong, all=all_us)
+            dict(
+                kernel="attention",
+                kinds=kinds,
+                context=context,
+                us=us,
+                combine_us=combine_us,
+                gbps=per_token * context / us / 1e3,
+                shape=shape,
+                error=wrong,
+                all=all_us,
+            )
         )
-        print(f"attention {kinds} {context}: {us:6.1f} us {per_token * context / us / 1e3:5.0f} GB/s combine {combine_us:.1f} err {wrong:.1e} {shape}\n    {all_us}", flush=True)
+        print(
+            f"attention {kinds} {context}: {us:6.1f} us {per_token * context / us / 1e3:5.0f} GB/s combine {combine_us:.1f} err {wrong:.1e} {shape}\n    {all_us}",
+            flush=True,
+        )
     return results
 
 
@@ -283,7 +357,9 @@ def bench_small() -> list[Result]:
     cases: dict[str, Callable[[int], object]] = {
         "norm": lambda _: rms_norm(x, weight, 1e-5, int8),
         "gate": lambda _: gated(both, "silu", wide),
-        "enter": lambda _: enter(q, k, v, zero, zero, rope, keys, values, slice(0, KV_HEADS), out, rotate_k=True, rotate_v=True),
+        "enter": lambda _: enter(
+            q, k, v, zero, zero, rope, keys, values, slice(0, KV_HEADS), out, rotate_k=True, rotate_v=True
+        ),
         "convert": lambda _: convert(x, int8),
     }
     results = [dict(kernel=name, us=replay_us(case, 20)) for name, case in cases.items()]
@@ -300,7 +376,13 @@ def main() -> None:
     cases: list[tuple[Any, ...]] = [
         ("matvec", kind, k, tile) for kind in KINDS for k in (4096, 14336) for tile in matvec_tiles(k)
     ]
-    cases += [("matmul", kind, k, m, t) for kind in ("Q4_K", "Q8_0") for k in (4096, 14336) for m in (16, 64) for t in matmul_tiles()]
+    cases += [
+        ("matmul", kind, k, m, t)
+        for kind in ("Q4_K", "Q8_0")
+        for k in (4096, 14336)
+        for m in (16, 64)
+        for t in matmul_tiles()
+    ]
     cases += [("attention", kinds, *shape) for kinds in PAIRS for shape in attention_shapes()]
     start = time.time()
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:

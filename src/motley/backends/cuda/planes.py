@@ -39,7 +39,9 @@ class WeightPlanes:
 
     kind: str
     n_columns: int
-    codes: torch.Tensor  # int32 (rows, words), or int16 bit patterns / float16 (rows, columns) for plain kinds
+    codes: (
+        torch.Tensor
+    )  # int32 (rows, words), or int16 bit patterns / float16 (rows, columns) for plain kinds
     scale: torch.Tensor | None = None  # float16 (rows, blocks), or int32 (rows, blocks): two float16
     high: torch.Tensor | None = None  # int32 (rows, 2 · blocks)
 

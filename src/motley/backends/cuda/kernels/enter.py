@@ -22,7 +22,9 @@ from motley.backends.cuda.kernels.hadamard import hadamard
 
 
 @triton.jit
-def _rope(x, at, position, frequencies, magnitude, DIM: tl.constexpr, N_DIMS: tl.constexpr, HALVES: tl.constexpr):
+def _rope(
+    x, at, position, frequencies, magnitude, DIM: tl.constexpr, N_DIMS: tl.constexpr, HALVES: tl.constexpr
+):
     """x[at + 0 … DIM] turned by position; the partner of a dim is read again, from memory."""
     d = tl.arange(0, DIM)
     v = tl.load(x + at + d)

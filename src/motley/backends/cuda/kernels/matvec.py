@@ -65,7 +65,9 @@ def _matvec(
                 d = dp4a(upper, x_high + zero, d, PLAIN)
             d = dp4a(low, x_low + zero, d, PLAIN)
         if KIND == "Q6_K":
-            acc += s * (low_half(w).to(tl.float32) * d.to(tl.float32) + high_half(w).to(tl.float32) * e.to(tl.float32))
+            acc += s * (
+                low_half(w).to(tl.float32) * d.to(tl.float32) + high_half(w).to(tl.float32) * e.to(tl.float32)
+            )
         elif KIND == "Q8_0":
             acc += w.to(tl.float32) * (s * d.to(tl.float32))
         elif KIND == "Q4_0":
@@ -109,7 +111,9 @@ def matvec(
 ) -> torch.Tensor:
     """out (1, n_rows) float32 = x (1, n_columns) · weightᵀ (+ residual, which may be `out` itself)."""
     assert supports(weight) is None, supports(weight)
-    assert (x.form, x.n_rows, x.n_columns) == (INT8, 1, weight.n_columns), "not one row of int8, or another width"
+    assert (x.form, x.n_rows, x.n_columns) == (INT8, 1, weight.n_columns), (
+        "not one row of int8, or another width"
+    )
     assert out.shape == (1, weight.n_rows) and out.dtype == torch.float32 and out.is_contiguous()
     tile = tile or tile_for(weight.n_columns)
     _matvec[(triton.cdiv(weight.n_rows, tile.rows),)](

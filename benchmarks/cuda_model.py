@@ -1,0 +1,278 @@
+"""Decode and prefill of Llama-3-8B's shapes on one GPU, with random weights made there: the table of tokens per second.
+
+    python benchmarks/cuda_model.py [--out FILE.json] [--layers 32]
+
+First a small model's logits are compared with the reference backend's, through prefill and captured decode steps.
+
+The model is the ordinary llama graph, run by the cuda backend's executable (CUDA graphs for decode); only the file, the
+tokenizer and the engine's bookkeeping are left out. A step's time is the median of graph replays, host copies of block
+tables excluded. Depth is the number of cached tokens; percent are of the time that reading the packed weights (in this
+backend's planes) and the cache would take at the measured read bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from cuda_kernels import random_planes, read_bandwidth
+
+from motley.backends import Backend, Executable, ReferenceBackend
+from motley.backends.cuda.backend import CudaBackend
+from motley.backends.cuda.weights import DeviceWeight, Home
+from motley.bench.shapes import SHAPES, Shape
+from motley.formats import PackedTensor, get_format
+from motley.gguf import ModelSpec
+from motley.gguf.metadata import Metadata
+from motley.gguf.tensors import TensorInfo
+from motley.graph import CACHE, Graph
+from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
+from motley.kvcache.store import Store
+from motley.kvcache.types import get_cache_type
+from motley.models import BatchShape, GraphOptions, build_graph, read_params
+from motley.plan import DevicePlan
+
+GPU = torch.device("cuda:0")
+SIZE = 64  # tokens of a cache block
+SHAPE = SHAPES["llama-8b"]
+
+
+def describe(shape: Shape, tensors: Mapping[str, tuple[tuple[int, ...], str]], n_layers: int) -> ModelSpec:
+    """A llama without a file."""
+    numbers: dict[str, Any] = {
+        "general.architecture": "llama",
+        "llama.block_count": n_layers,
+        "llama.embedding_length": shape.n_embd,
+        "llama.attention.head_count": shape.n_heads,
+        "llama.attention.head_count_kv": shape.n_kv_heads,
+        "llama.feed_forward_length": shape.n_ff,
+        "llama.context_length": shape.n_ctx,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 500000.0,
+    }
+    infos = {name: TensorInfo(name, size, kind, 0, 0, 0) for name, (size, kind) in tensors.items()}
+    return ModelSpec(Path("random"), Metadata(numbers, Path("random")), infos, ())
+
+
+class Model:
+    """The graph's weights on the GPU, and a spec that describes them without a file."""
+
+    def __init__(self, matrices: str, output: str, n_layers: int) -> None:
+        kinds = {name: matrices for name, _, _ in SHAPE.matrices()} | {"output": output}
+        shapes = {f"{name}.weight": (rows, columns) for name, rows, columns in SHAPE.matrices()}
+        shapes = {
+            n: s for n, s in shapes.items() if not n.startswith("blk.") or int(n.split(".")[1]) < n_layers
+        }
+        self.weights: dict[str, PackedTensor] = {}
+        tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+        for name, (rows, columns) in shapes.items():
+            form = get_format(kinds[name.removesuffix(".weight")])
+            planes = random_planes(form.name, rows, columns)
+            if planes.scale is not None:
+                # Values of about columns^-0.5, so that activations stay of ordinary size; of Q4_K, minimum = 7.5 scale.
+                pair = planes.scale.view(torch.float16)
+                pair.fill_(columns**-0.5 / {"Q8_0": 64, "Q4_0": 4, "Q4_K": 4, "Q6_K": 16}[form.name])
+                if form.name == "Q4_K":
+                    pair[:, 1::2] *= 7.5
+            shape_only = torch.empty(1, dtype=torch.uint8, device="meta").expand(
+                rows, form.row_bytes(columns)
+            )
+            self.weights[name] = DeviceWeight(shape_only, form, Home(planes))
+            tensors[name] = (rows, columns), form.name
+        norms = ["output_norm", *(f"blk.{i}.{n}_norm" for i in range(n_layers) for n in ("attn", "ffn"))]
+        for name in (f"{norm}.weight" for norm in norms):
+            self.weights[name] = PackedTensor.pack(torch.ones(SHAPE.n_embd, device=GPU), get_format("F32"))
+            tensors[name] = (SHAPE.n_embd,), "F32"
+        self.spec = describe(SHAPE, tensors, n_layers)
+        self.n_layers = n_layers
+        self.backend = CudaBackend("cuda:0")
+
+    @property
+    def n_bytes(self) -> int:
+        """That a token reads: all matrices but the embedding."""
+        return sum(w.nbytes for name, w in self.weights.items() if name != "token_embd.weight")
+
+
+class Cache:
+    """Stores for all layers; blocks are given out in a shuffled order, and hold random data."""
+
+    def __init__(self, kind: str, n_tokens: int, shape: Shape, n_layers: int, device: torch.device) -> None:
+        self.kind = get_cache_type(kind)
+        self.n_blocks = -(-n_tokens // SIZE)
+        self.n_heads = shape.n_kv_heads
+        self.head_dim = shape.head_dim
+
+        def allocate(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            if dtype == torch.uint8:
+                return torch.randint(0, 256, size, dtype=dtype, device=device)
+            return torch.empty(size, dtype=dtype, device=device).uniform_(-0.1, 0.1)
+
+        self.stores = [
+            Store(
+                self.kind,
+                n_blocks=self.n_blocks,
+                block_size=SIZE,
+                n_rows=n_layers * self.n_heads,
+                head_dim=self.head_dim,
+                allocate=allocate,
+            )
+            for _ in range(2)
+        ]
+        self.order = torch.randperm(self.n_blocks, generator=torch.Generator().manual_seed(2))
+
+    def batch(self, depths: list[int], n_new: int) -> GroupBatch:
+        """Sequences with `depths` tokens before, and `n_new` new ones each."""
+        tables, slots, row, block = [], [], 0, 0
+        for depth in depths:
+            n = depth + n_new
+            blocks = self.order[block : block + -(-n // SIZE)]
+            block += len(blocks)
+            places = (blocks[:, None] * SIZE + torch.arange(SIZE)).flatten()[:n]
+            tables.append(SequenceTable(torch.arange(row, row + n_new), torch.arange(depth, n), 0, places))
+            slots.append(places[depth:])
+            row += n_new
+        return GroupBatch(torch.cat(slots), tuple(tables))
+
+    def layer(self, number: int, batch: GroupBatch) -> ArenaLayer:
+        return ArenaLayer(*self.stores, slice(number * self.n_heads, (number + 1) * self.n_heads), batch)
+
+
+def prepare(
+    spec: ModelSpec, backend: Backend, weights: Mapping[str, PackedTensor], cache: Cache, shape: BatchShape
+) -> tuple[Graph, Executable]:
+    rotation = cache.head_dim if cache.kind.is_quantized else 0
+    graph = build_graph(spec, read_params(spec), shape, GraphOptions(SHAPE.n_ctx, 1, rotation, rotation))
+    return graph, backend.prepare(DevicePlan.of(graph, backend.kernels), weights)
+
+
+def inputs_of(graph: Graph, cache: Cache, batch: GroupBatch, tokens: torch.Tensor) -> dict[str, Any]:
+    """Every sequence wants the logits of its last row."""
+    inputs: dict[str, Any] = {
+        "tokens": tokens,
+        "positions": torch.cat([table.positions for table in batch.tables]).int(),
+        "output_rows": torch.tensor([int(table.rows[-1]) for table in batch.tables], dtype=torch.int32),
+    }
+    caches = {node.name for node in graph.inputs if node.dtype == CACHE}
+    return inputs | {name: cache.layer(int(name.removeprefix("cache.")), batch) for name in caches}
+
+
+def step_ms(model: Model, cache: Cache, depths: list[int], n_new: int) -> float:
+    """Milliseconds of a pass over `n_new` tokens of each sequence."""
+    n_tokens = len(depths) * n_new
+    graph, executable = prepare(
+        model.spec, model.backend, model.weights, cache, BatchShape(n_tokens, len(depths))
+    )
+    tokens = torch.randint(0, SHAPE.n_vocab, (n_tokens,), dtype=torch.int32)
+    inputs = inputs_of(graph, cache, cache.batch(depths, n_new), tokens)
+    for _ in range(3):
+        (logits,) = executable.run(inputs)
+    if not bool(logits.isfinite().all()):
+        raise ArithmeticError("logits are not finite")
+    captured = getattr(executable, "_captured", None)
+    work = captured._graph.replay if captured is not None else lambda: executable.run(inputs)
+    ms: float = triton.testing.do_bench(work, warmup=20, rep=120, return_mode="median")
+    return ms
+
+
+def check(matrices: str, kind: str, n_prompt: int = 150, n_steps: int = 4) -> float:
+    """The largest error of a small model's logits over a prompt and some decode steps, reference against cuda."""
+    shape = SHAPES["llama-160m"]
+    generator = torch.Generator().manual_seed(1)
+    packed: dict[str, PackedTensor] = {}
+    for name, rows, columns in shape.matrices():
+        if not name.startswith("blk.") or int(name.split(".")[1]) < 2:
+            rows = min(rows, 2048)  # a small vocabulary
+            values = torch.randn(rows, columns, generator=generator) * columns**-0.5
+            packed[f"{name}.weight"] = PackedTensor.pack(values, get_format(matrices))
+    for norm in ("output_norm", *(f"blk.{i}.{n}_norm" for i in range(2) for n in ("attn", "ffn"))):
+        packed[f"{norm}.weight"] = PackedTensor.pack(torch.ones(shape.n_embd), get_format("F32"))
+    spec = describe(shape, {n: (w.shape, w.format.name) for n, w in packed.items()}, 2)
+    tokens = torch.randint(0, 2048, (n_prompt + n_steps,), generator=generator, dtype=torch.int32)
+    results = []
+    for backend, device in ((ReferenceBackend(), torch.device("cpu")), (CudaBackend(str(GPU)), GPU)):
+        weights = {name: backend.load(weight) for name, weight in packed.items()}
+        cache = Cache(kind, n_prompt + n_steps + SIZE, shape, 2, device)
+        executables: dict[int, tuple[Any, Any]] = {}
+        logits, start = [], 0
+        for n_new in (n_prompt, *[1] * n_steps):
+            if n_new not in executables:
+                executables[n_new] = prepare(spec, backend, weights, cache, BatchShape(n_new, 1))
+            graph, executable = executables[n_new]
+            batch = cache.batch([start], n_new)
+            inputs = inputs_of(graph, cache, batch, tokens[start : start + n_new])
+            logits.append(executable.run(inputs)[0].cpu().clone())
+            start += n_new
+        results.append(torch.cat(logits))
+    return float(((results[1] - results[0]).norm(dim=1) / results[0].norm(dim=1)).max())
+
+
+def kv_bytes(cache: Cache, depths: list[int], n_layers: int) -> int:
+    return sum(depths) * n_layers * SHAPE.n_kv_heads * 2 * cache.kind.head_bytes(SHAPE.head_dim)
+
+
+def measure(model: Model, case: Mapping[str, Any], n_layers: int, gbps: float) -> dict[str, Any]:
+    depths, n_new = [case["depth"]] * case["batch"], case["new"]
+    cache = Cache(case["cache"], sum(depths) + len(depths) * (n_new + SIZE), SHAPE, n_layers, GPU)
+    ms = step_ms(model, cache, depths, n_new)
+    read = model.n_bytes + kv_bytes(cache, depths, n_layers)
+    tokens = len(depths) * n_new
+    return dict(case) | dict(
+        ms=ms,
+        tokens_per_s=tokens / ms * 1e3,
+        gigabytes_read=read / 1e9,
+        percent_of_roofline=read / gbps / 1e4 / ms,
+    )
+
+
+def cases(weights: str) -> list[dict[str, Any]]:
+    def case(cache: str, depth: int, batch: int = 1, new: int = 1) -> dict[str, Any]:
+        return dict(weights=weights, cache=cache, depth=depth, batch=batch, new=new)
+
+    if weights != "Q4_K":
+        return [case("f16", 0)]
+    depths = [case(cache, depth) for depth in (8192, 32768, 122880) for cache in ("f16", "q8_0", "q4_0")]
+    batches = [case(cache, 544, batch) for batch in (8, 64) for cache in ("f16", "q8_0")]
+    return [case("f16", 0), case("q4_0", 0), *depths, *batches, case("f16", 0, new=2048)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out")
+    parser.add_argument("--layers", type=int, default=SHAPE.n_layers)
+    options = parser.parse_args()
+    gbps = read_bandwidth()
+    report: dict[str, Any] = dict(
+        gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
+        date=time.strftime("%Y-%m-%d"), model="llama-8b shapes", layers=options.layers, read_gbps=gbps, checks=[], results=[],
+    )  # fmt: skip
+    print(f"read bandwidth {gbps:.0f} GB/s", flush=True)
+    for matrices, kind in (("Q4_K", "f16"), ("Q8_0", "q8_0"), ("Q6_K", "q4_0"), ("Q4_0", "f16")):
+        wrong = check(matrices, kind)
+        report["checks"].append(dict(weights=matrices, cache=kind, error=wrong))
+        print(f"check {matrices} {kind}: {wrong:.1e}", flush=True)
+        if not wrong < 0.05:
+            raise ArithmeticError(f"{matrices} with a cache of {kind} differs from the reference by {wrong}")
+    for weights, output in (("Q4_K", "Q6_K"), ("Q8_0", "Q8_0")):
+        model = Model(weights, output, options.layers)
+        for case in cases(weights):
+            result = measure(model, case, options.layers, gbps)
+            report["results"].append(result)
+            print(
+                f"{weights} {case['cache']:5} depth {case['depth']:6} batch {case['batch']:3} new {case['new']:4}: "
+                f"{result['ms']:8.3f} ms {result['tokens_per_s']:8.0f} t/s {result['percent_of_roofline']:5.1f} %",
+                flush=True,
+            )
+            if options.out:
+                Path(options.out).write_text(json.dumps(report, indent=1))
+        del model
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The `cuda` backend: stages of Triton kernels, captured as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+
+from motley.backends.base import Backend, Executable
+from motley.backends.cuda.executable import CudaExecutable
+from motley.backends.cuda.weights import Matrices, load
+from motley.formats import PackedTensor
+from motley.graph import Tensor
+from motley.plan import DevicePlan, Kernel, Launch
+
+
+class StagedKernel:
+    """Stands for all kernels: which nodes go together is decided when the plan is prepared, for all at once."""
+
+    name = "cuda"
+
+    def supports(self, node: Tensor) -> str | None:
+        return None
+
+    def prepare(self, node: Tensor) -> Launch:
+        raise AssertionError("stages are prepared as a whole")
+
+
+class CudaBackend(Backend):
+    """One device's; devices of one crew do not share it."""
+
+    name: ClassVar[str] = "cuda"
+
+    def __init__(self, device: str = "cuda:0", *, captures: bool = True) -> None:
+        self.device = torch.device(device)
+        self._captures = captures
+        self._matrices = Matrices(self.device)
+
+    @property
+    def kernels(self) -> Sequence[Kernel]:
+        return (StagedKernel(),)
+
+    def load(self, weight: PackedTensor) -> PackedTensor:
+        return load(weight, self.device)
+
+    def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable:
+        return CudaExecutable(plan, weights, self._matrices, captures=self._captures)

@@ -1,0 +1,105 @@
+"""What the executable reads of a cache layer, and where a batch's rows find their context, on the device.
+
+The protocols are kvcache.arena's classes, which stand above backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from motley.backends.cuda.kernels.attention import CachePlanes, Tables
+
+
+class _Kind(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class Store(Protocol):
+    planes: Mapping[str, torch.Tensor]
+    block_size: int
+
+    @property
+    def kind(self) -> _Kind: ...
+
+    def read(self, rows: slice, slots: torch.Tensor) -> torch.Tensor: ...
+
+
+class SequenceTable(Protocol):
+    @property
+    def rows(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def slots(self) -> torch.Tensor: ...
+
+
+class Batch(Protocol):
+    @property
+    def slots(self) -> torch.Tensor: ...
+    @property
+    def tables(self) -> Sequence[SequenceTable]: ...
+
+
+class Layer(Protocol):
+    @property
+    def keys(self) -> Store: ...
+    @property
+    def values(self) -> Store: ...
+    @property
+    def rows(self) -> slice: ...
+    @property
+    def batch(self) -> Batch: ...
+
+
+def cache_planes(store: Store) -> CachePlanes:
+    return CachePlanes.of(store.kind.name, store.planes)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where one batch writes and reads in one group of layers."""
+
+    slots: torch.Tensor  # int32 (tokens,)
+    tables: Tables  # of sequences with a single row; rows are theirs, in order
+    single_rows: torch.Tensor  # int64: which rows of the batch these are
+    chunks: tuple[SequenceTable, ...]  # sequences with several rows
+
+    @property
+    def is_decode(self) -> bool:
+        return not self.chunks
+
+    @staticmethod
+    def of(batch: Batch, block_size: int, n_table_blocks: int, device: torch.device) -> Place:
+        """`n_table_blocks`: the width of the table, the same for all batches that share a captured graph."""
+        singles = [table for table in batch.tables if len(table.rows) == 1]
+        blocks = torch.zeros(len(singles), n_table_blocks, dtype=torch.int32)
+        for i, table in enumerate(singles):
+            ids = table.slots[::block_size] // block_size
+            blocks[i, : len(ids)] = ids
+        tables = Tables(
+            blocks.to(device),
+            torch.tensor([table.first for table in singles], dtype=torch.int32, device=device),
+            torch.arange(len(singles), dtype=torch.int32, device=device),
+            torch.tensor([int(table.positions[0]) for table in singles], dtype=torch.int32, device=device),
+        )
+        rows = torch.tensor([int(table.rows[0]) for table in singles], dtype=torch.int64, device=device)
+        chunks = tuple(table for table in batch.tables if len(table.rows) > 1)
+        return Place(batch.slots.to(device, torch.int32), tables, rows, chunks)
+
+    def copy_from(self, other: Place) -> None:
+        """Take another batch's data into the same memory; both have as many rows, of single-row sequences."""
+        for mine, new in (
+            (self.slots, other.slots),
+            (self.tables.blocks, other.tables.blocks),
+            (self.tables.firsts, other.tables.firsts),
+            (self.tables.row_position, other.tables.row_position),
+            (self.single_rows, other.single_rows),
+        ):
+            mine.copy_(new)
