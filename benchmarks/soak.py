@@ -30,7 +30,9 @@ from motley.kvcache.sequences import BlockCopy, GroupSpec
 from motley.llm import Stream
 
 BLOCK, WINDOW, VOCAB = 4, 11, 5
-N_BLOCKS, N_REQUEST, N_BARE = 40, 60, 40  # blocks, and tokens at most: of a request, of all bare sequences
+N_BLOCKS = 40
+N_REQUEST = 60  # tokens of a request, at most: with what bare sequences take, one always fits
+N_BARE, MAX_BARE = 40, 6  # tokens of all bare sequences, and how many there may be
 Tokens = Sequence[int]
 
 
@@ -195,6 +197,8 @@ class Soak:
         self.seen["answers"] += 1
 
     def open_bare(self) -> None:
+        if len(self.bare) == MAX_BARE:
+            return
         tokens = self.draw(self.rng.randint(1, 12))
         opened = self.cache.open(tokens)
         self.model.copy(opened.copies)
@@ -209,7 +213,7 @@ class Soak:
         match self.rng.choice(["extend", "extend", "fork", "truncate", "free"]):
             case "extend":
                 self.extend_bare(sequence, self.draw(self.rng.randint(1, 6)))
-            case "fork" if self.n_bare + len(tokens) <= N_BARE:
+            case "fork" if self.n_bare + len(tokens) <= N_BARE and len(self.bare) < MAX_BARE:
                 self.bare[self.cache.fork(sequence)] = list(tokens)
                 self.seen["forks"] += 1
             case "truncate":

@@ -36,56 +36,8 @@ from dataclasses import dataclass
 from motley.errors import CacheError, ConfigError
 from motley.kvcache.blocks import HOLE, first_visible_block, n_blocks_for
 from motley.kvcache.prefix import BlockHasher, PrefixStats, find_prefix
-from motley.kvcache.sequences import BlockCopy, BlockGroup, BlockShift, BlockTable, GroupSpec, GroupStats
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A new sequence, whose first `n_cached` tokens need not be computed once `copies` are made."""
-
-    seq: int
-    n_cached: int
-    copies: list[BlockCopy]
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Where the next tokens go: per group, one slot (block * block_size + offset) for each token."""
-
-    slots: list[list[int]]
-    copies: list[BlockCopy]
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A sequence to be filled: per group, the first token to store and the slots from it to the last token."""
-
-    seq: int
-    firsts: tuple[int, ...]
-    slots: tuple[list[int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TableView:
-    """A sequence's blocks in one group, HOLE for dropped ones. To be read or copied at once, not kept.
-
-    As long as `version` is the same, the table has only grown: entries seen before need not be read again.
-    """
-
-    blocks: Sequence[int]  # an int32 array
-    n_tokens: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """The cache at one moment."""
-
-    block_size: int
-    n_sequences: int
-    n_tokens: int  # the sum of the sequences' lengths: shared tokens count once per sequence
-    groups: tuple[GroupStats, ...]
-    prefix: PrefixStats
+from motley.kvcache.results import CacheStats, Opened, Reservation, Restored, TableView
+from motley.kvcache.sequences import BlockCopy, BlockGroup, BlockShift, BlockTable, GroupSpec
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from motley.kvcache.manager import CacheStats
+from motley.kvcache.results import CacheStats
 from motley.kvcache.types import CACHE_TYPES, TILE, CacheType
 from motley.runtime.caching import CachePlan, largest, plan_for_one
 from motley.runtime.fitting import CacheFit

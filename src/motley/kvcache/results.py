@@ -1,0 +1,58 @@
+"""What the manager answers: frozen, and of plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from motley.kvcache.prefix import PrefixStats
+from motley.kvcache.sequences import BlockCopy, GroupStats
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A new sequence, whose first `n_cached` tokens need not be computed once `copies` are made."""
+
+    seq: int
+    n_cached: int
+    copies: list[BlockCopy]
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Where the next tokens go: per group, one slot (block * block_size + offset) for each token."""
+
+    slots: list[list[int]]
+    copies: list[BlockCopy]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A sequence to be filled: per group, the first token to store and the slots from it to the last token."""
+
+    seq: int
+    firsts: tuple[int, ...]
+    slots: tuple[list[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TableView:
+    """A sequence's blocks in one group, HOLE for dropped ones. To be read or copied at once, not kept.
+
+    As long as `version` is the same, the table has only grown: entries seen before need not be read again.
+    """
+
+    blocks: Sequence[int]  # an int32 array
+    n_tokens: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """The cache at one moment."""
+
+    block_size: int
+    n_sequences: int
+    n_tokens: int  # the sum of the sequences' lengths: shared tokens count once per sequence
+    groups: tuple[GroupStats, ...]
+    prefix: PrefixStats
