@@ -16,6 +16,7 @@ from motley.backends.cuda.kernels.attention import Shares
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.enter import RopeTable, enter
 from motley.backends.cuda.kernels.gate import gated
+from motley.backends.cuda.kernels.gather import gather
 from motley.backends.cuda.kernels.norm import rms_norm
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
@@ -292,22 +293,23 @@ class CudaExecutable(Executable):
     def _attend_chunk(
         self, q: torch.Tensor, layer: Layer, chunk: SequenceTable, stage: Attend
     ) -> torch.Tensor:
-        slots = chunk.slots.to(self._device)
-        keys, values = (s.read(layer.rows, slots).half() for s in (layer.keys, layer.values))
-        group = q.shape[1] // keys.shape[1]
-        keys, values = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (keys, values))
-        last = chunk.first + len(chunk.slots) - 1
-        is_whole = len(q) == len(slots) and chunk.first == 0 and stage.attention.window is None
+        size, n_context = layer.keys.block_size, len(chunk.slots)
+        blocks = (chunk.slots[::size] // size).to(self._device, torch.int32)
+        keys, values = (
+            gather(cache_planes(s), layer.rows, blocks, n_context) for s in (layer.keys, layer.values)
+        )
+        is_whole = len(q) == n_context and chunk.first == 0 and stage.attention.window is None
         mask = None
         if not is_whole:
-            rows = torch.arange(last - len(q) + 1, last + 1, device=self._device)[:, None]
-            distance = rows - torch.arange(chunk.first, last + 1, device=self._device)
+            rows = torch.arange(n_context - len(q), n_context, device=self._device)[:, None]
+            distance = rows - torch.arange(n_context, device=self._device)
             mask = (distance >= 0) & (distance < (stage.attention.window or 2**30))
         out = F.scaled_dot_product_attention(
-            q.half().transpose(0, 1), keys, values, mask, is_causal=is_whole, scale=stage.attention.scale
-        )
-        out = out.transpose(0, 1).float()
-        return out @ self._turn(q.shape[2]) if stage.rotates_v else out
+            q.half().transpose(0, 1)[None], keys[None], values[None], mask,
+            is_causal=is_whole, scale=stage.attention.scale, enable_gqa=q.shape[1] != keys.shape[0],
+        )  # fmt: skip
+        turned = out[0].transpose(0, 1).float()
+        return turned @ self._turn(q.shape[2]) if stage.rotates_v else turned
 
     def _turn(self, dim: int) -> torch.Tensor:
         return next(m for m in self._fixed.values() if m.shape == (dim, dim))

@@ -26,8 +26,6 @@ class Store(Protocol):
     @property
     def kind(self) -> _Kind: ...
 
-    def read(self, rows: slice, slots: torch.Tensor) -> torch.Tensor: ...
-
 
 class SequenceTable(Protocol):
     @property

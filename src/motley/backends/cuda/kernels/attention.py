@@ -40,7 +40,7 @@ def part_width(kind, dim):
 
 
 @triton.jit
-def _dims(w, part: tl.constexpr, KIND: tl.constexpr):
+def dims(w, part: tl.constexpr, KIND: tl.constexpr):
     """Which dims are in columns w of operand `part`."""
     if KIND == "f16":
         return w
@@ -51,22 +51,33 @@ def _dims(w, part: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(codes, scale, at, w, t, KIND: tl.constexpr, BS: tl.constexpr, DIM: tl.constexpr):
-    """Columns w and tokens t, one (n, 1) and the other (1, n), of a block of one head → values, or words and scales."""
+def load_tile(
+    codes, scale, at, KIND: tl.constexpr, W: tl.constexpr, BS: tl.constexpr, DIM: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """A block of one head, as (BS tokens, W columns) or by column: values, or words and their scales."""
     PER: tl.constexpr = 32 // n_parts(KIND)  # columns of a tile
     TILES: tl.constexpr = DIM // 32
-    inside = (w < TILES * PER) & (t >= 0)
-    place = (at * TILES + w // PER) * BS + t
-    x = tl.load(codes + place * PER + w % PER, inside, other=0)
+    w, tile, t = tl.arange(0, W), tl.arange(0, W // PER), tl.arange(0, BS)
+    if BY_COLUMN:
+        w, tile, t = w[:, None], tile[:, None], t[None, :]
+    else:
+        w, tile, t = w[None, :], tile[None, :], t[:, None]
+    x = tl.load(
+        codes + ((at * TILES + w // PER) * BS + t) * PER + w % PER, (w < TILES * PER) & (t >= 0), other=0
+    )
     if KIND == "f16":
         return x, x
+    s = tl.load(scale + (at * TILES + tile) * BS + t, (tile < TILES) & (t >= 0), other=0.0)
+    if BY_COLUMN:  # a scale is read once, and spread over its columns in registers
+        return x, tl.reshape(tl.broadcast_to(tl.expand_dims(s, 1), [W // PER, PER, BS]), [W, BS])
     else:
-        return x, tl.load(scale + place, inside, other=0.0)
+        return x, tl.reshape(tl.broadcast_to(tl.expand_dims(s, 2), [BS, W // PER, PER]), [BS, W])
 
 
 @triton.jit
-def _operand(x, scale, part: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr):
-    """Operand `part` of a tile, float16; `_unit` is what its numbers count."""
+def operand(x, scale, part: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr):
+    """Operand `part` of a tile, float16; `unit` is what its numbers count."""
     if KIND == "f16":
         return x
     elif KIND == "q8_0":
@@ -78,7 +89,7 @@ def _operand(x, scale, part: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constex
 
 
 @triton.constexpr_function
-def _unit(part, kind):
+def unit(part, kind):
     """Upper nibbles stay where they are in their bytes, and are sixteen times too large."""
     return 1 / 16 if kind == "q4_0" and part >= 4 else 1.0
 
@@ -86,7 +97,7 @@ def _unit(part, kind):
 @triton.jit
 def _load_queries(q, r, g, scale, KIND: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, part: tl.constexpr):
     W: tl.constexpr = part_width(KIND, DIM)
-    d = _dims(tl.arange(0, W), part, KIND)
+    d = dims(tl.arange(0, W), part, KIND)
     ok = (g < G)[:, None] & (tl.arange(0, W) < DIM // n_parts(KIND))[None, :]
     return (tl.load(q + (r + g)[:, None] * DIM + d[None, :], ok, other=0.0) * scale).to(tl.float16)
 
@@ -116,7 +127,7 @@ def _attend(
     VP: tl.constexpr = n_parts(V_KIND)
     queries = ()
     for i in tl.static_range(KP):
-        queries = queries + (_load_queries(q, r, g, factor * _unit(i, K_KIND), K_KIND, G, DIM, i),)
+        queries = queries + (_load_queries(q, r, g, factor * unit(i, K_KIND), K_KIND, G, DIM, i),)
     acc = ()
     for i in tl.static_range(VP):
         acc = acc + (tl.zeros([16, VW], tl.float32),)
@@ -125,11 +136,11 @@ def _attend(
         block = tl.load(tables + table * table_stride + b).to(tl.int64)
         at = block * head_rows + first_row + head
         # Keys are addressed as the product wants them, (column, token): a transposition would move them.
-        x, x_scale = _load_tile(k_codes, k_scale, at, tl.arange(0, KW)[:, None], t[None, :], K_KIND, BS, DIM)
-        y, y_scale = _load_tile(v_codes, v_scale, at, tl.arange(0, VW)[None, :], t[:, None], V_KIND, BS, DIM)
+        x, x_scale = load_tile(k_codes, k_scale, at, K_KIND, KW, BS, DIM, BY_COLUMN=True)
+        y, y_scale = load_tile(v_codes, v_scale, at, V_KIND, VW, BS, DIM, BY_COLUMN=False)
         s = tl.zeros([16, BS], tl.float32)
         for i in tl.static_range(KP):
-            s = tl.dot(queries[i], _operand(x, x_scale, i, K_KIND, PLAIN), s)
+            s = tl.dot(queries[i], operand(x, x_scale, i, K_KIND, PLAIN), s)
         key = first + b * BS + t
         s = tl.where(((key >= lowest) & (key <= position))[None, :], s, -float("inf"))
         top = tl.maximum(peak, tl.max(s, 1))
@@ -140,14 +151,14 @@ def _attend(
         p = p.to(tl.float16)
         joined = ()
         for i in tl.static_range(VP):
-            joined = joined + (tl.dot(p, _operand(y, y_scale, i, V_KIND, PLAIN), acc[i] * fade[:, None]),)
+            joined = joined + (tl.dot(p, operand(y, y_scale, i, V_KIND, PLAIN), acc[i] * fade[:, None]),)
         acc = joined
     place = (r + g) * n_splits + split
     w = tl.arange(0, VW)
     ok = (g < G)[:, None] & (w < DIM // VP)[None, :]
     for i in tl.static_range(VP):
-        at = place[:, None].to(tl.int64) * DIM + _dims(w, i, V_KIND)[None, :]
-        tl.store(out + at, acc[i] * _unit(i, V_KIND), ok)
+        at = place[:, None].to(tl.int64) * DIM + dims(w, i, V_KIND)[None, :]
+        tl.store(out + at, acc[i] * unit(i, V_KIND), ok)
     tl.store(peaks + place, peak, g < G)
     tl.store(sums + place, total, g < G)
 

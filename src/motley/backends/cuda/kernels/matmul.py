@@ -43,14 +43,16 @@ def tile_values(
 def _matmul(
     codes, high, scale, x, x_scale, residual, out, n_rows, n_tokens,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, PLAIN: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     row, token = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]
     m = tl.minimum(token, n_tokens - 1)[None, :]
     WORDS: tl.constexpr = 8 if KIND == "Q8_0" else 4
     acc = tl.zeros([BN, BM], tl.float32)
-    for step in range(0, tl.cdiv(BLOCKS, BB) * WORDS):
+    split = tl.program_id(2)
+    SHARE: tl.constexpr = tl.cdiv(tl.cdiv(BLOCKS, BB), SPLITS) * WORDS
+    for step in range(split * SHARE, tl.minimum((split + 1) * SHARE, tl.cdiv(BLOCKS, BB) * WORDS)):
         j, b = step % WORDS, step // WORDS * BB + tl.arange(0, BB)
         inside = b < BLOCKS
         word = tl.load(codes + (n * WORDS + j) * BLOCKS + b[None, :], inside[None, :], other=0)
@@ -75,8 +77,11 @@ def _matmul(
     at = token[None, :].to(tl.int64) * n_rows + row[:, None]
     ok = (token < n_tokens)[None, :] & (row < n_rows)[:, None]
     if HAS_RESIDUAL:
-        acc += tl.load(residual + at, ok, other=0.0)
-    tl.store(out + at, acc, ok)
+        acc += tl.load(residual + at, ok & (split == 0), other=0.0)
+    if SPLITS == 1:
+        tl.store(out + at, acc, ok)
+    else:  # onto zeros: of two addends the order does not matter, so that the result is always the same
+        tl.atomic_add(out + at, acc, ok, sem="relaxed")
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,12 @@ class Tile:
     stages: int
 
 
-TILE = Tile(64, 32, 4, 3)
+def tile_for(n_rows: int) -> Tile:
+    return Tile(128, 32, 8, 3) if n_rows >= 16384 else Tile(64, 32, 4, 3)
+
+
 KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+_MULTIPROCESSORS = 132  # of an H200; fewer programs share their columns out
 MAX_TOKENS = 128  # above, unpacking once and the library's product are faster
 
 
@@ -103,19 +112,25 @@ def matmul(
     x: Rows,
     out: torch.Tensor,
     residual: torch.Tensor | None = None,
-    tile: Tile = TILE,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
-    """out (tokens, n_rows) float32 = x (tokens, n_columns) · weightᵀ (+ residual, which may be `out` itself)."""
+    """out (tokens, n_rows) float32 = x (tokens, n_columns) · weightᵀ (+ residual)."""
     assert supports(weight) is None, supports(weight)
     n_tokens = x.n_rows
     assert (x.form, x.n_columns) == (HALVES, weight.n_columns), "another form or width"
     assert out.shape == (n_tokens, weight.n_rows) and out.dtype == torch.float32 and out.is_contiguous()
+    tile = tile or tile_for(weight.n_rows)
     tokens = min(64, max(16, triton.next_power_of_2(n_tokens)))
-    grid = triton.cdiv(weight.n_rows, tile.rows), triton.cdiv(n_tokens, tokens)
+    n_programs = triton.cdiv(weight.n_rows, tile.rows) * triton.cdiv(n_tokens, tokens)
+    splits = 2 if n_programs < _MULTIPROCESSORS else 1
+    if splits > 1:
+        assert residual is not out, "the residual is read while the sum is made"
+        out.zero_()
+    grid = triton.cdiv(weight.n_rows, tile.rows), triton.cdiv(n_tokens, tokens), splits
     _matmul[grid](
         weight.codes, weight.codes if weight.high is None else weight.high, weight.scale,
         x.values, x.scale, out if residual is None else residual, out, weight.n_rows, n_tokens,
         BLOCKS=weight.n_columns // BLOCK, KIND=weight.kind, BM=tokens, BN=tile.rows, BB=tile.blocks,
-        HAS_RESIDUAL=residual is not None, PLAIN=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        SPLITS=splits, HAS_RESIDUAL=residual is not None, PLAIN=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
