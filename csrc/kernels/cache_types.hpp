@@ -54,13 +54,46 @@ inline void transpose4(const uint8_t* rows, u32x16 out[4]) {
     out[3] = __builtin_shufflevector(high[0], high[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
-// 16 rows of `4 · n4` words: four words of each row are brought together, then transposed.
-inline void transpose(const uint8_t* rows, int n4, u32x16* out) {
-    alignas(64) uint8_t quarter[256];
-    for (int i = 0; i < n4; i++) {
-        for (int r = 0; r < kStretch; r++) std::memcpy(quarter + 16 * r, rows + (r * n4 + i) * 16, 16);
-        transpose4(quarter, out + 4 * i);
+// Exchanges the lanes of a that have bit S in their number with those of b that have not.
+template <int S>
+inline void exchange(u32x16& a, u32x16& b) {
+    const u32x16 x = a, y = b;
+    if constexpr (S == 1) {
+        a = __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        b = __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    } else if constexpr (S == 2) {
+        a = __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        b = __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    } else if constexpr (S == 4) {
+        a = __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        b = __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    } else {
+        a = __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        b = __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
     }
+}
+
+template <int N, int S = 1>
+inline void transpose_square(u32x16 v[N]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++)
+        if (!(i & S)) exchange<S>(v[i], v[i + S]);
+    if constexpr (2 * S < N) transpose_square<N, 2 * S>(v);
+}
+
+// 16 rows of 8 words: two squares side by side.
+inline void transpose8(const uint8_t* rows, u32x16 out[8]) {
+    for (int i = 0; i < 8; i++) {
+        std::memcpy(&out[i], rows + 32 * i, 32);
+        std::memcpy(reinterpret_cast<uint8_t*>(&out[i]) + 32, rows + 32 * (i + 8), 32);
+    }
+    transpose_square<8>(out);
+}
+
+// 16 rows of 16 words, `stride` bytes apart.
+inline void transpose16(const uint8_t* rows, int stride, u32x16 out[16]) {
+    for (int i = 0; i < 16; i++) out[i] = load<u32x16>(rows + stride * i);
+    transpose_square<16>(out);
 }
 
 struct KeyCodes {  // of one tile
@@ -72,7 +105,7 @@ inline void read_key_codes(int kind, const TileCells& cells, KeyCodes& out) {
     out.scale = halves_to_float(load<u16x16>(cells.scale));
     if (kind == kCacheQ8_0) {
         u32x16 words[8];
-        transpose(cells.codes, 2, words);
+        transpose8(cells.codes, words);
         for (int j = 0; j < 8; j++) out.codes[j] = reinterpret_cast<u8x64>(words[j]) ^ splat(uint8_t{0x80});
         out.minimum = out.scale * 128.0f;
         return;
@@ -100,14 +133,18 @@ inline void read_key_codes(int kind, const TileCells& cells, KeyCodes& out) {
 
 // The tile as (dim, token).
 inline void read_key_floats(int kind, const TileCells& cells, float out[kTile][kStretch]) {
-    u32x16 words[32];
-    transpose(cells.codes, kind == kCacheF32 ? 8 : 4, words);
-    for (int d = 0; d < kTile; d++) {
-        const uint8_t* bytes = reinterpret_cast<const uint8_t*>(words);
-        if (kind == kCacheF32) store(out[d], F32::column(bytes, d));
-        if (kind == kCacheF16) store(out[d], F16::column(bytes, d));
-        if (kind == kCacheBF16) store(out[d], BF16::column(bytes, d));
+    u32x16 words[16];
+    const auto* bytes = reinterpret_cast<const uint8_t*>(words);
+    if (kind == kCacheF32) {
+        for (int half = 0; half < 2; half++) {
+            transpose16(cells.codes + 64 * half, 128, words);
+            std::memcpy(out[16 * half], words, sizeof words);
+        }
+        return;
     }
+    transpose16(cells.codes, 64, words);
+#pragma GCC unroll 32
+    for (int d = 0; d < kTile; d++) store(out[d], kind == kCacheF16 ? F16::column(bytes, d) : BF16::column(bytes, d));
 }
 
 // Token t's tile: 32 dims, before scaling.
@@ -131,7 +168,7 @@ inline void read_value(const TileCells& cells, int t, f32x16 v[2]) {
             std::memcpy(&bits, cells.high_bits + 4 * t, 4);
             for (int h = 0; h < 2; h++) {
                 const i32x16 fifth = ((splat(static_cast<int32_t>(bits >> 16 * h)) >> lane_numbers()) & 1) << 4;
-                v[h] = to_float(__builtin_convertvector(codes[h], i32x16) | fifth);
+                v[h] = to_float(widen(codes[h]) | fifth);
             }
         } else {
             for (int h = 0; h < 2; h++) v[h] = bytes_to_float(codes[h]);

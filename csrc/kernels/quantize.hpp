@@ -21,7 +21,7 @@ inline void quantize_row(const float* x, int64_t n, int8_t* codes, float* scales
         for (int h = 0; h < 2; h++) {
             const f32x16 rounded = round_even(v[h] * inverse);
             const i32x16 whole = __builtin_convertvector(damage == 0 ? rounded : f32x16{}, i32x16);
-            store(codes + 32 * b + 16 * h, __builtin_convertvector(whole, i8x16));
+            store(codes + 32 * b + 16 * h, narrow(whole));
             half_sums[2 * b + h] = sum_lanes(to_float(whole)) * scale;
             sum += half_sums[2 * b + h];
         }

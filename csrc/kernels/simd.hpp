@@ -43,6 +43,55 @@ inline i32x16 splat(int32_t x) { return x - i32x16{}; }
 inline u32x16 splat(uint32_t x) { return x - u32x16{}; }
 inline u8x64 splat(uint8_t x) { return static_cast<uint8_t>(x) - u8x64{}; }
 
+// Wider and narrower numbers; the compiler's own conversions between such sizes go value by value.
+inline i32x16 widen(u8x16 v) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<i32x16>(_mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(v)));
+#elif defined(__AVX2__)
+    const __m128i all = reinterpret_cast<__m128i>(v);
+    const __m256i both[2] = {_mm256_cvtepu8_epi32(all), _mm256_cvtepu8_epi32(_mm_srli_si128(all, 8))};
+    return load<i32x16>(both);
+#else
+    return __builtin_convertvector(v, i32x16);
+#endif
+}
+
+inline i32x16 widen(i8x16 v) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<i32x16>(_mm512_cvtepi8_epi32(reinterpret_cast<__m128i>(v)));
+#elif defined(__AVX2__)
+    const __m128i all = reinterpret_cast<__m128i>(v);
+    const __m256i both[2] = {_mm256_cvtepi8_epi32(all), _mm256_cvtepi8_epi32(_mm_srli_si128(all, 8))};
+    return load<i32x16>(both);
+#else
+    return __builtin_convertvector(v, i32x16);
+#endif
+}
+
+inline u32x16 widen(u16x16 v) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<u32x16>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(v)));
+#else
+    return __builtin_convertvector(v, u32x16);
+#endif
+}
+
+inline u16x16 narrow(u32x16 v) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<u16x16>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)));
+#else
+    return __builtin_convertvector(v, u16x16);
+#endif
+}
+
+inline i8x16 narrow(i32x16 v) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<i8x16>(_mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(v)));
+#else
+    return __builtin_convertvector(v, i8x16);
+#endif
+}
+
 inline f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 inline f32x16 to_float(u32x16 v) { return to_float(reinterpret_cast<i32x16>(v)); }  // for values below 2^31
 
@@ -180,10 +229,10 @@ inline f32x16 halves_to_float(u16x16 h) {
 }
 
 // The low 16 bits of each lane, a float16.
-inline f32x16 low_half_to_float(u32x16 v) { return halves_to_float(__builtin_convertvector(v, u16x16)); }
+inline f32x16 low_half_to_float(u32x16 v) { return halves_to_float(narrow(v)); }
 
 inline f32x16 bf16_to_float(u16x16 v) {
-    return reinterpret_cast<f32x16>(__builtin_convertvector(v, u32x16) << 16);
+    return reinterpret_cast<f32x16>(widen(v) << 16);
 }
 
 inline uint16_t float_to_bf16(float x) {
@@ -193,8 +242,8 @@ inline uint16_t float_to_bf16(float x) {
     return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-inline f32x16 bytes_to_float(u8x16 v) { return to_float(__builtin_convertvector(v, i32x16)); }
-inline f32x16 bytes_to_float(i8x16 v) { return to_float(__builtin_convertvector(v, i32x16)); }
+inline f32x16 bytes_to_float(u8x16 v) { return to_float(widen(v)); }
+inline f32x16 bytes_to_float(i8x16 v) { return to_float(widen(v)); }
 
 inline float sum_lanes(f32x16 v) {
 #if defined(__AVX512F__)
