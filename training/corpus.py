@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,3 +70,7 @@ def clean(book: Book, text: str) -> str:
 def join_lines(text: str) -> str:
     text = re.sub(r"(?<!\n)\n[ \t]*(?!\n)", " ", text)
     return re.sub(r" {2,}", " ", text).strip()
+
+
+if __name__ == "__main__":  # python -m training.corpus FOLDER > heldout.txt
+    sys.stdout.write("\n\n".join(read_books(Path(sys.argv[1])).held_out))
