@@ -126,7 +126,7 @@ def matmul_tiles() -> list[mm.Tile]:
 
 def attention_shapes() -> list[tuple[int, int, int]]:
     """(block size, warps, stages)"""
-    return [(32, 1, 3), (32, 1, 4), (64, 1, 2), (64, 1, 3), (64, 1, 4), (64, 2, 3), (128, 1, 2), (128, 2, 3)]
+    return [(32, 1, 3), (64, 1, 2), (64, 1, 3), (64, 1, 4), (64, 2, 3)]
 
 
 PAIRS = (("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"))
@@ -306,7 +306,7 @@ def bench_attention() -> list[Result]:
         per_token = KV_HEADS * DIM * sum({"f16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32}[kind] for kind in kinds)
         n_copies = max(2, int(200e6 / (per_token * context)))
         timed = []
-        for (size, warps, stages), n_splits in itertools.product(attention_shapes(), (64, 128, 132)):
+        for (size, warps, stages), n_splits in itertools.product(attention_shapes(), (64, 112, 128)):
             if context == 131072 and (size, warps, stages) not in best_shapes(results, kinds):
                 continue
             try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ from motley.models import BatchShape, GraphOptions, build_graph, read_params
 from motley.plan import DevicePlan
 
 GPU = torch.device("cuda:0")
+PROFILE = "--profile" in sys.argv  # print the kernels of a prefill
 SIZE = 64  # tokens of a cache block
 SHAPE = SHAPES["llama-8b"]
 
@@ -176,6 +178,11 @@ def step_ms(model: Model, cache: Cache, depths: list[int], n_new: int) -> float:
         raise ArithmeticError("logits are not finite")
     captured = getattr(executable, "_captured", None)
     work = captured._graph.replay if captured is not None else lambda: executable.run(inputs)
+    if PROFILE and n_new > 1:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            work()
+            torch.cuda.synchronize()
+        print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=18, max_name_column_width=60))
     ms: float = triton.testing.do_bench(work, warmup=20, rep=120, return_mode="median")
     return ms
 
@@ -244,6 +251,7 @@ def cases(weights: str) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--layers", type=int, default=SHAPE.n_layers)
     options = parser.parse_args()
     gbps = read_bandwidth()

@@ -13,7 +13,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from motley.backends import get_backend
+from motley.backends import backend_for, get_backend
 from motley.engine import BareSequence, Completion, Engine, Request, SamplingParams
 from motley.engine.sessions import SessionStore
 from motley.errors import ConfigError, RequestError
@@ -97,8 +97,9 @@ class LLM:
             demand_paged=kv_cache_demand_paged,
             find_prefixes=prefix_cache,
         )
-        chosen = get_backend(backend)
+        get_backend(backend)  # an unknown one is refused before anything is read
         crew = make_crew(devices, split_mode, tensor_split, device_memory)
+        backends = [backend_for(device.name, backend) for device in crew.devices]
         self.spec = read_spec(model)
         params = read_params(self.spec)
         self.n_ctx = n_ctx or default_context(params)
@@ -112,7 +113,7 @@ class LLM:
             salt=repr(self._split.options).encode(),
             find_prefixes=cache.find_prefixes,
         )
-        self._runner = Runner(self._split, chosen, self._fit.plan, n_threads=n_threads, progress=progress)
+        self._runner = Runner(self._split, backends, self._fit.plan, n_threads=n_threads, progress=progress)
         self._engine: Engine | None = Engine(
             self._runner,
             self._cache,

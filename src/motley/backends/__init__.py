@@ -5,7 +5,7 @@ from __future__ import annotations
 from motley.backends.base import Backend, Executable
 from motley.backends.cpu import CpuBackend, ExactCpuBackend, is_available
 from motley.backends.reference import ReferenceBackend
-from motley.errors import ConfigError
+from motley.errors import ConfigError, DeviceError
 
 BACKENDS: dict[str, type[Backend]] = {
     backend.name: backend for backend in (CpuBackend, ExactCpuBackend, ReferenceBackend)
@@ -21,4 +21,17 @@ def get_backend(name: str) -> Backend:
     return BACKENDS[name]()
 
 
-__all__ = ["BACKENDS", "Backend", "CpuBackend", "Executable", "ReferenceBackend", "get_backend"]
+def backend_for(device: str, name: str) -> Backend:
+    """The backend that runs `device`, where the user asked for the backend `name` on the CPU."""
+    if not device.startswith("cuda"):
+        return get_backend(name)
+    if name != "auto":
+        raise ConfigError(f"backend {name!r} does not run {device}", hint="leave --backend at auto")
+    try:
+        from motley.backends.cuda.backend import CudaBackend  # needs Triton, which Motley runs without
+    except ImportError as error:
+        raise DeviceError(f"{device} needs Triton: {error}", hint="pip install triton") from error
+    return CudaBackend(device)
+
+
+__all__ = ["BACKENDS", "Backend", "CpuBackend", "Executable", "ReferenceBackend", "backend_for", "get_backend"]

@@ -26,6 +26,7 @@ class Executable(ABC):
 
 class Backend(ABC):
     name: ClassVar[str]
+    device: torch.device = torch.device("cpu")  # where activations and the cache are
 
     @property
     @abstractmethod

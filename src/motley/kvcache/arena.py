@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -56,6 +57,7 @@ class Arena:
         block_size: int,
         head_dim: int,
         demand_paged: bool = False,
+        device: torch.device | None = None,  # None: the CPU
     ) -> None:
         self._block_size = block_size
         self._memory = [PagedMemory() if demand_paged else None for _ in groups]
@@ -74,7 +76,7 @@ class Arena:
                     block_size=block_size,
                     n_rows=row,
                     head_dim=head_dim,
-                    allocate=allocate_zeroed if memory is None else memory.allocate,
+                    allocate=partial(allocate_zeroed, device=device) if memory is None else memory.allocate,
                 )
                 for kind in (k_type, v_type)
             )

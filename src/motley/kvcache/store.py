@@ -20,8 +20,10 @@ from motley.kvcache.types import TILE, CacheType
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
-def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
+def allocate_zeroed(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class Store:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from motley.errors import CacheError, ConfigError
 from motley.graph import CACHE, Graph
 from motley.graph.ops import Attention
@@ -13,6 +15,9 @@ from motley.kvcache.paging import can_page_on_demand
 from motley.kvcache.sequences import GroupSpec
 from motley.kvcache.types import CacheType
 from motley.split.localize import LocalGraph
+
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,14 @@ class CachePlan:
     def group_specs(self) -> list[GroupSpec]:
         return [GroupSpec(group.name, group.n_blocks, group.window) for group in self.groups]
 
-    def arena(self, device: int) -> Arena:
+    def arena(self, device: int, place: torch.device = CPU) -> Arena:
+        """The device's part, in the memory of `place`."""
         heads = self.heads[device]
         groups = [
             LayerGroup(group.layers, tuple(heads.get(layer, 0) for layer in group.layers), group.n_blocks)
             for group in self.groups
         ]
-        is_paged = self.config.demand_paged and can_page_on_demand()
+        is_paged = self.config.demand_paged and can_page_on_demand() and place == CPU
         return Arena(
             self.config.k_type,
             self.config.v_type,
@@ -85,6 +91,7 @@ class CachePlan:
             block_size=self.config.block_size,
             head_dim=self.head_dim,
             demand_paged=is_paged,
+            device=place,
         )
 
     def block_bytes(self, device: int, group: CacheGroup) -> int:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+import torch
+
 from motley.errors import ConfigError, DeviceError
 from motley.split.placement import LAYER, NONE, SPLIT_MODES
 
 _UNITS = {"": 1, "B": 1} | {f"{p}{i}B": 1024**n for n, p in enumerate("KMGT", 1) for i in ("", "i")}
-KNOWN_DEVICES = ("cpu",)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class Crew:
         return name if is_alone else f"{name}#{index}"
 
 
+def known_devices() -> tuple[str, ...]:
+    """The devices of this machine: the CPU, and the GPUs that torch sees."""
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ("cpu", *(f"cuda:{index}" for index in range(n_gpus)))
+
+
 def make_crew(
     devices: str | Sequence[str] = "cpu",
     split_mode: str | None = None,
@@ -49,10 +56,12 @@ def make_crew(
     """Check and complete what the user said. Shares default to the memory budgets, and those to equality."""
     names = _listed(devices)
     if not names:
-        raise DeviceError("no devices were named", hint=f"there are: {', '.join(KNOWN_DEVICES)}")
+        raise DeviceError("no devices were named", hint=f"there are: {', '.join(known_devices())}")
+    known = known_devices()
+    names = ["cuda:0" if name == "cuda" else name for name in names]
     for name in names:
-        if name not in KNOWN_DEVICES:
-            raise DeviceError(f"unknown device {name!r}", hint=f"there are: {', '.join(KNOWN_DEVICES)}")
+        if name not in known:
+            raise DeviceError(f"unknown device {name!r}", hint=f"there are: {', '.join(known)}")
     mode = split_mode or (NONE if len(names) == 1 else LAYER)
     if mode not in SPLIT_MODES:
         raise ConfigError(f"unknown split mode {mode!r}", hint=f"there are: {', '.join(SPLIT_MODES)}")

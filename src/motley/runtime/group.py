@@ -84,9 +84,9 @@ class CollectiveKernel:
 
 
 def _sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
-    total = _some(parts[0]).clone()
+    total = _some(parts[0]).to(out.device, copy=True)
     for part in parts[1:]:
-        total += _some(part)
+        total += _some(part).to(out.device)
     out.copy_(total)
 
 
@@ -103,10 +103,11 @@ def _some(tensor: torch.Tensor | None) -> torch.Tensor:
 class ThreadGroup:
     """Devices of one process, each on a thread of its own."""
 
-    def __init__(self, n_devices: int, n_threads: int | None = None) -> None:
-        """`n_threads`: in all, shared out evenly; each device has at least one."""
+    def __init__(self, n_devices: int, n_threads: int | None = None, *, is_native: bool = True) -> None:
+        """`n_threads`: in all, shared out evenly; each device has at least one. `is_native`: all run native code."""
         self._barrier = threading.Barrier(n_devices)
-        self.native = meeting_place(n_devices)  # where native programs meet; None without the compiled module
+        # Where native programs meet; None without the compiled module, or with somebody who cannot come there.
+        self.native = meeting_place(n_devices) if is_native else None
         self._slots: list[list[torch.Tensor | None]] = [[None] * n_devices, [None] * n_devices]
         self._mail: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor | None]] = {
             (a, b): queue.SimpleQueue() for a in range(n_devices) for b in range(n_devices)

@@ -28,7 +28,7 @@ class Runner:
     def __init__(
         self,
         split: ModelSplit,
-        backend: Backend,
+        backends: Sequence[Backend],
         cache: CachePlan,
         *,
         n_threads: int | None = None,
@@ -36,13 +36,14 @@ class Runner:
     ) -> None:
         n_devices = len(split.crew)
         shares = [split.share(device, BatchShape(1, 1)) for device in range(n_devices)]
-        weights = load_weights(split.spec, shares, [backend] * n_devices, progress)
-        self._group = ThreadGroup(n_devices, n_threads)
+        weights = load_weights(split.spec, shares, backends, progress)
+        is_native = all(backend.device.type == "cpu" for backend in backends)
+        self._group = ThreadGroup(n_devices, n_threads, is_native=is_native)
         self._devices = [
             DeviceRunner(
-                backend,
+                backends[device],
                 weights[device],
-                cache.arena(device),
+                cache.arena(device, backends[device].device),
                 build=partial(_graph_of, split, device),
                 collectives=CollectiveKernel(self._group.lines[device]),
                 n_weight_bytes=weight_bytes(shares[device]),
@@ -65,7 +66,7 @@ class Runner:
             tuple(group_batches(manager, extents)),
             copies,
         )
-        return self._group.run(lambda device: self._devices[device].run(work))[0]
+        return self._group.run(lambda device: self._devices[device].run(work))[0].cpu()
 
     def store_random(self, manager: CacheManager, sequence: int, n_tokens: int) -> None:
         """Fill the next slots of a sequence, which have been reserved, with random keys and values."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class CudaExecutable(Executable):
         return self._plan.layout.n_bytes
 
     def run(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-        with torch.inference_mode():
+        with torch.inference_mode(), _current(self._device):
             given, places = self._to_device(inputs)
             if self._captured is None and self._captures and all(p.is_decode for p in places.values()):
                 self._n_decodes += 1
@@ -358,6 +359,11 @@ class _Captured:
                 self._places[number].copy_from(place)
         self._graph.replay()
         return self._outputs
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _with_dead(stages: Sequence[Stage], outputs: Sequence[Tensor]) -> list[tuple[Stage, tuple[Tensor, ...]]]:
