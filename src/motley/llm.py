@@ -21,7 +21,7 @@ from motley.gguf import read_spec
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.paging import can_page_on_demand
 from motley.kvcache.types import get_cache_type
-from motley.models import read_params, rotation_size
+from motley.models import DecoderParams, read_params, rotation_size
 from motley.runtime import (
     CacheConfig,
     DeviceFigures,
@@ -39,6 +39,7 @@ from motley.runtime.exchange import CacheExchange, identity_of
 from motley.text import ChatTemplate, Tokenizer
 
 Prompt = str | Sequence[int]
+_MOST = 2**26  # tokens, threads, requests: more is a slip of the finger
 
 
 class LLM:
@@ -46,6 +47,8 @@ class LLM:
 
     llm = LLM("model.gguf", n_ctx=4096)
     print(llm.generate("Once upon a time", max_tokens=64).text)
+
+    One thread at a time may call it; many requests at once go through `generate([...])` or several streams.
     """
 
     notices: tuple[str, ...]  # sentences about what was asked for and is done another way
@@ -104,7 +107,7 @@ class LLM:
         params = read_params(self.spec)
         self.n_ctx = n_ctx or default_context(params)
         self.tokenizer = Tokenizer.from_spec(self.spec)
-        self.notices = _notices(cache, params.head_dim, kv_rotation)
+        self.notices = _notices(cache, params, self.n_ctx, kv_rotation)
         self._split = split_model(self.spec, params, crew, cache, n_ctx=self.n_ctx, rotate=kv_rotation)
         self._fit = fit_cache(self._split, cache, n_batch=n_batch, n_parallel=n_parallel)
         self._cache = CacheManager(
@@ -148,9 +151,11 @@ class LLM:
         resolved = _sampling_params(params, sampling)
         if not _is_list_of_prompts(prompt):
             return self.stream(prompt, params=resolved).finish()
-        engine, requests = self._open_engine(), []
+        engine = self._open_engine()
+        requests: list[Request] = []
         try:
-            requests = [engine.add(self._tokens(p), resolved) for p in prompt]
+            for each in prompt:
+                requests.append(engine.add(self._tokens(each), resolved))
             while not all(request.is_finished for request in requests):
                 engine.step()
         finally:
@@ -189,6 +194,7 @@ class LLM:
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, KV cache and activations, over all devices."""
+        self._open_engine()
         totals: dict[str, int] = {}
         for device in self._runner.memory():
             for purpose, n_bytes in device.items():
@@ -240,6 +246,7 @@ class LLM:
     def close(self) -> None:
         """Give the memory back. Calling it again does nothing; everything else is an error from now on."""
         if self._engine is not None:
+            self._engine.close()
             self._runner.close()
         self._engine = None
 
@@ -273,15 +280,33 @@ class Stream(Iterator[str]):
             if piece:
                 return piece
             if self._request.is_finished:
+                if self._request.error is not None:
+                    raise self._request.error
                 raise StopIteration
-            try:
-                self._engine.step()
-            except BaseException:
-                self.close()
-                raise
+            self.step()
+
+    def step(self) -> None:
+        """One pass through the model; a piece may or may not come of it."""
+        try:
+            self._engine.step()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
+        """Cancel the request, if it still runs."""
         self._engine.cancel(self._request)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()  # whoever stops reading does not want the rest
 
     def finish(self) -> Completion:
         """Run to the end."""
@@ -299,9 +324,11 @@ class Stream(Iterator[str]):
         return self._request.completion()
 
 
-def _notices(cache: CacheConfig, head_dim: int, kv_rotation: bool) -> tuple[str, ...]:
-    """What was asked for and is done another way."""
-    notices = []
+def _notices(cache: CacheConfig, params: DecoderParams, n_ctx: int, kv_rotation: bool) -> tuple[str, ...]:
+    """What was asked for and is done another way, or may not be wise."""
+    notices, head_dim = [], params.head_dim
+    if n_ctx > params.n_ctx_train:
+        notices.append(f"the model was trained with {params.n_ctx_train} tokens of context, not {n_ctx}")
     quantized = [kind.name for kind in (cache.k_type, cache.v_type) if kind.is_quantized]
     if quantized and kv_rotation and not rotation_size(head_dim):
         notices.append(
@@ -331,5 +358,6 @@ def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any])
 
 
 def _require_positive(name: str, value: int | None) -> None:
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least 1")
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_number and 1 <= value <= _MOST):
+        raise ConfigError(f"{name} is {value!r}, but must be a whole number from 1 to {_MOST}")

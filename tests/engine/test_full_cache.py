@@ -79,7 +79,7 @@ def test_a_crew_under_a_full_cache_answers_the_same(path: Path, alone: list[tupl
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(path: Path) -> None:
     with open_llm(path, kv_cache_tokens=64) as llm:
         with pytest.raises(
-            CacheError, match=r"105 tokens need 14 blocks of 8 .* has 8 \(64 tokens\)"
+            CacheError, match=r"104 tokens need 13 blocks of 8 .* has 8 \(64 tokens\)"
         ) as error:
             llm.generate("Once upon a time", max_tokens=100)
         assert error.value.hint is not None

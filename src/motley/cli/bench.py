@@ -18,7 +18,7 @@ from motley.cli import options
 from motley.cli.bench_plot import draw
 from motley.cli.console import reporting_errors, say, size, stdout, steps_bar
 from motley.cli.grouping import with_groups
-from motley.cli.inputs import resolve_model
+from motley.cli.inputs import check_writable, resolve_model, write_file
 from motley.cli.loading import CrewOptions
 from motley.errors import ConfigError
 from motley.llm import LLM
@@ -92,6 +92,7 @@ def bench(
     [bold]motley bench --shape llama-1b --weights Q4_0 --plot speed.svg[/]
     """
     with reporting_errors(debug):
+        check_writable(plot)
         path = resolve_model(model, model_flag) if shape is None else random_model(shape, weights)
         workloads = [
             Workload(n, is_prompt, depth)
@@ -103,12 +104,10 @@ def bench(
         if not workloads:
             raise ConfigError("there is nothing to measure", hint="give -p or -n a number above 0")
         bandwidth = read_bandwidth(chosen.threads or torch.get_num_threads())
-        pairs = [(kind.split("/")[0], kind.split("/")[-1]) for kind in types.split(",")]
+        pairs = [_pair(kind) for kind in types.split(",")]
         rows = _measure(path, pairs, workloads, repetitions, chosen, bandwidth)
-    if plot is not None:
-        plot.write_text(
-            draw([(r.k_type, r.v_type, r.measurement) for r in rows], path.name), encoding="utf-8"
-        )
+        if plot is not None:
+            write_file(plot, draw([(r.k_type, r.v_type, r.measurement) for r in rows], path.name))
     if as_json:
         typer.echo(
             json.dumps({"model": path.name, "bandwidth": bandwidth, "rows": [r.as_json() for r in rows]})
@@ -163,6 +162,14 @@ def _table(rows: list[Row], path: Path, bandwidth: float) -> Table:
         cells = (f"{m.rate:.2f}", f"{m.spread:.2f}", moved, "" if percent is None else f"{percent:.0f} %")
         table.add_row(f"{row.k_type} / {row.v_type}", m.workload.name, *cells)
     return table
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """`q8_0` or `q8_0/q4_0`: the types of K and V."""
+    k_type, *rest = text.strip().split("/")
+    if len(rest) > 1:
+        raise ConfigError(f"--types: {text!r} names more than K and V", hint="for example q8_0/q4_0")
+    return k_type, rest[0] if rest else k_type
 
 
 def _numbers(flag: str, text: str) -> list[int]:

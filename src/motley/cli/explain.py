@@ -14,11 +14,11 @@ from rich.text import Text
 
 from motley.cli import options
 from motley.cli.console import reporting_errors, size, stdout
-from motley.cli.inputs import resolve_model
+from motley.cli.inputs import resolve_model, write_file
 from motley.cli.picture import draw
 from motley.gguf import read_spec
 from motley.models import GraphOptions, read_params
-from motley.runtime import ModelSplit, make_crew
+from motley.runtime import ModelSplit, default_context, make_crew
 from motley.runtime.explain import Explanation, Section, explain
 
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the split as a picture.")]
@@ -33,6 +33,7 @@ def explain_command(
     device: options.Device = "cpu",
     split_mode: options.SplitMode = None,
     tensor_split: options.TensorSplit = None,
+    device_memory: options.DeviceMemory = None,
     ctx_size: options.CtxSize = 0,
     show_all: All = False,
     svg: Svg = None,
@@ -51,10 +52,10 @@ def explain_command(
     with reporting_errors(debug):
         spec = read_spec(resolve_model(model, model_flag))
         params = read_params(spec)
-        crew = make_crew(device, split_mode, tensor_split)
-        contents = explain(ModelSplit(spec, params, crew, GraphOptions(ctx_size or params.n_ctx_train)))
+        crew = make_crew(device, split_mode, tensor_split, device_memory)
+        contents = explain(ModelSplit(spec, params, crew, GraphOptions(ctx_size or default_context(params))))
         if svg is not None:
-            svg.write_text(draw(contents), encoding="utf-8")
+            write_file(svg, draw(contents))
     if as_json:
         typer.echo(json.dumps(contents, ensure_ascii=False))
         return

@@ -43,3 +43,16 @@ def resolve_text(prompt: str | None, file: Path | None) -> str | None:
         raise ConfigError(
             f"{file} is not UTF-8: {error.reason} at byte {error.start}", hint="convert it to UTF-8 first"
         ) from error
+
+
+def check_writable(file: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is for."""
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        raise ConfigError(f"cannot write {file}", hint="the folder must exist, and FILE is a file in it")
+
+
+def write_file(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from error

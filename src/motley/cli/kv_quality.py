@@ -16,7 +16,7 @@ from motley.bundled import bundled_model_path
 from motley.cli import options
 from motley.cli.console import reporting_errors, say, stdout, steps_bar
 from motley.cli.grouping import with_groups
-from motley.cli.inputs import resolve_model, resolve_text
+from motley.cli.inputs import resolve_model, resolve_text, write_file
 from motley.cli.loading import CrewOptions
 from motley.cli.quality_plot import draw
 from motley.errors import ConfigError
@@ -127,7 +127,7 @@ def kv_quality(
             say("note: no rotation fits this model's heads; each type is measured once, without")
         report = _measure(path, exam, measured, parse_choice(baseline), chosen)
         if plot is not None:
-            plot.write_text(draw(report, path.name), encoding="utf-8")
+            write_file(plot, draw(report, path.name))
     if as_json:
         typer.echo(json.dumps(_as_json(report, path.name)))
     else:

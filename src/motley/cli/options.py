@@ -26,7 +26,10 @@ ModelFlag = Annotated[
     Path | None, _flag("-m", "--model", text="The same as MODEL.", panel=_MODEL, metavar="FILE")
 ]
 CtxSize = Annotated[
-    int, _flag("-c", "--ctx-size", text="Tokens of context; 0: the model's own.", panel=_MODEL, min=0)
+    int,
+    _flag(
+        "-c", "--ctx-size", text="Tokens of context; 0: the model's own, at most 4096.", panel=_MODEL, min=0
+    ),
 ]
 Backend = Annotated[
     str,

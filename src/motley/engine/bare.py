@@ -11,24 +11,29 @@ import torch
 from motley.errors import RequestError
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy
-from motley.runtime import Batch, Chunk, Runner
+from motley.runtime import MAX_LOGIT_ROWS, Batch, Chunk, Runner
 
 
 class BareSequence:
     """Feed it tokens, in any portions; close it (it is a context manager) to free its cache."""
 
-    def __init__(self, runner: Runner, cache: CacheManager, n_batch: int) -> None:
+    def __init__(self, runner: Runner, cache: CacheManager, n_batch: int, n_vocab: int) -> None:
         self._runner = runner
         self._cache = cache
         self._n_batch = n_batch
+        self._n_vocab = n_vocab
         # Under a salt of its own, nobody else finds its blocks: what `pretend` stores belongs to no text.
         self._sequence = cache.open(salt=os.urandom(16)).seq
+        self._is_open = True
 
     def feed(self, tokens: Sequence[int], n_outputs: int | None = None) -> torch.Tensor:
         """Compute the next tokens; logits of the last `n_outputs` of each portion of up to `n_batch` (default: all)."""
+        if not tokens or not all(0 <= token < self._n_vocab for token in tokens):
+            raise RequestError(f"needs token ids from 0 to {self._n_vocab - 1}, at least one")
         rows = []
-        for start in range(0, len(tokens), self._n_batch):
-            part = tuple(tokens[start : start + self._n_batch])
+        n_portion = self._n_batch if n_outputs is not None else min(self._n_batch, MAX_LOGIT_ROWS)
+        for start in range(0, len(tokens), n_portion):
+            part = tuple(tokens[start : start + n_portion])
             copies = self._reserve(len(part))
             n_rows = len(part) if n_outputs is None else min(n_outputs, len(part))
             chunk = Chunk(self._sequence, self._cache.n_tokens(self._sequence), part, n_rows)
@@ -47,8 +52,10 @@ class BareSequence:
             done += n
 
     def close(self) -> None:
-        self._cache.free(self._sequence)
-        self._runner.give_back(self._cache.take_emptied())
+        if self._is_open:
+            self._is_open = False
+            self._cache.free(self._sequence)
+            self._runner.give_back(self._cache.take_emptied())
 
     def __enter__(self) -> BareSequence:
         return self
@@ -62,5 +69,9 @@ class BareSequence:
         self._cache.advance(self._sequence, self._cache.n_tokens(self._sequence))
         room = self._cache.reserve(self._sequence, n_tokens)
         if room is None:
-            raise RequestError(f"no room in the KV cache for {n_tokens} tokens beside running requests")
+            n_stored = self._cache.n_tokens(self._sequence)
+            raise RequestError(
+                f"no room in the KV cache for {n_tokens} tokens after {n_stored}",
+                hint="raise n_ctx (-c) or the cache's limit, or let requests finish",
+            )
         return room.copies

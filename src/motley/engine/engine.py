@@ -12,7 +12,7 @@ from motley.engine.params import SamplingParams
 from motley.engine.request import CANCELLED, ContextShift, Request, TextStream
 from motley.engine.sampling import build_sampler
 from motley.engine.scheduler import Scheduler, Step
-from motley.errors import RequestError
+from motley.errors import MotleyError, RequestError
 from motley.kvcache.manager import CacheManager
 from motley.runtime import Batch, Chunk, Runner
 from motley.text import Tokenizer
@@ -39,6 +39,7 @@ class Engine:
         self._n_ctx = n_ctx
         self._n_fit = cache.longest_fit(n_ctx, n_batch)  # tokens that one sequence may have
         self._n_vocab = n_vocab
+        self._is_closed = False
 
     def add(self, prompt: Sequence[int], params: SamplingParams, *, continues_prompt: bool = True) -> Request:
         """Queue a request. RequestError or CacheError if it can never be served.
@@ -46,6 +47,7 @@ class Engine:
         `continues_prompt`: the answer's text goes on where the prompt's ends, so its first space counts.
         """
         self._check_tokens(prompt)
+        self._check_tokens([0, *params.logit_bias], "logit_bias")
         if len(prompt) >= self._n_ctx:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, but the context holds {self._n_ctx} and an answer needs room",
@@ -64,10 +66,16 @@ class Engine:
 
     def step(self) -> None:
         """Advance all running requests by one pass through the model."""
+        if self._is_closed:
+            raise RequestError("the model was closed")
         if shifts := self._scheduler.shift_full():
             self._runner.shift(shifts)
         step = self._scheduler.schedule()
-        logits = self._run(step)
+        try:
+            logits = self._run(step)
+        except BaseException:
+            self._scheduler.abandon(step)
+            raise
         self._scheduler.complete(step)
         self._accept(step, logits)
         self._give_back()
@@ -76,7 +84,8 @@ class Engine:
         if not request.is_finished:
             self._scheduler.remove(request)
             request.finish(CANCELLED)
-            self._give_back()
+            if not self._is_closed:
+                self._give_back()
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """float32 (tokens, vocab): row i predicts what follows token i. Nothing is taken from the prefix cache."""
@@ -109,8 +118,15 @@ class Engine:
             self._give_back()
 
     def bare_sequence(self) -> BareSequence:
-        """A sequence to be fed by hand, beside the requests."""
-        return BareSequence(self._runner, self._cache, self._scheduler.n_batch)
+        """A sequence to be fed by hand. Requests cannot be served beside it if it takes their room."""
+        return BareSequence(self._runner, self._cache, self._scheduler.n_batch, self._n_vocab)
+
+    def close(self) -> None:
+        """Cancel all requests; later steps are errors."""
+        self._is_closed = True
+        for request in self._scheduler.requests:
+            self._scheduler.remove(request)
+            request.fail(RequestError("the model was closed"))
 
     def _run(self, step: Step) -> torch.Tensor:
         chunks = []
@@ -127,7 +143,10 @@ class Engine:
         for request, _ in step.work:
             if request.n_pending:
                 continue
-            request.accept(request.sampler(next(rows), request.tokens))
+            try:
+                request.accept(request.sampler(next(rows), request.tokens))
+            except MotleyError as error:  # its own fault; the others go on
+                request.fail(error)
             if request.is_finished:
                 self._scheduler.remove(request)
 
@@ -165,9 +184,11 @@ class Engine:
             )
         self._cache.require_fit(len(tokens), self._scheduler.n_batch)
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
+    def _check_tokens(self, tokens: Sequence[int], where: str = "the prompt") -> None:
         if not tokens:
-            raise RequestError("the prompt is empty", hint="give at least one token")
+            raise RequestError(f"{where} is empty", hint="give at least one token")
         for token in tokens:
             if not 0 <= token < self._n_vocab:
-                raise RequestError(f"token id {token} is outside the vocabulary of {self._n_vocab}")
+                raise RequestError(
+                    f"token id {token} in {where} is outside the vocabulary of {self._n_vocab}"
+                )

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from motley.errors import MotleyError
 from motley.text import StopChecker, Tokenizer
 
 STOP = "stop"  # an end-of-generation token, a stop token or a stop string
 LENGTH = "length"  # max_tokens, or the context is full
 CANCELLED = "cancelled"
+FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Request:
     n_computed: int = 0  # tokens whose K/V are in the cache
     n_cached: int = 0  # of the prompt, found there at the first start
     finish_reason: str | None = None
+    error: MotleyError | None = None
     started: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
@@ -89,8 +92,8 @@ class Request:
 
     @property
     def n_most(self) -> int:
-        """The most tokens that it will have in the cache at a time."""
-        ends = [] if self.max_tokens is None else [len(self.prompt) + self.max_tokens]
+        """The most tokens that it will have in the cache at a time; the last one it makes is never stored."""
+        ends = [] if self.max_tokens is None else [len(self.prompt) + max(1, self.max_tokens) - 1]
         return min(ends + ([self.shift.n_ctx] if self.shift is not None else []))
 
     @property
@@ -132,8 +135,16 @@ class Request:
         self.finished = time.perf_counter()
         self.text.finish()
 
+    def fail(self, error: MotleyError) -> None:
+        """End with an error, for whoever asks for the answer."""
+        self.error = error
+        self.finish(FAILED)
+
     def completion(self) -> Completion:
+        """The answer; raises the error of a request that failed."""
         assert self.finish_reason is not None, "the request is still running"
+        if self.error is not None:
+            raise self.error
         first = self.first_token or self.finished
         timings = Timings(
             prompt_tokens=len(self.prompt),

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from motley.engine.request import Request
+from motley.errors import CacheError
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy, BlockShift
 
@@ -41,6 +42,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.running, *self.waiting]
 
     def add(self, request: Request) -> None:
         """Queue a request; refuses one that could not finish even alone (CacheError)."""
@@ -77,7 +82,11 @@ class Scheduler:
             if not self._admit(step, self.waiting[0]):
                 break
             self.waiting.popleft()
-        assert step.work or not self.has_work, "nothing can run, though each request fits by itself"
+        if self.has_work and not step.work:
+            raise CacheError(
+                "no request can run: sequences outside the queue hold the KV cache",
+                hint="close bare sequences",
+            )
         return step
 
     def complete(self, step: Step) -> None:
@@ -87,6 +96,11 @@ class Scheduler:
             done = request.tokens[request.n_computed : request.n_computed + n_tokens]
             self.cache.commit(request.sequence, done)
             request.n_computed += n_tokens
+
+    def abandon(self, step: Step) -> None:
+        """The step has failed: its copies may not have been made, so nothing that it touched may be found again."""
+        for request, _ in reversed(step.work):
+            self._suspend(request, is_sound=False)
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is."""
@@ -131,13 +145,13 @@ class Scheduler:
         step.work = [(other, n) for other, n in step.work if other is not request]
         self._suspend(request)
 
-    def _suspend(self, request: Request) -> None:
+    def _suspend(self, request: Request, *, is_sound: bool = True) -> None:
         """Back to the front of the queue, without its cache."""
         self.running.remove(request)
-        self._release(request)
+        self._release(request, is_sound=is_sound)
         self.waiting.appendleft(request)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, *, is_sound: bool = True) -> None:
         if request.sequence is not None:
-            self.cache.free(request.sequence)
+            self.cache.free(request.sequence, is_sound=is_sound)
         request.sequence, request.n_computed = None, 0

@@ -220,9 +220,12 @@ class CacheManager:
         sequence.n_slots = n_tokens - n_drop
         return shifts
 
-    def free(self, seq: int) -> None:
-        """End a sequence. Its blocks stay findable until their room is needed."""
-        if self._finds_prefixes:
+    def free(self, seq: int, *, is_sound: bool = True) -> None:
+        """End a sequence. Its blocks stay findable until their room is needed.
+
+        `is_sound=False`: copies that were returned for it may not have been made, so its last block is not kept.
+        """
+        if self._finds_prefixes and is_sound:
             self._name_tail(self._sequences[seq], only_unnamed=False)
         self.truncate(seq, 0)
         del self._sequences[seq]

@@ -5,12 +5,13 @@ from motley.runtime.budget import show_bytes
 from motley.runtime.cache_report import CacheFigures, DeviceFigures, KVStats, cache_figures
 from motley.runtime.caching import CacheConfig, CachePlan
 from motley.runtime.crew import Crew, make_crew, parse_bytes
-from motley.runtime.fitting import CacheFit, default_context, fit_cache, split_model
+from motley.runtime.fitting import MAX_LOGIT_ROWS, CacheFit, default_context, fit_cache, split_model
 from motley.runtime.loading import Progress
 from motley.runtime.runner import Runner
 from motley.runtime.splitting import ModelSplit
 
 __all__ = [
+    "MAX_LOGIT_ROWS",
     "Batch",
     "CacheConfig",
     "CacheFigures",

@@ -16,7 +16,6 @@ from motley.kvcache.sequences import GroupSpec
 from motley.kvcache.types import CacheType
 from motley.split.localize import LocalGraph
 
-
 CPU = torch.device("cpu")
 
 
@@ -42,8 +41,12 @@ class CacheConfig:
             ("bytes", self.max_bytes),
             ("block size", self.block_size),
         ):
-            if value is not None and value < 1:
-                raise ConfigError(f"a KV cache {name} of {value} is not at least 1")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"a KV cache {name} of {value!r} is no whole number of at least 1")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(
+                f"a KV cache block of {self.block_size} tokens is not a power of two", hint="try 16, 32, 64"
+            )
         if self.max_tokens is not None and self.max_tokens < self.block_size:
             raise ConfigError(
                 f"a KV cache of {self.max_tokens} tokens is smaller than a block of {self.block_size}",

@@ -84,8 +84,9 @@ def _shares(
     if mode == NONE or not values:
         return tuple(Fraction(b) for b in budgets) or (Fraction(1),) * n_devices
     try:
-        shares = tuple(Fraction(str(value)) for value in values)
-    except (ValueError, ZeroDivisionError):
+        # Exponents through float: an absurd one is infinite at once, not a number of a million digits.
+        shares = tuple(Fraction(float(v)) if "e" in v.lower() else Fraction(v) for v in values)
+    except (ValueError, OverflowError, ZeroDivisionError):
         raise ConfigError(f"tensor split {asked!r} is no list of numbers", hint="for example 3,1") from None
     if len(shares) != n_devices:
         raise ConfigError(
@@ -110,9 +111,10 @@ def parse_bytes(value: str | int) -> int:
     units = {name.upper(): size for name, size in _UNITS.items()} | {
         p: 1024**n for n, p in enumerate("KMGT", 1)
     }
-    if unit.upper() not in units or number <= 0:
+    n_bytes = int(number * units.get(unit.upper(), 0))
+    if n_bytes <= 0:
         raise ConfigError(f"{value!r} is no amount of memory", hint="for example 2GiB or 512MiB")
-    return int(number * units[unit.upper()])
+    return n_bytes
 
 
 def _listed(value: str | Sequence[object] | None) -> list[str]:

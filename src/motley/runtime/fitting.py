@@ -11,6 +11,7 @@ from motley.runtime.caching import CacheConfig, CachePlan, plan_cache
 from motley.runtime.crew import Crew
 from motley.runtime.splitting import ModelSplit
 
+MAX_LOGIT_ROWS = 64  # of logits in one pass: more would take more memory than all other activations
 _DEFAULT_CTX = 4096  # at most, where the model allows more and nobody asked
 
 
@@ -44,7 +45,8 @@ def split_model(
 def fit_cache(split: ModelSplit, config: CacheConfig, *, n_batch: int, n_parallel: int) -> CacheFit:
     """The largest cache that has room; refuses, before anything is loaded, what cannot be."""
     n_ctx, smallest = split.options.n_ctx, BatchShape(1, 1)
-    needs = device_needs(split, BatchShape(min(n_batch, n_ctx), min(n_batch, n_parallel)))
+    n_rows = min(n_batch, max(n_parallel, MAX_LOGIT_ROWS))
+    needs = device_needs(split, BatchShape(min(n_batch, n_ctx), min(n_rows, n_ctx)))
     room = room_for_cache(split, needs)
     plan = plan_cache(
         split.split(smallest).graph,

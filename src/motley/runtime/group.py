@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -113,17 +113,18 @@ class ThreadGroup:
             (a, b): queue.SimpleQueue() for a in range(n_devices) for b in range(n_devices)
         }
         each = max(1, (n_threads or torch.get_num_threads()) // n_devices)
-        self._workers = [
-            ThreadPoolExecutor(1, f"motley-{i}", initializer=torch.set_num_threads, initargs=(each,))
-            for i in range(n_devices)
-        ]
+        self._workers = [_Worker(device, each) for device in range(n_devices)]
+        self.close = weakref.finalize(self, _dismiss, self._workers)  # also when it is forgotten, and at exit
         self.lines = [_Line(self, device) for device in range(n_devices)]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """`work(device)` on all devices at once; the first failure ends the others and is raised."""
-        futures = [worker.submit(self._guarded, work, device) for device, worker in enumerate(self._workers)]
-        wait(futures)
-        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        jobs = [_Job(work, self._hang_up, done) for _ in self._workers]
+        for worker, job in zip(self._workers, jobs, strict=True):
+            worker.jobs.put(job)
+        self._wait(jobs, done)
+        errors = [job.error for job in jobs if job.error is not None]
         if errors:
             self._reset()
             causes = [
@@ -135,23 +136,31 @@ class ThreadGroup:
             if isinstance(cause, MotleyError):
                 raise cause
             raise DeviceError(f"a device failed: {cause}") from cause
-        return [future.result() for future in futures]
+        return [job.result for job in jobs]
 
-    def close(self) -> None:
-        for worker in self._workers:
-            worker.shutdown()
+    def _wait(self, jobs: Sequence[_Job], done: queue.SimpleQueue[None]) -> None:
+        """Until all jobs are over. An interrupt is raised only then: no device is left in the middle of a batch."""
+        interrupt: KeyboardInterrupt | None = None
+        while not all(job.is_over for job in jobs):
+            try:
+                done.get(
+                    timeout=0.1
+                )  # a signal that an interrupt swallowed is missed for no longer than this
+            except queue.Empty:
+                pass
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
-    def _guarded(self, work: Callable[[int], T], device: int) -> T:
-        try:
-            return work(device)
-        except BaseException:
-            self._barrier.abort()
-            if self.native is not None:
-                self.native.abort()
-            for (_, target), box in self._mail.items():
-                if target != device:
-                    box.put(None)  # whoever waits for mail must not wait for ever
-            raise
+    def _hang_up(self, device: int) -> None:
+        """A device has failed: whoever waits for it must not wait for ever."""
+        self._barrier.abort()
+        if self.native is not None:
+            self.native.abort()
+        for (_, target), box in self._mail.items():
+            if target != device:
+                box.put(None)
 
     def _reset(self) -> None:
         self._barrier.reset()
@@ -162,6 +171,54 @@ class ThreadGroup:
                 box.get()
         for line in self.lines:
             line.n_exchanges = 0
+
+
+class _Job:
+    """A piece of work for one device, and what came of it."""
+
+    def __init__(
+        self, work: Callable[[int], Any], hang_up: Callable[[int], None], done: queue.SimpleQueue[None]
+    ) -> None:
+        self.work = work
+        self.hang_up = hang_up
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.is_over = False
+        self._done = done
+
+    def finish(self) -> None:
+        self.is_over = True
+        self._done.put(None)
+
+
+class _Worker(threading.Thread):
+    """One device's thread: does jobs until it gets None. It knows no group, so that a forgotten one can go."""
+
+    def __init__(self, device: int, n_threads: int) -> None:
+        super().__init__(name=f"motley-{device}", daemon=True)
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._device = device
+        self._n_threads = n_threads
+        self.start()
+
+    def run(self) -> None:
+        torch.set_num_threads(self._n_threads)
+        while (job := self.jobs.get()) is not None:
+            try:
+                job.result = job.work(self._device)
+            except BaseException as error:
+                job.error = error
+                job.hang_up(self._device)
+            job.finish()
+            del job  # a finished job must not keep its tensors alive until the next
+
+
+def _dismiss(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.jobs.put(None)
+    for worker in workers:
+        if worker is not threading.current_thread():
+            worker.join()
 
 
 class _HungUpError(Exception):

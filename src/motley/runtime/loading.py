@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -44,11 +46,21 @@ def load_weights(
                         part_of(spec.tensor(node.op.source), key[2], device, node.op.rows)
                     )
                     done += memo[key].nbytes
+                    _forget(spec, node.op.source)
                 weights[node.name] = memo[key]
             if progress is not None:
                 progress(min(done, total), total)
         loaded.append(weights)
     return loaded
+
+
+def _forget(spec: ModelSpec, name: str) -> None:
+    """Let go of a tensor's pages of the mapped file, now that it has been copied; touching it maps them again."""
+    info = spec.tensors[name]
+    page = mmap.PAGESIZE
+    start, stop = -(-info.offset // page) * page, (info.offset + info.nbytes) // page * page
+    if start < stop and sys.platform == "linux":
+        spec.parts[info.part].data.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 def lookup_tables(graph: Graph) -> set[Tensor]:
