@@ -201,6 +201,12 @@ class LLM:
                 totals[purpose] = totals.get(purpose, 0) + n_bytes
         return totals
 
+    def device_memory(self) -> dict[str, dict[str, int]]:
+        """The same for each device, by its name."""
+        self._open_engine()
+        labels = [self._split.crew.label(i) for i in range(len(self._split.crew))]
+        return dict(zip(labels, self._runner.memory(), strict=True))
+
     def kv_stats(self) -> KVStats:
         """The KV cache: its layout and what a token costs, blocks and tokens in use, bytes on each device."""
         self._open_engine()

@@ -19,7 +19,8 @@ class ModelDriver:
     which chooses batches by itself and shows the logits of one sequence only.
     """
 
-    def __init__(self, path: Path, n_ctx: int) -> None:
+    def __init__(self, path: Path, n_ctx: int, shares: Sequence[int] = (1,)) -> None:
+        self.path = path
         self._llm = LLM(
             path,
             n_ctx=n_ctx,
@@ -29,6 +30,9 @@ class ModelDriver:
             cache_type_v="f32",
             kv_block_size=16,
             backend="reference",
+            devices=["cpu"] * len(shares),
+            split_mode="tensor",
+            tensor_split=shares,
         )
         self._runner, self._cache = self._llm._runner, self._llm._cache
         self._lengths: dict[int, int] = {}

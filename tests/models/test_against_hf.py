@@ -18,6 +18,15 @@ from motley import LLM
 from motley.models import ARCHITECTURES
 
 TOLERANCE = 1e-3  # against transformers
+CREWS = (
+    (1, 1),
+    (3, 1),
+    (2, 1, 1),
+    (1, 0, 1),
+    (1, 1, 1, 1),
+    (1,) * 5,
+    (1,) * 7,
+)  # each model meets two of them
 BATCHING_TOLERANCE = 1e-4  # of one engine against itself
 
 
@@ -46,6 +55,16 @@ def converted(
 
 def test_logits_are_those_of_transformers(converted: Converted) -> None:
     assert _difference(converted.logits, converted.expected) <= TOLERANCE
+
+
+def test_crews_give_the_same_logits_and_the_same_choices(converted: Converted) -> None:
+    n_tokens, model = 24, converted.model
+    start = TINY_MODELS.index(model)
+    for crew in (CREWS[start % len(CREWS)], CREWS[(start + 3) % len(CREWS)]):
+        with closing(ModelDriver(converted.driver.path, model.n_ctx, crew)) as driver:
+            logits = driver.logits(converted.tokens[:n_tokens])
+        assert _difference(logits, converted.logits[:n_tokens]) <= TOLERANCE, crew
+        assert torch.equal(logits.argmax(-1), converted.logits[:n_tokens].argmax(-1)), crew
 
 
 def test_every_architecture_is_compared() -> None:

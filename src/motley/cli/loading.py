@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from motley.cli import options
-from motley.cli.console import loading_bar, say
+from motley.cli.console import loading_bar, say, size
 from motley.llm import LLM
 
 # What `motley.LLM` calls a flag that has another name here.
@@ -52,4 +52,9 @@ def load(path: Path, chosen: LoadOptions) -> LLM:
         llm = LLM(path, n_parallel=1, progress=progress, **chosen.arguments())
     for notice in llm.notices:
         say(f"note: {notice}")
+    devices = llm.device_memory()
+    if len(devices) > 1:
+        total = sum(memory["weights"] for memory in devices.values())
+        shares = (f"{name} {m['weights'] / total:.1%} ({size(m['weights'])})" for name, m in devices.items())
+        say(f"weights: {', '.join(shares)}")
     return llm
