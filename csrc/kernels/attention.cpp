@@ -132,15 +132,15 @@ TileCells cells_of(const CacheStoreView& store, const CacheShape& shape, const S
 }
 
 // Blocks of a head are far apart, and no stretch is long enough for the hardware to see a stream: ask ahead.
-void fetch_stretch(const CacheStoreView& store, const CacheShape& shape, const Task& task, int64_t first, int64_t n_keys) {
+[[gnu::always_inline]] inline void fetch_stretch(const CacheStoreView& store, const CacheShape& shape, const Task& task, int64_t first, int64_t n_keys, uint8_t* staged) {
     if (first >= n_keys || shape.block_size % kStretch) return;
     const int64_t n_bytes = kStretch * shape_of(store.kind).code_bytes;
     for (int64_t tile = 0; tile < shape.n_tiles; tile++) {
-        const TileCells cells = cells_of(store, shape, *task.sequence, task.head, tile, first, n_keys, nullptr);
-        for (int64_t i = 0; i < n_bytes; i += 64) __builtin_prefetch(cells.codes + i);
-        if (cells.scale) __builtin_prefetch(cells.scale);
-        if (cells.minimum) __builtin_prefetch(cells.minimum);
-        if (cells.high_bits) __builtin_prefetch(cells.high_bits);
+        const TileCells cells = cells_of(store, shape, *task.sequence, task.head, tile, first, n_keys, staged);
+        fetch(cells.codes, n_bytes);
+        fetch(cells.scale, 1);  // where there is none, nothing happens
+        fetch(cells.minimum, 1);
+        fetch(cells.high_bits, 1);
     }
 }
 
@@ -284,10 +284,10 @@ void attend(const AttentionArgs& a, const Cut& cut, const Task& task, Scratch& s
         const int64_t stop = n_keys - first < kChunk ? n_keys : first + kChunk;
         const int n_stretches = static_cast<int>((stop - first + kStretch - 1) / kStretch);
         for (int i = 0; i < n_stretches; i++) {
-            fetch_stretch(a.v, a.shape, task, first + i * kStretch, n_keys);
+            fetch_stretch(a.v, a.shape, task, first + i * kStretch, n_keys, s.staged);
             score_stretch(a, task, first + i * kStretch, n_keys, n_rows, i, s);
         }
-        for (int i = 0; i < kStretches; i++) fetch_stretch(a.k, a.shape, task, stop + i * kStretch, n_keys);
+        for (int i = 0; i < kStretches; i++) fetch_stretch(a.k, a.shape, task, stop + i * kStretch, n_keys, s.staged);
         for (int r = 0; r < n_rows; r++) soften(s, r, first, n_stretches);
         add_chunk(a, task, first, stop, n_keys, n_rows, s);
     }

@@ -10,15 +10,11 @@
 namespace motley::MOTLEY_ISA {
 
 constexpr int kStreams = 8;
-constexpr int64_t kVisit = 256;         // columns
-constexpr int64_t kFetchAhead = 4096;   // bytes
-
-inline void fetch_ahead(const uint8_t* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + kFetchAhead + i, 0, 3);
-}
+constexpr int64_t kVisit = 256;        // columns
+constexpr int64_t kFetchAhead = 1024;  // bytes
 
 template <class F>
-inline f32x16 dot_block(const uint8_t* block, const int8_t* x, const float* scales, const float* sums, f32x16 y) {
+[[gnu::always_inline]] inline f32x16 dot_block(const uint8_t* block, const int8_t* x, const float* scales, const float* sums, f32x16 y) {
 #pragma GCC unroll 8
     for (int s = 0; s < F::kSteps; s++) {
         u8x64 codes[8];
@@ -44,7 +40,7 @@ inline void matvec_quantized(const uint8_t* groups, int64_t stride, int n, const
         const int64_t stop = n_columns - first < kVisit ? n_columns : first + kVisit;
         for (int i = 0; i < n; i++) {
             const uint8_t* block = groups + i * stride + first / F::kColumns * F::kGroupBytes;
-            fetch_ahead(block, (stop - first) / F::kColumns * F::kGroupBytes);
+            fetch(block + kFetchAhead, (stop - first) / F::kColumns * F::kGroupBytes);
             f32x16 acc = y[i];
             for (int64_t c = first; c < stop; c += F::kColumns, block += F::kGroupBytes)
                 acc = dot_block<F>(block, x.codes + c, x.scales + c / kStep, sums + c / kStep * F::kHalves, acc);
@@ -59,7 +55,7 @@ inline void matvec_plain(const uint8_t* groups, int64_t stride, int n, const Row
         const int64_t stop = n_columns - first < 64 ? n_columns : first + 64;
         for (int i = 0; i < n; i++) {
             const uint8_t* words = groups + i * stride + first / F::kColumnsPerWord * kWordBytes;
-            fetch_ahead(words, (stop - first) / F::kColumnsPerWord * kWordBytes);
+            fetch(words + kFetchAhead, (stop - first) / F::kColumnsPerWord * kWordBytes);
             f32x16 acc[4] = {y[i]};
             int64_t c = 0;
             for (; c + 4 <= stop - first; c += 4)

@@ -4,6 +4,7 @@
 //
 // Rows that are missing from the last group are zeros.
 #include "panel.hpp"
+#include "transpose.hpp"
 
 namespace motley::MOTLEY_ISA {
 namespace {
@@ -20,9 +21,20 @@ void interleave(const uint8_t* const rows[kGroup], int64_t bytes, int half_at, u
     }
     const int64_t skip = half_at == 0 ? 2 : 0;
     const int64_t n_words = bytes / 4;  // a lone half is two bytes: what is left over
+    int64_t n_done = 0;
+    bool is_full = true;
+    for (int r = 0; r < kGroup; r++) is_full = is_full && rows[r];
+    if (is_full)
+        for (; n_done + 4 <= n_words; n_done += 4) {
+            const auto at = [&](int r) { return rows[r] + skip + 4 * n_done; };
+            u32x16 in[4], words[4];
+            for (int i = 0; i < 4; i++) in[i] = load_pieces(at(4 * i), at(4 * i + 1), at(4 * i + 2), at(4 * i + 3));
+            transpose4(in, words);
+            for (int i = 0; i < 4; i++) store(out + (n_done + i) * kWordBytes, words[i]);
+        }
     for (int r = 0; r < kGroup; r++) {
-        uint8_t* to = out + 4 * r;
-        for (int64_t w = 0; w < n_words; w++, to += kWordBytes) {
+        uint8_t* to = out + n_done * kWordBytes + 4 * r;
+        for (int64_t w = n_done; w < n_words; w++, to += kWordBytes) {
             uint32_t value = 0;
             if (rows[r]) std::memcpy(&value, rows[r] + skip + 4 * w, 4);
             std::memcpy(to, &value, 4);

@@ -26,6 +26,40 @@ using i8x16 = int8_t __attribute__((vector_size(16)));
 
 constexpr int kLanes = 16;
 
+// A vector from four pieces of 16 bytes, or two of 32. (By way of memory it would wait for the stores.)
+inline u32x16 load_pieces(const void* a, const void* b, const void* c, const void* d) {
+#if defined(__AVX512F__)
+    const auto piece = [](const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); };
+    __m512i v = _mm512_castsi128_si512(piece(a));
+    v = _mm512_inserti32x4(v, piece(b), 1);
+    v = _mm512_inserti32x4(v, piece(c), 2);
+    return reinterpret_cast<u32x16>(_mm512_inserti32x4(v, piece(d), 3));
+#else
+    u32x16 v;
+    const void* const pieces[4] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) std::memcpy(reinterpret_cast<char*>(&v) + 16 * i, pieces[i], 16);
+    return v;
+#endif
+}
+
+inline u32x16 load_pieces(const void* a, const void* b) {
+#if defined(__AVX512F__)
+    const auto piece = [](const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); };
+    return reinterpret_cast<u32x16>(_mm512_inserti64x4(_mm512_castsi256_si512(piece(a)), piece(b), 1));
+#else
+    u32x16 v;
+    std::memcpy(&v, a, 32);
+    std::memcpy(reinterpret_cast<char*>(&v) + 32, b, 32);
+    return v;
+#endif
+}
+
+// Fetches memory ahead of its use. Inlined by force: GCC takes a function of nothing but prefetches for one without
+// any effect, and drops the call.
+[[gnu::always_inline]] inline void fetch(const void* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
+}
+
 template <class V>
 inline V load(const void* p) {
     V v;
