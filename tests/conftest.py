@@ -16,5 +16,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 def shared() -> Path:
     """The folder of reference data next to the checkout."""
     if not SHARED.is_dir():
-        pytest.skip(f"no reference data at {SHARED.parent.name}/shared: tests against goldens and corpora are skipped")
+        pytest.skip(
+            f"no reference data at {SHARED.parent.name}/shared: tests against goldens and corpora are skipped"
+        )
     return SHARED

@@ -54,7 +54,9 @@ def test_make_targets_exist_and_call_motley_s_own_tools(target: str) -> None:
 
 
 def test_the_demo_s_command_runs(tmp_path: Path) -> None:
-    printed = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        ["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     (line,) = [line for line in printed.splitlines() if "/motley run" in line]
     result = CliRunner().invoke(app, in_reach(shlex.split(line)[1:], tmp_path))
     assert result.exit_code == 0, result.output

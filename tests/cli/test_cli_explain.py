@@ -32,7 +32,9 @@ def explained(path: Path, *flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", LAYERS)
-def test_a_dense_layer_needs_two_all_reduces_and_the_model_one_gather(shared: Path, architecture: str) -> None:
+def test_a_dense_layer_needs_two_all_reduces_and_the_model_one_gather(
+    shared: Path, architecture: str
+) -> None:
     path = shared / "golden" / architecture / "model.gguf"
     contents = explained(path, "--device", "cpu,cpu", "-sm", "tensor", "-ts", "1,1")
     assert contents["collectives"] == {"all_reduce": 2 * LAYERS[architecture], "all_gather": 1}
@@ -63,7 +65,10 @@ def test_the_table_names_layers_states_and_reasons(shared: Path) -> None:
     output = CliRunner().invoke(app, ["explain", path, "--device", "cpu,cpu", "-sm", "tensor"]).output
     assert "blk.0.attn_q.weight" in output
     assert "split[0] 0²⁵⁶ 1²⁵⁶" in output
-    assert "all_reduce blk.0.after_attention: is partial, but rms_norm blk.0.ffn_norm takes it mirrored" in output
+    assert (
+        "all_reduce blk.0.after_attention: is partial, but rms_norm blk.0.ffn_norm takes it mirrored"
+        in output
+    )
     assert "blk.3: like a layer above" in output
     assert "8 all_reduce, 1 all_gather" in output
 

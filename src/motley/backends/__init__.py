@@ -34,4 +34,12 @@ def backend_for(device: str, name: str) -> Backend:
     return CudaBackend(device)
 
 
-__all__ = ["BACKENDS", "Backend", "CpuBackend", "Executable", "ReferenceBackend", "backend_for", "get_backend"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "CpuBackend",
+    "Executable",
+    "ReferenceBackend",
+    "backend_for",
+    "get_backend",
+]
