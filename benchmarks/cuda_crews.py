@@ -20,16 +20,16 @@ from motley import LLM
 MODEL = next((Path(motley.__file__).parent / "bundled").glob("*.gguf"))
 TEXT = "Once upon a time there was a king who had three sons, and the youngest of them was called"
 CREWS: tuple[dict[str, Any], ...] = (
-    dict(devices="cuda:0"),
-    dict(devices="cuda:0,cuda:0", split_mode="tensor"),
-    dict(devices="cuda:0,cuda:0", split_mode="layer"),
-    dict(devices="cuda:0,cpu", split_mode="tensor", tensor_split=(3, 1)),
+    {"devices": "cuda:0"},
+    {"devices": "cuda:0,cuda:0", "split_mode": "tensor"},
+    {"devices": "cuda:0,cuda:0", "split_mode": "layer"},
+    {"devices": "cuda:0,cpu", "split_mode": "tensor", "tensor_split": (3, 1)},
 )
 
 
 def answer(kind: str, **options: Any) -> tuple[np.ndarray, str, float]:
     """Logits of the text, a greedy continuation, and its tokens per second."""
-    common = dict(cache_type_k=kind, cache_type_v=kind, kv_block_size=32, n_ctx=512)
+    common = {"cache_type_k": kind, "cache_type_v": kind, "kv_block_size": 32, "n_ctx": 512}
     with LLM(MODEL, **common, **options) as llm:
         tokens = llm.tokenizer.encode(TEXT)
         logits = llm.logits(tokens)
@@ -43,9 +43,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out")
     options = parser.parse_args()
-    report: dict[str, Any] = dict(
-        gpu=torch.cuda.get_device_name(), date=time.strftime("%Y-%m-%d"), results=[]
-    )
+    report: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "date": time.strftime("%Y-%m-%d"),
+        "results": [],
+    }
     for kind in ("f16", "q8_0", "q4_0"):
         expected, text, _ = answer(kind, backend="reference", devices="cpu")
         for crew in CREWS:
@@ -58,7 +60,13 @@ def main() -> None:
             same = float((logits.argmax(1) == expected.argmax(1)).mean())
             report["results"].append(
                 dict(crew)
-                | dict(cache=kind, error=error, same_top=same, same_text=got == text, tokens_per_s=speed)
+                | {
+                    "cache": kind,
+                    "error": error,
+                    "same_top": same,
+                    "same_text": got == text,
+                    "tokens_per_s": speed,
+                }
             )
             print(
                 f"{kind} {crew}: error {error:.1e} same top {same:.2f} same text {got == text} {speed:.0f} t/s",

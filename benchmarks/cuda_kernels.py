@@ -23,7 +23,7 @@ import triton
 
 from motley.backends.cuda.kernels import matmul as mm
 from motley.backends.cuda.kernels import matvec as mv
-from motley.backends.cuda.kernels.attention import CachePlanes, Shares, Tables, attend
+from motley.backends.cuda.kernels.attention import CachePlanes, Shares, Tables, Tuning, attend
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.enter import RopeTable, enter
 from motley.backends.cuda.kernels.gate import gated
@@ -124,11 +124,12 @@ def matmul_tiles() -> list[mm.Tile]:
     ]
 
 
-def attention_shapes() -> list[tuple[int, int, int]]:
-    """(block size, warps, stages)"""
-    return [(32, 1, 3), (64, 1, 2), (64, 1, 3), (64, 1, 4), (64, 2, 3)]
+def attention_tunings() -> list[Tuning]:
+    choices = itertools.product((512, 1024, 1536, 2048), (None, 168, 128))
+    return [Tuning(n, registers) for n, registers in choices if n <= 1024 or registers]
 
 
+BLOCK_SIZE = 32
 PAIRS = (("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"))
 
 
@@ -147,92 +148,83 @@ def compile_case(case: tuple[Any, ...]) -> str | None:
                 mm.matmul(
                     random_planes(kind, 64, n_columns), x, torch.empty(n_tokens, 64, device=GPU), tile=tile
                 )
-            case ("attention", kinds, size, warps, stages):
-                run_attention(kinds, 1024, size, 16, warps, stages, 1)
+            case ("attention", kinds, tuning):
+                run_attention(kinds, 1024, tuning, 1)
         torch.cuda.synchronize()
     except Exception as problem:  # a launch shape that does not fit the chip
         return f"{case}: {problem!r}"[:200]
     return None
 
 
+def many(kind: str, n: int, k: int, n_bytes: float) -> list[WeightPlanes]:
+    """A matrix, and as many others as fill `n_bytes`."""
+    one = random_planes(kind, n, k)
+    return [one] + [random_planes(kind, n, k) for _ in range(min(40, int(n_bytes / one.n_bytes)))]
+
+
+def matvec_case(kind: str, n: int, k: int) -> Result:
+    copies = many(kind, n, k, 300e6)
+    x = convert(torch.randn(1, k, device=GPU), Rows.empty(INT8, 1, k, GPU))
+    out = torch.full((1, n), torch.nan, device=GPU)
+
+    def time_of(tile: mv.Tile) -> float:
+        return replay_us(lambda i: mv.matvec(copies[i], x, out, tile=tile), len(copies))
+
+    timed = [(time_of(tile), tile) for tile in matvec_tiles(k)]
+    us, tile = min(timed, key=lambda entry: entry[0])
+    mv.matvec(copies[0], x, out.fill_(torch.nan), tile=tile)
+    wrong = error(out[:, :4096], x.unpack() @ reference_values(copies[0].rows(0, 4096)).T)
+    gbps = copies[0].n_bytes / us / 1e3
+    all_us = {f"{t.rows}/{t.blocks}/{t.warps}": round(u, 1) for u, t in timed}
+    print(f"matvec {kind} {n}x{k}: {us:6.1f} us {gbps:5.0f} GB/s err {wrong:.1e} {all_us}", flush=True)
+    return {"kernel": "matvec", "kind": kind, "n": n, "k": k, "us": us, "gbps": gbps} | {
+        "tile": asdict(tile),
+        "error": wrong,
+        "all": all_us,
+    }
+
+
 def bench_matvec() -> list[Result]:
-    results = []
-    for (n, k), kind in itertools.product(SHAPES, KINDS):
-        one = random_planes(kind, n, k)
-        copies = [one] + [random_planes(kind, n, k) for _ in range(min(40, int(300e6 / one.n_bytes)))]
-        x = convert(torch.randn(1, k, device=GPU), Rows.empty(INT8, 1, k, GPU))
-        out = torch.full((1, n), torch.nan, device=GPU)
-        timed = [
-            (replay_us(lambda i, t=tile: mv.matvec(copies[i], x, out, tile=t), len(copies)), tile)
-            for tile in matvec_tiles(k)
-        ]
-        us, tile = min(timed, key=lambda entry: entry[0])
-        mv.matvec(one, x, out.fill_(torch.nan), tile=tile)
-        few = one.rows(0, 4096)
-        wrong = error(out[:, :4096], x.unpack() @ reference_values(few).T)
-        all_us = {f"{t.rows}/{t.blocks}/{t.warps}": round(u, 1) for u, t in timed}
-        results.append(
-            dict(
-                kernel="matvec",
-                kind=kind,
-                n=n,
-                k=k,
-                us=us,
-                gbps=one.n_bytes / us / 1e3,
-                tile=asdict(tile),
-                error=wrong,
-                all=all_us,
-            )
-        )
-        print(
-            f"matvec {kind} {n}x{k}: {us:6.1f} us {one.n_bytes / us / 1e3:5.0f} GB/s err {wrong:.1e} {all_us}",
-            flush=True,
-        )
-    return results
+    return [matvec_case(kind, n, k) for (n, k), kind in itertools.product(SHAPES, KINDS)]
+
+
+def matmul_case(kind: str, n: int, k: int, m: int) -> Result:
+    copies = many(kind, n, k, 200e6)
+    x = convert(torch.randn(m, k, device=GPU), Rows.empty(HALVES, m, k, GPU))
+    out = torch.full((m, n), torch.nan, device=GPU)
+
+    def time_of(tile: mm.Tile) -> float:
+        try:
+            return replay_us(lambda i: mm.matmul(copies[i], x, out, tile=tile), len(copies))
+        except triton.runtime.errors.OutOfResources:
+            return float("inf")
+
+    timed = [(time_of(tile), tile) for tile in matmul_tiles()]
+    us, tile = min(timed, key=lambda entry: entry[0])
+    mm.matmul(copies[0], x, out.fill_(torch.nan), tile=tile)
+    wrong = error(out[:, :4096], x.unpack() @ reference_values(copies[0].rows(0, 4096)).T)
+    dense = torch.empty(n, k, dtype=torch.float16, device=GPU)
+    unpack_us = replay_us(lambda i: unpack_by_value(copies[i], dense), len(copies))
+    library_us = replay_us(lambda _: torch.mm(x.values, dense.T), 2)
+    gbps = copies[0].n_bytes / us / 1e3
+    all_us = {f"{t.rows}/{t.blocks}/{t.warps}/{t.stages}": round(u, 1) for u, t in timed}
+    print(
+        f"matmul {kind} m={m} {n}x{k}: {us:6.1f} us {gbps:5.0f} GB/s err {wrong:.1e} "
+        f"unpack {unpack_us:.1f} library {library_us:.1f} {all_us}",
+        flush=True,
+    )
+    return {"kernel": "matmul", "kind": kind, "n": n, "k": k, "m": m, "us": us, "gbps": gbps} | {
+        "tile": asdict(tile),
+        "error": wrong,
+        "all": all_us,
+        "unpack_us": unpack_us,
+        "library_us": library_us,
+    }
 
 
 def bench_matmul() -> list[Result]:
-    results = []
-    for (n, k), kind, m in itertools.product(SHAPES[:3], ("Q4_K", "Q8_0"), (16, 64)):
-        one = random_planes(kind, n, k)
-        copies = [one] + [random_planes(kind, n, k) for _ in range(min(16, int(200e6 / one.n_bytes)))]
-        x = convert(torch.randn(m, k, device=GPU), Rows.empty(HALVES, m, k, GPU))
-        out = torch.full((m, n), torch.nan, device=GPU)
-        timed = []
-        for tile in matmul_tiles():
-            try:
-                us = replay_us(lambda i, t=tile: mm.matmul(copies[i], x, out, tile=t), len(copies))
-            except triton.runtime.errors.OutOfResources:
-                continue
-            timed.append((us, tile))
-        us, tile = min(timed, key=lambda entry: entry[0])
-        mm.matmul(one, x, out.fill_(torch.nan), tile=tile)
-        wrong = error(out[:, :4096], x.unpack() @ reference_values(one.rows(0, 4096)).T)
-        all_us = {f"{t.rows}/{t.blocks}/{t.warps}/{t.stages}": round(u, 1) for u, t in timed}
-        dense = torch.empty(n, k, dtype=torch.float16, device=GPU)
-        unpack_us = replay_us(lambda i: unpack_by_value(copies[i], dense), len(copies))
-        library_us = replay_us(lambda i: torch.mm(x.values, dense.T), 2)
-        results.append(
-            dict(
-                kernel="matmul",
-                kind=kind,
-                n=n,
-                k=k,
-                m=m,
-                us=us,
-                gbps=one.n_bytes / us / 1e3,
-                tile=asdict(tile),
-                error=wrong,
-                all=all_us,
-                unpack_us=unpack_us,
-                library_us=library_us,
-            )
-        )
-        print(
-            f"matmul {kind} m={m} {n}x{k}: {us:6.1f} us {one.n_bytes / us / 1e3:5.0f} GB/s err {wrong:.1e} unpack {unpack_us:.1f} library {library_us:.1f} {all_us}",
-            flush=True,
-        )
-    return results
+    sizes = itertools.product(SHAPES[:3], ("Q4_K", "Q8_0"), (16, 64))
+    return [matmul_case(kind, n, k, m) for (n, k), kind, m in sizes]
 
 
 def random_cache(kind: str, n_blocks: int, size: int) -> CachePlanes:
@@ -265,28 +257,21 @@ def cache_values(c: CachePlanes, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def run_attention(
-    kinds: tuple[str, str],
-    context: int,
-    size: int,
-    n_splits: int,
-    warps: int,
-    stages: int,
-    n_copies: int,
-    check: bool = False,
+    kinds: tuple[str, str], context: int, tuning: Tuning, n_copies: int, *, check: bool = False
 ) -> tuple[float, float, float]:
     """µs of attend, of combine, and the error."""
-    n_blocks = -(-context // size)
+    size, n_blocks = BLOCK_SIZE, context // BLOCK_SIZE
     caches = [tuple(random_cache(kind, n_blocks, size) for kind in kinds) for _ in range(n_copies)]
     order = torch.randperm(n_blocks, device=GPU).int()
     zero = torch.zeros(1, dtype=torch.int32, device=GPU)
     tables = Tables(order[None], zero, zero, zero + context - 1)
     q = torch.randn(1, HEADS, DIM, device=GPU)
-    shares = Shares.empty(1, HEADS, n_splits, DIM, GPU)
+    shares = Shares.empty(1, HEADS, tuning.n_splits(1, KV_HEADS), DIM, GPU)
     out = Rows.empty(PLAIN, 1, HEADS * DIM, GPU)
     rows = slice(0, KV_HEADS)
 
     def launch(i: int) -> None:
-        attend(q, *caches[i], rows, tables, shares, scale=0.05, warps=warps, stages=stages)
+        attend(q, *caches[i], rows, tables, shares, scale=0.05, tuning=tuning)
 
     us = replay_us(launch, n_copies)
     combine_us = replay_us(lambda i: combine(shares, tables, size, out, rotate=True), 4)
@@ -300,48 +285,35 @@ def run_attention(
     return us, combine_us, wrong
 
 
-def bench_attention() -> list[Result]:
+def bench_attention(
+    contexts: tuple[int, ...] = (131072, 32768), pairs: tuple[tuple[str, str], ...] = PAIRS
+) -> list[Result]:
     results = []
-    for context, kinds in itertools.product((32768, 131072), PAIRS):
+    for context, kinds in itertools.product(contexts, pairs):
         per_token = KV_HEADS * DIM * sum({"f16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32}[kind] for kind in kinds)
         n_copies = max(2, int(200e6 / (per_token * context)))
-        timed = []
-        for (size, warps, stages), n_splits in itertools.product(attention_shapes(), (64, 112, 128)):
-            if context == 131072 and (size, warps, stages) not in best_shapes(results, kinds):
-                continue
-            try:
-                us, combine_us, _ = run_attention(kinds, context, size, n_splits, warps, stages, n_copies)
-                timed.append((us, combine_us, (size, warps, stages, n_splits)))
-            except triton.runtime.errors.OutOfResources:
-                continue
-        us, combine_us, shape = min(timed)
-        wrong = run_attention(kinds, context, shape[0], shape[3], *shape[1:3], 1, check=True)[2]
-        all_us = {"/".join(map(str, s)): round(u, 1) for u, _, s in timed}
+        timed = [(*run_attention(kinds, context, t, n_copies)[:2], t) for t in attention_tunings()]
+        us, combine_us, tuning = min(timed, key=lambda entry: entry[0] + entry[1])
+        wrong = run_attention(kinds, context, tuning, 1, check=True)[2]
+        gbps = per_token * context / us / 1e3
+        all_us = {f"{t.n_programs}/{t.registers}": (round(a, 1), round(c, 1)) for a, c, t in timed}
         results.append(
-            dict(
-                kernel="attention",
-                kinds=kinds,
-                context=context,
-                us=us,
-                combine_us=combine_us,
-                gbps=per_token * context / us / 1e3,
-                shape=shape,
-                error=wrong,
-                all=all_us,
-            )
+            {
+                "kernel": "attention",
+                "kinds": kinds,
+                "context": context,
+                "us": us,
+                "combine_us": combine_us,
+                "gbps": gbps,
+            }
+            | {"tuning": asdict(tuning), "error": wrong, "all": all_us}
         )
         print(
-            f"attention {kinds} {context}: {us:6.1f} us {per_token * context / us / 1e3:5.0f} GB/s combine {combine_us:.1f} err {wrong:.1e} {shape}\n    {all_us}",
+            f"attention {kinds} {context}: {us:6.1f} us {gbps:5.0f} GB/s combine {combine_us:.1f} "
+            f"err {wrong:.1e} {tuning}\n    {all_us}",
             flush=True,
         )
     return results
-
-
-def best_shapes(results: list[Result], kinds: tuple[str, str]) -> list[tuple[int, int, int]]:
-    """The best launch shapes (block size, warps, stages) of the shorter context."""
-    timed = next(r["all"] for r in results if r["kinds"] == kinds)
-    shapes = [tuple(map(int, s.split("/")[:3])) for s in sorted(timed, key=timed.get)]
-    return list(dict.fromkeys(shapes))[:4]
 
 
 def bench_small() -> list[Result]:
@@ -362,7 +334,7 @@ def bench_small() -> list[Result]:
         ),
         "convert": lambda _: convert(x, int8),
     }
-    results = [dict(kernel=name, us=replay_us(case, 20)) for name, case in cases.items()]
+    results = [{"kernel": name, "us": replay_us(case, 20)} for name, case in cases.items()]
     print({r["kernel"]: round(r["us"], 2) for r in results}, flush=True)
     return results
 
@@ -383,18 +355,23 @@ def main() -> None:
         for m in (16, 64)
         for t in matmul_tiles()
     ]
-    cases += [("attention", kinds, *shape) for kinds in PAIRS for shape in attention_shapes()]
+    cases += [("attention", kinds, tuning) for kinds in PAIRS for tuning in attention_tunings()]
     start = time.time()
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
         for problem in pool.map(compile_case, [c for c in cases if c[0] in wanted]):
             if problem:
                 print(problem)
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
-    benches = dict(small=bench_small, matvec=bench_matvec, matmul=bench_matmul, attention=bench_attention)
-    report: dict[str, Any] = dict(
-        gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
-        date=time.strftime("%Y-%m-%d"), read_gbps=read_bandwidth(), results=[],
-    )  # fmt: skip
+    benches = {
+        "small": bench_small,
+        "matvec": bench_matvec,
+        "matmul": bench_matmul,
+        "attention": bench_attention,
+    }
+    report: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d"), "read_gbps": read_bandwidth(), "results": [],
+    }  # fmt: skip
     print(f"read bandwidth {report['read_gbps']:.0f} GB/s")
     for name in wanted:
         report["results"] += benches[name]()

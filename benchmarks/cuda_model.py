@@ -17,15 +17,17 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from cuda_kernels import random_planes, read_bandwidth
+from cuda_kernels import PAIRS, bench_attention, random_planes, read_bandwidth
 
 from motley.backends import Backend, Executable, ReferenceBackend
 from motley.backends.cuda.backend import CudaBackend
+from motley.backends.cuda.kernels import attention
 from motley.backends.cuda.weights import DeviceWeight, Home
 from motley.bench.shapes import SHAPES, Shape
 from motley.formats import PackedTensor, get_format
@@ -41,7 +43,7 @@ from motley.plan import DevicePlan
 
 GPU = torch.device("cuda:0")
 PROFILE = "--profile" in sys.argv  # print the kernels of a prefill
-SIZE = 64  # tokens of a cache block
+SIZE = 32  # tokens of a cache block
 SHAPE = SHAPES["llama-8b"]
 
 
@@ -229,17 +231,17 @@ def measure(model: Model, case: Mapping[str, Any], n_layers: int, gbps: float) -
     ms = step_ms(model, cache, depths, n_new)
     read = model.n_bytes + kv_bytes(cache, depths, n_layers)
     tokens = len(depths) * n_new
-    return dict(case) | dict(
-        ms=ms,
-        tokens_per_s=tokens / ms * 1e3,
-        gigabytes_read=read / 1e9,
-        percent_of_roofline=read / gbps / 1e4 / ms,
-    )
+    return dict(case) | {
+        "ms": ms,
+        "tokens_per_s": tokens / ms * 1e3,
+        "gigabytes_read": read / 1e9,
+        "percent_of_roofline": read / gbps / 1e4 / ms,
+    }
 
 
 def cases(weights: str) -> list[dict[str, Any]]:
     def case(cache: str, depth: int, batch: int = 1, new: int = 1) -> dict[str, Any]:
-        return dict(weights=weights, cache=cache, depth=depth, batch=batch, new=new)
+        return {"weights": weights, "cache": cache, "depth": depth, "batch": batch, "new": new}
 
     if weights != "Q4_K":
         return [case("f16", 0)]
@@ -251,25 +253,46 @@ def cases(weights: str) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out")
+    parser.add_argument("--tune", action="store_true", help="choose the attention kernel's tuning first")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--only-new", type=int, help="only cases with that many new tokens")
     parser.add_argument("--layers", type=int, default=SHAPE.n_layers)
     options = parser.parse_args()
     gbps = read_bandwidth()
-    report: dict[str, Any] = dict(
-        gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
-        date=time.strftime("%Y-%m-%d"), model="llama-8b shapes", layers=options.layers, read_gbps=gbps, checks=[], results=[],
-    )  # fmt: skip
+    report: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "model": "llama-8b shapes",
+        "layers": options.layers,
+        "read_gbps": gbps,
+        "attention": [],
+        "checks": [],
+        "results": [],
+    }
     print(f"read bandwidth {gbps:.0f} GB/s", flush=True)
+    if options.tune:
+        for result in bench_attention((131072,), PAIRS[:3]):
+            attention.TUNINGS[result["kinds"][1]] = attention.Tuning(**result["tuning"])
+            report["attention"].append(result)
+    report["tunings"] = {kind: asdict(tuning) for kind, tuning in attention.TUNINGS.items()}
     for matrices, kind in (("Q4_K", "f16"), ("Q8_0", "q8_0"), ("Q6_K", "q4_0"), ("Q4_0", "f16")):
         wrong = check(matrices, kind)
-        report["checks"].append(dict(weights=matrices, cache=kind, error=wrong))
+        report["checks"].append({"weights": matrices, "cache": kind, "error": wrong})
         print(f"check {matrices} {kind}: {wrong:.1e}", flush=True)
         if not wrong < 0.05:
             raise ArithmeticError(f"{matrices} with a cache of {kind} differs from the reference by {wrong}")
     for weights, output in (("Q4_K", "Q6_K"), ("Q8_0", "Q8_0")):
         model = Model(weights, output, options.layers)
         for case in cases(weights):
-            result = measure(model, case, options.layers, gbps)
+            if options.only_new not in (None, case["new"]):
+                continue
+            try:
+                result = measure(model, case, options.layers, gbps)
+            except Exception as problem:  # the other cases still count
+                print(f"{case}: {problem!r}"[:400], flush=True)
+                continue
             report["results"].append(result)
             print(
                 f"{weights} {case['cache']:5} depth {case['depth']:6} batch {case['batch']:3} new {case['new']:4}: "

@@ -11,9 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from motley.backends import ReferenceBackend
-from motley.backends.cuda import executable
 from motley.backends.cuda.backend import CudaBackend
-from motley.backends.cuda.kernels import matvec
+from motley.backends.cuda.kernels import attention, matvec
 from motley.backends.cuda.lowering import Attend, Embed, Gate, Linear, Lowering, Norm, Single
 from motley.formats import PackedTensor, get_format
 from motley.gguf import ModelSpec
@@ -111,7 +110,7 @@ def test_a_model_by_stages_gives_the_reference_s_logits(
 ) -> None:
     # An interpreted program takes its time, however small: few, large ones.
     monkeypatch.setattr(matvec, "tile_for", lambda n_columns: matvec.Tile(256, n_columns // 32, 1))
-    monkeypatch.setattr(executable, "PROGRAMS", 4)
+    monkeypatch.setattr(attention, "TUNINGS", dict.fromkeys(attention.KINDS, attention.Tuning(4)))
     spec, weights = make_spec(matrices)
     kind = get_cache_type(cache)
     rotation = DIM if kind.is_quantized else 0

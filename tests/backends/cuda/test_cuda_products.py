@@ -12,6 +12,7 @@ from motley.backends.cuda.kernels.matvec import Tile, matvec
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
 from motley.backends.cuda.planes import join_rows, to_planes
+from motley.backends.cuda.products import library_product, plain_values, unpacked_product
 from motley.formats import PackedTensor, get_format
 
 KINDS = ["Q8_0", "Q4_0", "Q4_K", "Q6_K"]
@@ -41,14 +42,14 @@ def test_rows_stand_for_what_they_were_made_of(form: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_matvec(kind: str) -> None:
-    weight, residual = packed(kind, 5, 512), torch.randn(1, 5)
+    weight, x_residual = packed(kind, 5, 512), torch.randn(1, 5)
     x = convert(torch.randn(1, 512), Rows.empty(INT8, 1, 512, "cpu"))
     expected = x.unpack() @ weight.unpack().T
     out = matvec(to_planes(weight), x, poisoned(1, 5), tile=Tile(4, 8, 1))
     assert error(out, expected) < 1e-3
-    out = matvec(to_planes(weight), x, residual, residual=residual, tile=Tile(2, 32, 1))
-    assert torch.equal(out, residual)
-    assert error(out, expected) < 3  # the residual is in it
+    in_place = x_residual.clone()
+    matvec(to_planes(weight), x, in_place, residual=in_place, tile=Tile(2, 32, 1))
+    assert error(in_place, expected + x_residual) < 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,3 +78,18 @@ def test_matrices_on_top_of_each_other_can_be_taken_apart(kind: str) -> None:
     assert joined.n_rows == 5
     assert joined.n_bytes == sum(part.n_bytes for part in parts)
     assert torch.equal(joined.rows(3, 5).codes, parts[1].codes)
+
+
+def test_a_matrix_of_which_a_device_has_no_columns() -> None:
+    fmt = get_format("Q4_K")
+    planes = to_planes(PackedTensor(torch.empty(5, 0, dtype=torch.uint8), fmt))
+    nothing, residual = torch.empty(2, 0), torch.randn(2, 5)
+    assert not library_product(nothing, plain_values(planes), None).any()
+    assert torch.equal(library_product(nothing, plain_values(planes), residual), residual)
+
+
+def test_many_rows_go_through_unpacked_weights() -> None:
+    weight, x, residual = packed("Q6_K", 5), torch.randn(3, 256), torch.randn(3, 5)
+    rows = convert(x, Rows.empty(HALVES, 3, 256, "cpu"))
+    out = unpacked_product(to_planes(weight), rows, residual)
+    assert error(out, x @ weight.unpack().T + residual) < 2e-3

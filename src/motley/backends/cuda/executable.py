@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from motley.backends.base import Executable
+from motley.backends.cuda.capture import Captured
 from motley.backends.cuda.kernels import attention as attention_kernel
 from motley.backends.cuda.kernels import matmul as matmul_kernel
 from motley.backends.cuda.kernels import matvec as matvec_kernel
@@ -19,49 +20,20 @@ from motley.backends.cuda.kernels.enter import RopeTable, enter
 from motley.backends.cuda.kernels.gate import gated
 from motley.backends.cuda.kernels.gather import gather
 from motley.backends.cuda.kernels.norm import rms_norm
-from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
-from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
+from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows
+from motley.backends.cuda.kernels.unpack import unpack_rows
 from motley.backends.cuda.lowering import Attend, Embed, Gate, Linear, Lowering, Norm, Stage
 from motley.backends.cuda.paged import Layer, Place, SequenceTable, cache_planes
-from motley.backends.cuda.planes import WeightPlanes
+from motley.backends.cuda.planes import BLOCK
+from motley.backends.cuda.products import joint_halves, library_product, plain_values, unpacked_product
+from motley.backends.cuda.values import Values
 from motley.backends.cuda.weights import Matrices
 from motley.errors import PlanError
 from motley.formats import PackedTensor
 from motley.graph import CACHE, I32, Tensor
-from motley.graph.ops import Input
+from motley.graph.ops import Activation, Input
 from motley.graph.ops.rope import HALVES as ROPE_HALVES
 from motley.plan import DevicePlan, Launch
-
-PROGRAMS = 1056  # that an H200 runs at once: attention is split so that decode makes about as many
-
-
-class Values:
-    """Values of nodes during one run: float32 tensors, rows in a product's form, or both."""
-
-    def __init__(self, fixed: Mapping[Tensor, Any]) -> None:
-        self._plain: dict[Tensor, Any] = dict(fixed)
-        self._rows: dict[tuple[Tensor, str], Rows] = {}
-
-    def put(self, node: Tensor, value: Any) -> None:
-        if isinstance(value, Rows) and value.form != PLAIN:
-            self._rows[node, value.form] = value
-        else:
-            self._plain[node] = value.values if isinstance(value, Rows) else value
-
-    def plain(self, node: Tensor) -> Any:
-        return self._plain[node]
-
-    def rows(self, node: Tensor, form: str) -> Rows:
-        """In that form; made from float32, once, where no kernel left it so."""
-        if (node, form) not in self._rows:
-            x = self._plain[node].contiguous()
-            self._rows[node, form] = convert(x, Rows.empty(form, *x.shape, x.device))
-        return self._rows[node, form]
-
-    def forget(self, node: Tensor) -> None:
-        self._plain.pop(node, None)
-        for form in (INT8, HALVES):
-            self._rows.pop((node, form), None)
 
 
 class CudaExecutable(Executable):
@@ -92,7 +64,7 @@ class CudaExecutable(Executable):
             (self._prepare(stage), dead) for stage, dead in _with_dead(lowering.stages, graph.outputs)
         ]
         self._captures = captures and not self._launches and self._device.type == "cuda"
-        self._captured: _Captured | None = None
+        self._captured: Captured | None = None
         self._n_decodes = 0
         self._places: dict[int, Place] = {}  # by id of the batch's group, during a run
 
@@ -106,7 +78,7 @@ class CudaExecutable(Executable):
             if self._captured is None and self._captures and all(p.is_decode for p in places.values()):
                 self._n_decodes += 1
                 if self._n_decodes > 1:  # the first run has compiled the kernels
-                    self._captured = _Captured(self._execute, given, places)
+                    self._captured = Captured(self._execute, given, places)
             if self._captured is not None and self._captured.fits(places):
                 return self._captured.replay(given, places)
             return self._execute(given, places)
@@ -171,7 +143,7 @@ class CudaExecutable(Executable):
         return self._weights[node.name].to(self._device).unpack().contiguous()
 
     def _rows_for(self, node: Tensor) -> Rows:
-        return Rows.empty(self._forms.get(node, PLAIN), *node.shape, self._device)
+        return Rows.empty(self._forms.get(node, PLAIN), node.shape[0], node.shape[1], self._device)
 
     def _embed(self, stage: Embed) -> Callable[[Values], None]:
         (table, ids), (out,) = stage.inputs, stage.outputs
@@ -182,7 +154,7 @@ class CudaExecutable(Executable):
             if matmul_kernel.supports(weight) is None:
                 values.put(out, unpack_rows(weight, rows, torch.empty(out.shape, device=self._device)))
             else:
-                chosen = _plain_values(weight)[rows.clamp(min=0).long()].float()
+                chosen = plain_values(weight)[rows.clamp(min=0).long()].float()
                 values.put(out, torch.where((rows >= 0)[:, None], chosen, 0.0))
 
         return step
@@ -210,24 +182,28 @@ class CudaExecutable(Executable):
             residual = values.plain(residuals[0]).contiguous() if residuals else None
             out = torch.empty(n_tokens, matrix.n_rows, device=self._device)
             if form == PLAIN:
-                out = _library_product(values.plain(x), _plain_values(matrix), residual)
+                out = library_product(values.plain(x), plain_values(matrix), residual)
             elif form == INT8:
                 matvec_kernel.matvec(matrix, values.rows(x, INT8), out, residual)
             elif n_tokens <= matmul_kernel.MAX_TOKENS:
                 matmul_kernel.matmul(matrix, values.rows(x, HALVES), out, residual)
             else:
-                out = _unpacked_product(matrix, values.rows(x, HALVES), residual)
-            for node, part in zip(stage.outputs, out.split(sizes, 1), strict=True):
+                out = unpacked_product(matrix, values.rows(x, HALVES), residual)
+            for node, part in zip(stage.outputs, torch.split(out, sizes, 1), strict=True):
                 values.put(node, part)
 
         return step
 
     def _gate(self, stage: Gate) -> Callable[[Values], None]:
         (gate, up), (out,) = stage.inputs, stage.outputs
+        is_whole = out.n_values > 0 and out.shape[1] % BLOCK == 0
 
         def step(values: Values) -> None:
             a, b = values.plain(gate), values.plain(up)
-            both = _joint(a, b)
+            if not is_whole:  # a device's part may be empty, or cut through a block of 32
+                values.put(out, Activation(stage.function).reference([a]) * b)
+                return
+            both = joint_halves(a, b)
             both = torch.cat([a, b], 1) if both is None else both
             values.put(out, gated(both, stage.function, self._rows_for(out)))
 
@@ -235,7 +211,7 @@ class CudaExecutable(Executable):
 
     def _attend(self, stage: Attend) -> Callable[[Values], None]:
         (q, k, v, positions, cache, *divisors), (out,) = stage.inputs, stage.outputs
-        op, rope = stage.attention, stage.rope
+        rope = stage.rope
         n_heads, dim = q.shape[1:]
         group = n_heads // max(1, k.shape[1])
         factors = [self._dense(d).cpu() for d in divisors]
@@ -248,6 +224,9 @@ class CudaExecutable(Executable):
         form = self._forms.get(out, PLAIN)
 
         def step(values: Values) -> None:
+            if not out.n_values:  # this device has no heads
+                values.put(out, torch.empty(out.shape, device=self._device))
+                return
             layer, number = values.plain(cache)
             place, keys, stored = self._places[number], cache_planes(layer.keys), cache_planes(layer.values)
             reason = attention_kernel.supports(keys.kind, stored.kind, dim, group, layer.keys.block_size)
@@ -260,7 +239,7 @@ class CudaExecutable(Executable):
             )  # fmt: skip
             if place.is_decode:
                 one_form = INT8 if form == INT8 else PLAIN
-                rows = Rows.empty(one_form, *out.shape, self._device)
+                rows = Rows.empty(one_form, out.shape[0], out.shape[1], self._device)
                 values.put(out, self._decode(turned, layer, place, rows, stage))
             else:
                 values.put(out, self._mixed(turned, layer, place, stage).reshape(out.shape))
@@ -270,9 +249,9 @@ class CudaExecutable(Executable):
     def _decode(self, q: torch.Tensor, layer: Layer, place: Place, out: Rows, stage: Attend) -> Rows:
         n_rows, n_heads, dim = q.shape
         op, n_kv_heads = stage.attention, layer.rows.stop - layer.rows.start
-        n_splits = max(1, min(128, PROGRAMS // (n_rows * n_kv_heads)))
-        shares = Shares.empty(n_rows, n_heads, n_splits, dim, self._device)
         keys, values = cache_planes(layer.keys), cache_planes(layer.values)
+        n_splits = attention_kernel.TUNINGS[values.kind].n_splits(n_rows, n_kv_heads)
+        shares = Shares.empty(n_rows, n_heads, n_splits, dim, self._device)
         attention_kernel.attend(
             q, keys, values, layer.rows, place.tables, shares, scale=op.scale, window=op.window
         )
@@ -286,16 +265,15 @@ class CudaExecutable(Executable):
             some = q[place.single_rows]
             rows = Rows.empty(PLAIN, len(some), some[0].numel(), self._device)
             out[place.single_rows] = self._decode(some, layer, place, rows, stage).values.view(some.shape)
-        for chunk in place.chunks:
+        for chunk, blocks in zip(place.chunks, place.chunk_blocks, strict=True):
             start, stop = int(chunk.rows[0]), int(chunk.rows[-1]) + 1
-            out[start:stop] = self._attend_chunk(q[start:stop], layer, chunk, stage)
+            out[start:stop] = self._attend_chunk(q[start:stop], layer, chunk, blocks, stage)
         return out
 
     def _attend_chunk(
-        self, q: torch.Tensor, layer: Layer, chunk: SequenceTable, stage: Attend
+        self, q: torch.Tensor, layer: Layer, chunk: SequenceTable, blocks: torch.Tensor, stage: Attend
     ) -> torch.Tensor:
-        size, n_context = layer.keys.block_size, len(chunk.slots)
-        blocks = (chunk.slots[::size] // size).to(self._device, torch.int32)
+        n_context = len(chunk.slots)
         keys, values = (
             gather(cache_planes(s), layer.rows, blocks, n_context) for s in (layer.keys, layer.values)
         )
@@ -313,7 +291,8 @@ class CudaExecutable(Executable):
         return turned @ self._turn(q.shape[2]) if stage.rotates_v else turned
 
     def _turn(self, dim: int) -> torch.Tensor:
-        return next(m for m in self._fixed.values() if m.shape == (dim, dim))
+        turn: torch.Tensor = next(m for m in self._fixed.values() if m.shape == (dim, dim))
+        return turn
 
     def _single(self, stage: Stage) -> Callable[[Values], None]:
         (node,) = stage.outputs
@@ -329,36 +308,6 @@ class CudaExecutable(Executable):
                 values.put(node, launch(inputs, torch.empty(node.shape, dtype=dtype, device=self._device)))
 
         return step
-
-
-class _Captured:
-    """One decode batch as a CUDA graph, with the memory that its inputs are copied to."""
-
-    def __init__(
-        self,
-        execute: Callable[[Mapping[Tensor, Any], dict[int, Place]], tuple[torch.Tensor, ...]],
-        given: Mapping[Tensor, Any],
-        places: dict[int, Place],
-    ) -> None:
-        self._given = dict(given)
-        self._places = places
-        self._graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph):
-            self._outputs = execute(self._given, places)
-
-    def fits(self, places: Mapping[int, Place]) -> bool:
-        return all(place.is_decode for place in places.values())
-
-    def replay(self, given: Mapping[Tensor, Any], places: Mapping[int, Place]) -> tuple[torch.Tensor, ...]:
-        for node, value in given.items():
-            if isinstance(value, torch.Tensor):
-                self._given[node].copy_(value)
-        for number, place in places.items():
-            if place is not self._places[number]:
-                self._places[number].copy_from(place)
-        self._graph.replay()
-        return self._outputs
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -377,33 +326,3 @@ def _with_dead(stages: Sequence[Stage], outputs: Sequence[Tensor]) -> list[tuple
         if node not in keep and not isinstance(node.op, Input) and not node.op.is_constant:
             dead[number].append(node)
     return [(stage, tuple(nodes)) for stage, nodes in zip(stages, dead, strict=True)]
-
-
-def _joint(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
-    """The memory (rows, 2 n) of which a and b (rows, n) are the two halves, if it is so."""
-    n = a.shape[1]
-    is_joint = (
-        a.stride() == b.stride() == (2 * n, 1)
-        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-        and b.storage_offset() == a.storage_offset() + n
-    )
-    return a.as_strided((a.shape[0], 2 * n), (2 * n, 1), a.storage_offset()) if is_joint else None
-
-
-def _plain_values(weight: WeightPlanes) -> torch.Tensor:
-    """F16 and BF16 planes are bit patterns."""
-    return weight.codes.view(torch.float16 if weight.kind == "F16" else torch.bfloat16)
-
-
-def _library_product(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    largest = x.abs().amax(1, keepdim=True).clamp(min=1e-30)  # so that float16 does not overflow
-    out = F.linear((x / largest).to(weight.dtype), weight).float() * largest
-    return out if residual is None else out + residual
-
-
-def _unpacked_product(weight: WeightPlanes, x: Rows, residual: torch.Tensor | None) -> torch.Tensor:
-    dense = torch.empty(weight.n_rows, weight.n_columns, dtype=torch.float16, device=x.values.device)
-    unpack_by_value(weight, dense)
-    product = F.linear(x.values, dense)
-    out = product * x.scale[:, None]  # float32
-    return out if residual is None else out.add_(residual)

@@ -68,6 +68,7 @@ class Place:
     tables: Tables  # of sequences with a single row; rows are theirs, in order
     single_rows: torch.Tensor  # int64: which rows of the batch these are
     chunks: tuple[SequenceTable, ...]  # sequences with several rows
+    chunk_blocks: tuple[torch.Tensor, ...]  # int32: of each of them, on the device
 
     @property
     def is_decode(self) -> bool:
@@ -89,7 +90,8 @@ class Place:
         )
         rows = torch.tensor([int(table.rows[0]) for table in singles], dtype=torch.int64, device=device)
         chunks = tuple(table for table in batch.tables if len(table.rows) > 1)
-        return Place(batch.slots.to(device, torch.int32), tables, rows, chunks)
+        chunk_blocks = tuple((c.slots[::block_size] // block_size).to(device, torch.int32) for c in chunks)
+        return Place(batch.slots.to(device, torch.int32), tables, rows, chunks, chunk_blocks)
 
     def copy_from(self, other: Place) -> None:
         """Take another batch's data into the same memory; both have as many rows, of single-row sequences."""

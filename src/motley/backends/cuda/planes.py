@@ -87,7 +87,7 @@ def to_planes(weight: PackedTensor) -> WeightPlanes:
     if len(weight.shape) != 2:
         raise PlanError(f"only matrices have planes, not {weight.shape}")
     n_rows, n_columns = weight.shape
-    if weight.format.name not in PLANE_KINDS or n_columns % BLOCK:
+    if weight.format.name not in PLANE_KINDS or n_columns % BLOCK or not weight.data.numel():
         return WeightPlanes("BF16", n_columns, weight.unpack().to(torch.bfloat16).view(torch.int16))
     if weight.format.name in ("F16", "BF16"):
         return WeightPlanes(weight.format.name, n_columns, weight.data.contiguous().view(torch.int16))
@@ -126,7 +126,7 @@ def _q6_k(blocks: torch.Tensor) -> _Parts:
     low, upper, sub, scale = torch.split(blocks, [128, 64, 16, 2], -1)
     nibbles = split_bits(low, bits=4, width=64)
     pairs_of_bits = split_bits(upper, bits=2, width=32)
-    scales = (_halves(scale).float() * sub.contiguous().view(torch.int8)).unflatten(-1, (8, 2))
+    scales = torch.unflatten(_halves(scale).float() * sub.contiguous().view(torch.int8), -1, (8, 2))
     # Runs of four values: run j of a half goes to bits 2j of its word's four bytes.
     high = join_bits(pairs_of_bits, bits=2, width=4)
     return join_bits(nibbles, bits=4, width=16), _pairs(scales[..., 0], scales[..., 1]), high

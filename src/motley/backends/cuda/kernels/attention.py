@@ -127,10 +127,10 @@ def _attend(
     VP: tl.constexpr = n_parts(V_KIND)
     queries = ()
     for i in tl.static_range(KP):
-        queries = queries + (_load_queries(q, r, g, factor * unit(i, K_KIND), K_KIND, G, DIM, i),)
+        queries = queries + (_load_queries(q, r, g, factor * unit(i, K_KIND), K_KIND, G, DIM, i),)  # type: ignore[assignment]
     acc = ()
     for i in tl.static_range(VP):
-        acc = acc + (tl.zeros([16, VW], tl.float32),)
+        acc = acc + (tl.zeros([16, VW], tl.float32),)  # type: ignore[assignment]
     peak, total = tl.full([16], -float("inf"), tl.float32), tl.zeros([16], tl.float32)
     for b in range(begin, end):
         block = tl.load(tables + table * table_stride + b).to(tl.int64)
@@ -151,7 +151,7 @@ def _attend(
         p = p.to(tl.float16)
         joined = ()
         for i in tl.static_range(VP):
-            joined = joined + (tl.dot(p, operand(y, y_scale, i, V_KIND, PLAIN), acc[i] * fade[:, None]),)
+            joined = joined + (tl.dot(p, operand(y, y_scale, i, V_KIND, PLAIN), acc[i] * fade[:, None]),)  # type: ignore[assignment]
         acc = joined
     place = (r + g) * n_splits + split
     w = tl.arange(0, VW)
@@ -186,6 +186,22 @@ class Tables:
     firsts: torch.Tensor  # (tables,): the position that the table starts with
     row_table: torch.Tensor  # (rows,)
     row_position: torch.Tensor  # (rows,)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernel is launched: programs in all, and registers of a thread where the compiler would take more."""
+
+    n_programs: int
+    registers: int | None = None
+    stages: int = 3
+
+    def n_splits(self, n_rows: int, n_kv_heads: int) -> int:
+        return max(1, self.n_programs // max(1, n_rows * n_kv_heads))
+
+
+# One wave on an H200, at blocks of 32 tokens; measured by benchmarks/cuda_model.py.
+TUNINGS = {"f16": Tuning(512, 168), "q8_0": Tuning(1024, 168), "q4_0": Tuning(1024, 168)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,22 +244,24 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
-    warps: int = 1,
-    stages: int = 3,
+    tuning: Tuning | None = None,
 ) -> Shares:
     """q (rows, heads, dim) float32 over the KV heads `head_rows` of the cache → shares."""
     n_rows, n_heads, dim = q.shape
     n_kv_heads, block_size = head_rows.stop - head_rows.start, keys.codes.shape[3]
     reason = supports(keys.kind, values.kind, dim, n_heads // n_kv_heads, block_size)
     assert reason is None, reason
-    assert q.dtype == torch.float32 and q.is_contiguous()
+    assert q.dtype == torch.float32
+    assert q.is_contiguous()
     n_splits = out.peaks.shape[2]
+    tuning = tuning or TUNINGS[values.kind]
+    limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
     _attend[(n_kv_heads, n_splits, n_rows)](
         q, keys.codes, keys.scale, values.codes, values.scale,
         tables.blocks, tables.row_table, tables.row_position, tables.firsts,
         out.values, out.peaks, out.sums, tables.blocks.shape[1], keys.codes.shape[1], head_rows.start,
         window or 2**30, scale * LOG2E, n_splits, out.min_blocks,
         K_KIND=keys.kind, V_KIND=values.kind, G=n_heads // n_kv_heads, DIM=dim, BS=block_size,
-        PLAIN=INTERPRETED, num_warps=warps, num_stages=stages,
+        PLAIN=INTERPRETED, num_warps=1, num_stages=tuning.stages, **limits,
     )  # fmt: skip
     return out

@@ -1,6 +1,6 @@
 """Join what the splits of `attention` left: out = Σ 2^(peak_s - peak) · values_s / Σ 2^(peak_s - peak) · sum_s.
 
-With `rotate`, the result is turned back by the Hadamard matrix of the whole head, as quantized values are stored turned.
+With `rotate`, the result is turned back by the Hadamard matrix of the whole head: quantized values are stored turned.
 The output is INT8 (for a product with one row) or PLAIN. Reference: the last steps of graph.ops.Attention.
 """
 
@@ -53,7 +53,7 @@ def combine(
     _combine[(n_rows, n_heads)](
         shares.values, shares.peaks, shares.sums, tables.row_table, tables.row_position, tables.firsts,
         out.bytes_or_values, out.scale, out.total, window or 2**30, n_splits, shares.min_blocks,
-        DIM=dim, LOG_DIM=dim.bit_length() - 1, BS=block_size, SPLITS=min(64, triton.next_power_of_2(n_splits)),
-        HEADS=n_heads, ROTATE=rotate, FORM=out.form, num_warps=8,
+        DIM=dim, LOG_DIM=dim.bit_length() - 1, BS=block_size, SPLITS=min(128, triton.next_power_of_2(n_splits)),
+        HEADS=n_heads, ROTATE=rotate, FORM=out.form, num_warps=16 if n_splits > 32 else 4,
     )  # fmt: skip
     return out

@@ -134,8 +134,10 @@ def enter(
     n_rows, n_heads, dim = q.shape
     assert all(x.stride()[1:] == (dim, 1) and x.dtype == torch.float32 for x in (q, k, v))
     assert k.shape == v.shape == (n_rows, head_rows.stop - head_rows.start, dim)
-    assert q_out.is_contiguous() and q_out.shape == q.shape
-    assert dim & (dim - 1) == 0 and dim >= 64, "head dim is no power of two"
+    assert q_out.is_contiguous()
+    assert q_out.shape == q.shape
+    assert dim >= 64
+    assert dim & (dim - 1) == 0, "head dim is no power of two"
     n_kv_heads = k.shape[1]
     _enter[(n_rows, n_heads + 2 * n_kv_heads)](
         q, k, v, q.stride(0), k.stride(0), v.stride(0), positions, slots, rope.frequencies, rope.magnitude,

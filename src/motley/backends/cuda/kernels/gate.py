@@ -33,7 +33,9 @@ def _gated(
 def gated(x: torch.Tensor, function: str, out: Rows) -> Rows:
     """x (rows, 2 · columns) float32 → `out` (rows, columns)."""
     assert function in FUNCTIONS, function
-    assert x.dtype == torch.float32 and x.is_contiguous() and x.shape == (out.n_rows, 2 * out.n_columns)
+    assert x.dtype == torch.float32
+    assert x.is_contiguous()
+    assert x.shape == (out.n_rows, 2 * out.n_columns)
     n_blocks = out.n_columns // 32
     blocks, warps = tile_of(out.form, n_blocks)
     _gated[(out.n_rows, triton.cdiv(n_blocks, blocks))](

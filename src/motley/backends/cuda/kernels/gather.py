@@ -41,7 +41,8 @@ def _gather(
 def gather(planes: CachePlanes, head_rows: slice, blocks: torch.Tensor, n_tokens: int) -> torch.Tensor:
     """The first `n_tokens` of `blocks` (int32) → float16 (heads, tokens, dim)."""
     n_heads, n_tiles, size = head_rows.stop - head_rows.start, planes.codes.shape[2], planes.codes.shape[3]
-    assert len(blocks) * size >= n_tokens and blocks.dtype == torch.int32
+    assert len(blocks) * size >= n_tokens
+    assert blocks.dtype == torch.int32
     out = torch.empty(n_heads, n_tokens, n_tiles * 32, dtype=torch.float16, device=planes.codes.device)
     _gather[(len(blocks), n_heads)](
         planes.codes, planes.scale, blocks, out, n_tokens, planes.codes.shape[1], head_rows.start,

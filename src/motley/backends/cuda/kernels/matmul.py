@@ -1,9 +1,9 @@
 """Packed matrix times a few rows: out[m, n] = Σ_k x[m, k] · W[n, k] (+ residual[m, n]), weights unpacked in the tile.
 
-The rows come as float16 after division by their largest magnitude (`rows.HALVES`), value i of all blocks of 32 before value
-i + 1 of any. So each of the 32 values of a block is a tile (BN rows, BB blocks) of its own: byte i of a word, times the
-tile of scales that lies exactly like it, is an operand for the tensor cores. Codes become float16 by setting the
-exponent's bits: 0x6400 | c is 1024 + c. Reference: graph.ops.MatMul on the unpacked weight.
+The rows come as float16 after division by their largest magnitude (`rows.HALVES`), value i of all blocks of 32
+before value i + 1 of any. So each of the 32 values of a block is a tile (BN rows, BB blocks) of its own: byte i of a
+word, times the tile of scales that lies exactly like it, is an operand for the tensor cores. Codes become float16 by
+setting the exponent's bits: 0x6400 | c is 1024 + c. Reference: graph.ops.MatMul on the unpacked weight.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _matmul(
 
 @dataclass(frozen=True)
 class Tile:
-    """Weight rows and blocks of a program's tile, warps and pipeline stages. Measured on an H200: benchmarks/cuda_kernels.py."""
+    """Weight rows and blocks of a program's tile, warps, pipeline stages; chosen by benchmarks/cuda_kernels.py."""
 
     rows: int
     blocks: int
@@ -94,8 +94,9 @@ class Tile:
     stages: int
 
 
-def tile_for(n_rows: int) -> Tile:
-    return Tile(128, 32, 8, 3) if n_rows >= 16384 else Tile(64, 32, 4, 3)
+def tile_for(weight: WeightPlanes) -> Tile:
+    stages = 2 if weight.kind == "Q6_K" else 3  # its third plane takes shared memory, too
+    return Tile(128, 32, 8, stages) if weight.n_rows >= 16384 else Tile(64, 32, 4, stages)
 
 
 KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
@@ -118,8 +119,10 @@ def matmul(
     assert supports(weight) is None, supports(weight)
     n_tokens = x.n_rows
     assert (x.form, x.n_columns) == (HALVES, weight.n_columns), "another form or width"
-    assert out.shape == (n_tokens, weight.n_rows) and out.dtype == torch.float32 and out.is_contiguous()
-    tile = tile or tile_for(weight.n_rows)
+    assert out.shape == (n_tokens, weight.n_rows)
+    assert out.dtype == torch.float32
+    assert out.is_contiguous()
+    tile = tile or tile_for(weight)
     tokens = min(64, max(16, triton.next_power_of_2(n_tokens)))
     n_programs = triton.cdiv(weight.n_rows, tile.rows) * triton.cdiv(n_tokens, tokens)
     splits = 2 if n_programs < _MULTIPROCESSORS else 1
@@ -131,6 +134,7 @@ def matmul(
         weight.codes, weight.codes if weight.high is None else weight.high, weight.scale,
         x.values, x.scale, out if residual is None else residual, out, weight.n_rows, n_tokens,
         BLOCKS=weight.n_columns // BLOCK, KIND=weight.kind, BM=tokens, BN=tile.rows, BB=tile.blocks,
-        SPLITS=splits, HAS_RESIDUAL=residual is not None, PLAIN=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        SPLITS=splits, HAS_RESIDUAL=residual is not None, PLAIN=INTERPRETED,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -114,7 +114,9 @@ def matvec(
     assert (x.form, x.n_rows, x.n_columns) == (INT8, 1, weight.n_columns), (
         "not one row of int8, or another width"
     )
-    assert out.shape == (1, weight.n_rows) and out.dtype == torch.float32 and out.is_contiguous()
+    assert out.shape == (1, weight.n_rows)
+    assert out.dtype == torch.float32
+    assert out.is_contiguous()
     tile = tile or tile_for(weight.n_columns)
     _matvec[(triton.cdiv(weight.n_rows, tile.rows),)](
         weight.codes, weight.codes if weight.high is None else weight.high, weight.scale,

@@ -1,4 +1,7 @@
-"""Root mean square norm: out = x / sqrt(mean(x²) + eps) · weight, in any form of `rows`. Reference: graph.ops.RmsNorm."""
+"""Root mean square norm: out = x / sqrt(mean(x²) + eps) · weight, in any form of `rows`.
+
+Reference: graph.ops.RmsNorm.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: Rows, row_ids: torch.Tensor | None = None
 ) -> Rows:
     """x (rows, columns) float32, weight (columns,) → `out`; of the rows `row_ids` only, where given."""
-    assert x.dtype == weight.dtype == torch.float32 and x.is_contiguous()
+    assert x.dtype == weight.dtype == torch.float32
+    assert x.is_contiguous()
     assert x.shape[1] == out.n_columns == len(weight), "widths differ"
     n_blocks = out.n_columns // 32
     blocks = triton.next_power_of_2(n_blocks)

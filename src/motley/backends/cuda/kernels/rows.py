@@ -56,10 +56,12 @@ class Rows:
     def unpack(self) -> torch.Tensor:
         """float32 (rows, columns): what they stand for."""
         if self.form == INT8:
-            words = self.values.unflatten(-1, (8, -1)).transpose(1, 2).contiguous()  # (rows, blocks, 8)
+            words = (
+                torch.unflatten(self.values, -1, (8, -1)).transpose(1, 2).contiguous()
+            )  # (rows, blocks, 8)
             return (words.view(torch.int8).float() * self.scale.unsqueeze(-1)).flatten(-2)
         if self.form == HALVES:
-            natural = self.values.unflatten(-1, (32, -1)).transpose(1, 2).flatten(-2)
+            natural = torch.unflatten(self.values, -1, (32, -1)).transpose(1, 2).flatten(-2)
             return natural.float() * self.scale.unsqueeze(-1)
         return self.values
 
@@ -100,7 +102,9 @@ def tile_of(form: str, n_blocks: int) -> tuple[int, int]:
 
 def convert(x: torch.Tensor, out: Rows) -> Rows:
     """x (rows, columns) float32 → `out`, in its form."""
-    assert x.dtype == torch.float32 and x.is_contiguous() and x.shape == (out.n_rows, out.n_columns)
+    assert x.dtype == torch.float32
+    assert x.is_contiguous()
+    assert x.shape == (out.n_rows, out.n_columns)
     n_blocks = out.n_columns // 32
     blocks, warps = tile_of(out.form, n_blocks)
     _convert[(out.n_rows, triton.cdiv(n_blocks, blocks))](

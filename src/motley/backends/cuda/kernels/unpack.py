@@ -54,13 +54,15 @@ def _unpack(
 
 def unpack_by_value(weight: WeightPlanes, out: torch.Tensor) -> torch.Tensor:
     """All rows → out (n_rows, n_columns) float16, columns by value."""
-    assert out.shape == (weight.n_rows, weight.n_columns) and out.dtype == torch.float16
+    assert out.shape == (weight.n_rows, weight.n_columns)
+    assert out.dtype == torch.float16
     return _launch(weight, None, out, BN=4, BB=128)
 
 
 def unpack_rows(weight: WeightPlanes, row_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Rows `row_ids` (n,) int32 → out (n, n_columns) float32; zeros for an id of -1."""
-    assert out.shape == (len(row_ids), weight.n_columns) and out.dtype == torch.float32
+    assert out.shape == (len(row_ids), weight.n_columns)
+    assert out.dtype == torch.float32
     return _launch(weight, row_ids, out, BN=1, BB=128)
 
 
