@@ -3,16 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SANITIZE_SETS ?= avx2;avx512_vnni
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test check format bench bench-peers sanitize clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(STAMP) ## create .venv and install Motley and its tools into it
 
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/* csrc/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Motley needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
@@ -38,6 +39,17 @@ format: $(STAMP) ## format and fix what can be fixed
 
 bench: $(STAMP) ## list the benchmarks; BENCH="virtual_devices --rounds 5" runs one
 	$(BIN)/python -m benchmarks $(BENCH)
+
+bench-peers: $(STAMP) ## time Motley beside llama.cpp, turn by turn; PEERS="--weights Q4_0 --rounds 9" for more
+	@test -x build/peers/bin/python || $(PYTHON) -m venv build/peers
+	@build/peers/bin/python -c 'import llama_cpp' 2>/dev/null || build/peers/bin/python -m pip install --quiet llama-cpp-python
+	$(BIN)/python -m benchmarks peers --python build/peers/bin/python $(PEERS)
+
+sanitize: ## run every native kernel under ASan and UBSan, then the threads under TSan
+	for kind in address,undefined thread; do \
+		cmake -S . -B build/sanitize-$$kind -DMOTLEY_SANITIZE=$$kind -DMOTLEY_X86_SETS="$(SANITIZE_SETS)" && \
+		cmake --build build/sanitize-$$kind --target core_check -j2 && build/sanitize-$$kind/core_check || exit 1; \
+	done
 
 clean: ## remove the environment and all build output
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -129,6 +129,16 @@ struct GatherArgs {
     float* out;
 };
 
+constexpr int kMaxRanges = 32;
+
+struct LocalIdsArgs {  // an id within range r becomes its distance from the ranges' beginning; -1 outside of all
+    const int32_t* ids;
+    int32_t* out;
+    int64_t n;
+    int n_ranges;
+    int64_t start[kMaxRanges], stop[kMaxRanges];
+};
+
 struct RepackArgs {
     const uint8_t* source;  // rows in GGUF's own layout
     uint8_t* out;
@@ -214,6 +224,7 @@ struct Kernels {
     void (*softmax)(const SoftmaxArgs&, const Worker&);
     void (*copy)(const CopyArgs&, const Worker&);
     void (*gather)(const GatherArgs&, const Worker&);
+    void (*local_ids)(const LocalIdsArgs&, const Worker&);
     void (*repack)(const RepackArgs&, const Worker&);
     void (*unpack)(const UnpackArgs&, const Worker&);
     void (*cache_write)(const CacheWriteArgs&, const Worker&);

@@ -141,6 +141,15 @@ void bind_program(nb::module_& m) {
                          GatherArgs{at<uint8_t>(table), format, row_bytes, n_table_rows, at<int32_t>(ids), n_ids, n_columns, at(out)},
                          n_ids > 16 ? 1.0 * n_ids * n_columns : 0);
         })
+        .def("local_ids", [](Program& p, Address ids, Address out, int64_t n, const std::vector<std::tuple<int64_t, int64_t>>& ranges) {
+            if (ranges.size() > kMaxRanges) throw std::invalid_argument("too many ranges");
+            LocalIdsArgs args{at<int32_t>(ids), at<int32_t>(out), n, 0, {}, {}};
+            for (const auto& [start, stop] : ranges) {
+                args.start[args.n_ranges] = start;
+                args.stop[args.n_ranges++] = stop;
+            }
+            p.add_kernel(p.kernels().local_ids, args, 0);
+        })
         .def("cache_write", [](Program& p, Address keys, Address values, int64_t n_tokens, int64_t n_heads, int64_t dim, int64_t block_size,
                                const StoreTuple& k, const StoreTuple& v, int k_rotation, int v_rotation, const std::shared_ptr<Batch>& batch) {
             const CacheWriteArgs args{at(keys), at(values), n_tokens, cache_shape(n_heads, dim, block_size), store_view(k), store_view(v),

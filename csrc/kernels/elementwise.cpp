@@ -56,6 +56,15 @@ void softmax(const SoftmaxArgs& a, const Worker& worker) {
     }
 }
 
+void local_ids(const LocalIdsArgs& a, const Worker& worker) {
+    for (int64_t i; (i = worker.take()) < a.n;) {
+        int64_t n_before = 0;
+        a.out[i] = -1;
+        for (int r = 0; r < a.n_ranges; n_before += a.stop[r] - a.start[r], r++)
+            if (a.ids[i] >= a.start[r] && a.ids[i] < a.stop[r]) a.out[i] = static_cast<int32_t>(a.ids[i] - a.start[r] + n_before);
+    }
+}
+
 void copy(const CopyArgs& a, const Worker& worker) {
     const int64_t n_runs = a.shape[0] * a.shape[1] * a.shape[2];
     const int64_t step = a.shape[3] && a.shape[3] < kChunk ? kChunk / a.shape[3] : 1;

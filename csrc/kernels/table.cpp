@@ -17,6 +17,7 @@ void unary(const UnaryArgs&, const Worker&);
 void softmax(const SoftmaxArgs&, const Worker&);
 void copy(const CopyArgs&, const Worker&);
 void gather(const GatherArgs&, const Worker&);
+void local_ids(const LocalIdsArgs&, const Worker&);
 void repack(const RepackArgs&, const Worker&);
 void unpack(const UnpackArgs&, const Worker&);
 void cache_write(const CacheWriteArgs&, const Worker&);
@@ -26,7 +27,7 @@ void attention_join(const AttentionArgs&, const Worker&);
 extern const Kernels table;
 const Kernels table = {
     MOTLEY_STRING(MOTLEY_ISA), quantize, norm, matmul, rope_table, rope, hadamard_rows, binary, unary, softmax, copy,
-    gather, repack, unpack, cache_write, attention, attention_join,
+    gather, local_ids, repack, unpack, cache_write, attention, attention_join,
 };
 
 }  // namespace motley::MOTLEY_ISA

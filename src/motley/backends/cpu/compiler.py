@@ -25,6 +25,7 @@ from motley.graph.ops import (
     Concat,
     GetRows,
     Input,
+    LocalIds,
     MatMul,
     Mul,
     Permute,
@@ -288,6 +289,11 @@ class Compiler:
         at = self._memory.address
         self._program.gather(where, form, row_bytes, n_rows, at(ids), ids.n_values, n_columns, at(stage.out))
 
+    def _local_ids(self, stage: Single) -> None:
+        op, ids = _op(stage, LocalIds), stage.node.inputs[0]
+        at = self._memory.address
+        self._program.local_ids(at(ids), at(stage.out), ids.n_values, list(op.word.global_ranges(op.device)))
+
     def _copy_axis(
         self, source: int, out: int, ranges: Iterable[tuple[int, int, int]], sizes: tuple[int, int, int, int]
     ) -> None:
@@ -415,6 +421,7 @@ _EMITTERS: dict[type[Op], Callable[[Compiler, Single], None]] = {
     Activation: Compiler._unary,
     Softmax: Compiler._softmax,
     GetRows: Compiler._get_rows,
+    LocalIds: Compiler._local_ids,
     Slice: Compiler._slice,
     Concat: Compiler._concat,
     Repeat: Compiler._repeat,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 
-from motley.backends.cpu.native import FORMATS, FUNCTIONS, MAX_GROUP, MAX_HEAD_DIM, PLAIN_FORMATS
+from motley.backends.cpu.native import FORMATS, FUNCTIONS, MAX_GROUP, MAX_HEAD_DIM, MAX_RANGES, PLAIN_FORMATS
 from motley.errors import PlanError
 from motley.graph import F32, Op, Tensor
 from motley.graph.ops import (
@@ -15,6 +16,7 @@ from motley.graph.ops import (
     Concat,
     GetRows,
     Hadamard,
+    LocalIds,
     MatMul,
     Mul,
     Permute,
@@ -109,9 +111,10 @@ def _copy(node: Tensor) -> str | None:
     return _floats(node)
 
 
-def _repeat(node: Tensor) -> str | None:
-    assert isinstance(node.op, Repeat)
-    return _copy(node)
+def _local_ids(node: Tensor) -> str | None:
+    assert isinstance(node.op, LocalIds)
+    n_ranges = len(list(islice(node.op.word.global_ranges(node.op.device), MAX_RANGES + 1)))
+    return None if n_ranges <= MAX_RANGES else f"more than {MAX_RANGES} ranges"
 
 
 def _norm(node: Tensor) -> str | None:
@@ -154,7 +157,8 @@ _PREDICATES: dict[type[Op], Callable[[Tensor], str | None]] = {
     Slice: _copy,
     Permute: _copy,
     Concat: _copy,
-    Repeat: _repeat,
+    Repeat: _copy,
+    LocalIds: _local_ids,
     Shard: _copy,
     Place: _copy,
 }

@@ -36,6 +36,7 @@ FORMATS = {name: number for number, name in enumerate(_FORMATS)}
 FUNCTIONS = {name: number for number, name in enumerate(_FUNCTIONS)}
 CACHE_KINDS = {name: number for number, name in enumerate(_CACHE_KINDS)}
 MAX_HEAD_DIM = 512
+MAX_RANGES = 32  # of ids that a device owns
 MAX_GROUP = 64  # query heads that share a KV head
 GROUP_ROWS = 16  # of a repacked weight
 
