@@ -13,7 +13,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from motley.backends import backend_for, get_backend
+from motley.backends import Backend, backend_for, get_backend
 from motley.engine import BareSequence, Completion, Engine, Request, SamplingParams
 from motley.engine.sessions import SessionStore
 from motley.errors import ConfigError, RequestError
@@ -105,6 +105,8 @@ class LLM:
         backends = [backend_for(device.name, backend) for device in crew.devices]
         self.spec = read_spec(model)
         params = read_params(self.spec)
+        for device, runs in zip(crew.devices, backends, strict=True):
+            _require_cache(device.name, runs, cache, params.head_dim)
         self.n_ctx = n_ctx or default_context(params)
         self.tokenizer = Tokenizer.from_spec(self.spec)
         self.notices = _notices(cache, params, self.n_ctx, kv_rotation)
@@ -361,6 +363,15 @@ def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any])
     if unknown:
         raise RequestError(f"unknown option {unknown[0]!r}", hint=f"there are: {', '.join(known)}")
     return params or SamplingParams(**sampling)
+
+
+def _require_cache(device: str, backend: Backend, cache: CacheConfig, head_dim: int) -> None:
+    """Before anything is loaded, as this fails at the first batch otherwise."""
+    reason = backend.refuses_cache(cache.k_type.name, cache.v_type.name, head_dim, cache.block_size)
+    if reason is not None:
+        raise ConfigError(
+            f"{device}: {reason}", hint="other --cache-type-k/-v or --kv-block-size, or the CPU"
+        )
 
 
 def _require_positive(name: str, value: int | None) -> None:

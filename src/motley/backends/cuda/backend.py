@@ -9,6 +9,7 @@ import torch
 
 from motley.backends.base import Backend, Executable
 from motley.backends.cuda.executable import CudaExecutable
+from motley.backends.cuda.kernels.attention import supports
 from motley.backends.cuda.weights import Matrices, load
 from motley.formats import PackedTensor
 from motley.graph import Tensor
@@ -40,6 +41,9 @@ class CudaBackend(Backend):
     @property
     def kernels(self) -> Sequence[Kernel]:
         return (StagedKernel(),)
+
+    def refuses_cache(self, k_type: str, v_type: str, head_dim: int, block_size: int) -> str | None:
+        return supports(k_type, v_type, head_dim, group=1, block_size=block_size)
 
     def load(self, weight: PackedTensor) -> PackedTensor:
         return load(weight, self.device)
