@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from motley.backends.cpu import NativeHungUpError, meeting_place
+from motley.backends.threads import use_threads
 from motley.errors import DeviceError, MotleyError
 from motley.graph import Tensor
 from motley.ownership import Word
@@ -202,7 +203,7 @@ class _Worker(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        torch.set_num_threads(self._n_threads)
+        use_threads(self._n_threads)
         while (job := self.jobs.get()) is not None:
             try:
                 job.result = job.work(self._device)

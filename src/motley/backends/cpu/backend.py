@@ -18,6 +18,7 @@ from motley.backends.cpu.memory import lay_out_stages
 from motley.backends.cpu.native import core
 from motley.backends.cpu.weights import RepackedTensor, can_repack
 from motley.backends.reference.backend import ReferenceKernel
+from motley.backends.threads import n_threads
 from motley.errors import ConfigError
 from motley.formats import PackedTensor
 from motley.graph import CACHE
@@ -45,11 +46,10 @@ class CpuBackend(Backend):
 
     @property
     def pool(self) -> Any:
-        """The calling thread's workers. A device's thread brings its share of the threads as torch's setting."""
-        n_threads = torch.get_num_threads()
+        """The calling thread's workers."""
         pool = getattr(self._pools, "pool", None)
-        if pool is None or pool.n_threads != n_threads:
-            pool = self._pools.pool = core.Pool(n_threads, self._instruction_set)
+        if pool is None or pool.n_threads != n_threads():
+            pool = self._pools.pool = core.Pool(n_threads(), self._instruction_set)
         return pool
 
     def load(self, weight: PackedTensor) -> PackedTensor:
