@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from motley.backends.base import Backend, Executable
+from motley.backends.cpu.addresses import Memory
 from motley.backends.cpu.cache import BatchSlot, PagedLayer
-from motley.backends.cpu.compiler import Compiler, Memory
+from motley.backends.cpu.compiler import Compiler
 from motley.backends.cpu.fusion import Linear, Meeting, Stage, fuse
 from motley.backends.cpu.kernels import NativeKernel
 from motley.backends.cpu.memory import lay_out_stages

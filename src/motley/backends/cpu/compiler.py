@@ -2,103 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-import torch
-
+from motley.backends.cpu.addresses import Memory
 from motley.backends.cpu.cache import BatchSlot, PagedLayer, store_view
+from motley.backends.cpu.copies import COPIES, around
 from motley.backends.cpu.fusion import Foreign, Linear, Meeting, Single, Stage
 from motley.backends.cpu.kernels import repeats_of
-from motley.backends.cpu.memory import Arena, quantizes, uses_codes
+from motley.backends.cpu.memory import quantizes, uses_codes
 from motley.backends.cpu.native import FORMATS, FUNCTIONS, address, core
 from motley.backends.cpu.weights import RepackedTensor
-from motley.formats import PackedTensor
-from motley.graph import CACHE, I32, Op, Tensor
+from motley.graph import Op, Tensor
 from motley.graph.ops import (
     INTERLEAVED,
     Activation,
     Add,
     Attention,
     CacheStore,
-    Concat,
     GetRows,
-    Input,
     LocalIds,
     MatMul,
     Mul,
-    Permute,
-    Repeat,
     RmsNorm,
     Rope,
     Scale,
-    Slice,
     Softmax,
     Weight,
 )
 from motley.plan import base_of
-from motley.split.collectives import AllGather, AllReduce, Broadcast, Place, Shard
+from motley.split.collectives import AllGather, AllReduce, Broadcast
 
 _MAX_SPLITS = 16  # of a sequence in one attention (csrc/kernels/attention.cpp)
 _MAX_SPLIT_ROWS = 64  # tokens beyond which there is enough to do without splits
-
-
-class Memory:
-    """Addresses of tensors: the arena, inputs, weights and constants of one executable."""
-
-    def __init__(self, arena: Arena, weights: Mapping[str, PackedTensor], inputs: Iterable[Tensor]) -> None:
-        self.layout = arena
-        self.weights = weights
-        self.arena = torch.empty(arena.n_bytes, dtype=torch.uint8)
-        self.inputs = {
-            t.name: torch.zeros(t.shape, dtype=torch.int32 if t.dtype == I32 else torch.float32)
-            for t in inputs
-            if t.dtype != CACHE
-        }
-        self._fixed: dict[Tensor, torch.Tensor] = {}  # constants, and weights as float32
-        self.kept: list[torch.Tensor] = []  # what else programs have addresses of
-
-    def address(self, tensor: Tensor | None) -> int:
-        if tensor is None:
-            return 0
-        base = base_of(tensor)
-        if isinstance(base.op, Input):
-            return address(self.inputs[base.name])
-        if isinstance(base.op, Weight) or base.op.is_constant:
-            return address(self.dense(base))
-        offset = self.layout.values.get(base)
-        return 0 if offset is None else address(self.arena) + offset
-
-    def codes(self, tensor: Tensor) -> int:
-        offset = self.layout.codes.get(tensor)
-        return 0 if offset is None else address(self.arena) + offset
-
-    def dense(self, tensor: Tensor) -> torch.Tensor:
-        """A weight or constant as float32."""
-        if tensor not in self._fixed:
-            is_weight = isinstance(tensor.op, Weight)
-            value = self.weights[tensor.name].unpack() if is_weight else tensor.op.reference([])
-            self._fixed[tensor] = value.float().contiguous()
-        return self._fixed[tensor]
-
-    def value(self, tensor: Tensor) -> Any:
-        """What a Python kernel is given for it."""
-        base = base_of(tensor)
-        if isinstance(tensor.op, Weight):
-            return self.weights[tensor.name]
-        if isinstance(base.op, Input):
-            return self.inputs[base.name].view(tensor.shape)
-        if base.op.is_constant:
-            return self.dense(base).view(tensor.shape)
-        start = self.layout.values[base]
-        dtype = torch.int32 if tensor.dtype == I32 else torch.float32
-        return self.arena[start : start + tensor.n_values * 4].view(dtype).view(tensor.shape)
-
-    def room(self, n_values: int) -> int:
-        """The address of so many values that stay."""
-        self.kept.append(torch.empty(n_values))
-        return address(self.kept[-1])
 
 
 class Compiler:
@@ -133,7 +70,11 @@ class Compiler:
                 case Meeting():
                     self._meet(stage)
                 case Single():
-                    _EMITTERS[type(stage.node.op)](self, stage)
+                    kind = type(stage.node.op)
+                    if kind in COPIES:
+                        COPIES[kind](self._program, self._memory.address, stage)
+                    else:
+                        _EMITTERS[kind](self, stage)
         return self._program
 
     def can_compile(self, stage: Stage) -> bool:
@@ -294,75 +235,6 @@ class Compiler:
         at = self._memory.address
         self._program.local_ids(at(ids), at(stage.out), ids.n_values, list(op.word.global_ranges(op.device)))
 
-    def _copy_axis(
-        self, source: int, out: int, ranges: Iterable[tuple[int, int, int]], sizes: tuple[int, int, int, int]
-    ) -> None:
-        """Ranges (start in the source, start in the output, length) of an axis; sizes: outer, axis of each, inner."""
-        outer, n_source, n_out, inner = sizes
-        for start, target, length in ranges:
-            self._program.copy(
-                source + 4 * start * inner,
-                out + 4 * target * inner,
-                (1, outer, length, inner),
-                (0, n_source * inner, inner, 1),
-                (0, n_out * inner, inner, 1),
-            )
-
-    def _slice(self, stage: Single) -> None:
-        op, x = _op(stage, Slice), stage.node.inputs[0]
-        outer, n, inner = _around(x, op.axis)
-        ranges = [(op.start, 0, op.stop - op.start)]
-        at = self._memory.address
-        self._copy_axis(at(x), at(stage.out), ranges, (outer, n, op.stop - op.start, inner))
-
-    def _concat(self, stage: Single) -> None:
-        axis, done = _op(stage, Concat).axis, 0
-        outer, total, inner = _around(stage.out, axis)
-        for x in stage.node.inputs:
-            n = x.shape[axis]
-            at = self._memory.address
-            self._copy_axis(at(x), at(stage.out), [(0, done, n)], (outer, n, total, inner))
-            done += n
-
-    def _repeat(self, stage: Single) -> None:
-        op, x = _op(stage, Repeat), stage.node.inputs[0]
-        (outer, n, inner), times = _around(x, op.axis), op.times
-        self._program.copy(
-            self._memory.address(x),
-            self._memory.address(stage.out),
-            (outer, n, times, inner),
-            (n * inner, inner, 0, 1),
-            (n * times * inner, times * inner, inner, 1),
-        )
-
-    def _permute(self, stage: Single) -> None:
-        op, x = _op(stage, Permute), stage.node.inputs[0]
-        strides = _strides(x.shape)
-        missing = 4 - len(x.shape)
-        self._program.copy(
-            self._memory.address(x),
-            self._memory.address(stage.out),
-            (1,) * missing + stage.out.shape,
-            (0,) * missing + tuple(strides[a] for a in op.axes),
-            (0,) * missing + _strides(stage.out.shape),
-        )
-
-    def _shard(self, stage: Single) -> None:
-        op, x = _op(stage, Shard), stage.node.inputs[0]
-        outer, n, inner = _around(x, op.axis)
-        ranges = [(start, done, n) for start, done, n in _own_ranges(op)]
-        at = self._memory.address
-        self._copy_axis(at(x), at(stage.out), ranges, (outer, n, stage.out.shape[op.axis], inner))
-
-    def _place(self, stage: Single) -> None:
-        op, x = _op(stage, Place), stage.node.inputs[0]
-        outer, n, inner = _around(x, op.axis)
-        at = self._memory.address
-        flat = (1, 1, 1, stage.out.n_values)
-        self._program.copy(0, at(stage.out), flat, (0, 0, 0, 1), (0, 0, 0, 1))
-        ranges = [(done, start, n) for start, done, n in _own_ranges(op)]
-        self._copy_axis(at(x), at(stage.out), ranges, (outer, n, stage.out.shape[op.axis], inner))
-
     def _meet(self, stage: Meeting) -> None:
         op, out = stage.node.op, self._memory.address(stage.node)
         group, device = stage.kernel.meeting  # type: ignore[attr-defined]
@@ -371,7 +243,7 @@ class Compiler:
             case AllReduce():
                 self._program.all_reduce(group, device, x, out, stage.node.n_values)
             case AllGather(axis, word):
-                outer, total, inner = _around(stage.node, axis)
+                outer, total, inner = around(stage.node, axis)
                 pieces = []
                 for source in range(group.n_devices):
                     n, done = word.count(source), 0
@@ -391,24 +263,6 @@ def _op(stage: Single, kind: type[Any]) -> Any:
     return stage.node.op
 
 
-def _around(tensor: Tensor, axis: int) -> tuple[int, int, int]:
-    """Values before an axis, on it, and after it."""
-    return prod(tensor.shape[:axis]), tensor.shape[axis], prod(tensor.shape[axis + 1 :])
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def _own_ranges(op: Shard | Place) -> list[tuple[int, int, int]]:
-    """(start in the whole, start in the part, length) of each of the device's ranges."""
-    ranges, done = [], 0
-    for start, stop in op.word.global_ranges(op.device):
-        ranges.append((start, done, stop - start))
-        done += stop - start
-    return ranges
-
-
 _EMITTERS: dict[type[Op], Callable[[Compiler, Single], None]] = {
     RmsNorm: Compiler._norm,
     Rope: Compiler._rope,
@@ -422,10 +276,4 @@ _EMITTERS: dict[type[Op], Callable[[Compiler, Single], None]] = {
     Softmax: Compiler._softmax,
     GetRows: Compiler._get_rows,
     LocalIds: Compiler._local_ids,
-    Slice: Compiler._slice,
-    Concat: Compiler._concat,
-    Repeat: Compiler._repeat,
-    Permute: Compiler._permute,
-    Shard: Compiler._shard,
-    Place: Compiler._place,
 }
