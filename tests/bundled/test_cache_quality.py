@@ -11,10 +11,6 @@ from motley.gguf import read_spec
 from motley.quality import CacheChoice, Exam, Report, measure_types
 from motley.text import Tokenizer
 
-pytestmark = pytest.mark.skipif(
-    not bundled_model_path().exists(), reason=f"{bundled_model_path().name} is not in the package yet"
-)
-
 HELD_OUT = 80_000  # characters at the end of War and Peace: within the 5 % that training never sees
 Q8_0, Q4_0 = (CacheChoice(kind, kind, is_rotated=True) for kind in ("q8_0", "q4_0"))
 

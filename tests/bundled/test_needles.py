@@ -11,10 +11,6 @@ from motley.bundled import RecallPrompt, bundled_model_path, is_recalled, make_r
 from motley.gguf import read_spec
 from motley.text import Tokenizer
 
-pytestmark = pytest.mark.skipif(
-    not bundled_model_path().exists(), reason=f"{bundled_model_path().name} is not in the package yet"
-)
-
 N_NEEDLES, N_TOKENS, N_ANSWER = 5, 320, 16
 CREWS = (("layer", (3, 1)), ("tensor", (3, 1)), ("tensor", (2, 1, 1)), ("tensor", (0, 1, 2)))
 

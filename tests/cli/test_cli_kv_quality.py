@@ -99,7 +99,6 @@ def test_flags_choose_types_rotation_baseline_and_crew(
     assert (asked["exam"].n_ctx, len(asked["exam"].chunks), asked["exam"].needles) == (32, 2, ())
 
 
-@pytest.mark.skipif(not bundled_model_path().exists(), reason="the bundled model is not built yet")
 def test_the_bundled_model_is_asked_for_needles(motley: Motley, shared: Path, asked: dict[str, Any]) -> None:
     book = shared / "data" / "corpora" / "frankenstein.txt"
     args = ("kv-quality", "-f", str(book), "-c", "256", "--chunks", "1", "--needles", "3")

@@ -11,13 +11,14 @@ import torch
 
 from motley.backends.base import Backend, Executable
 from motley.backends.cpu.addresses import Memory
-from motley.backends.cpu.cache import BatchSlot, PagedLayer
+from motley.backends.cpu.cache import BatchSlot
 from motley.backends.cpu.compiler import Compiler
 from motley.backends.cpu.fusion import Linear, Meeting, Stage, fuse
 from motley.backends.cpu.kernels import NativeKernel
 from motley.backends.cpu.memory import lay_out_stages
 from motley.backends.cpu.native import core
 from motley.backends.cpu.weights import RepackedTensor, can_repack
+from motley.backends.paged import PagedLayer
 from motley.backends.reference.backend import ReferenceKernel
 from motley.backends.threads import n_threads
 from motley.errors import ConfigError

@@ -2,59 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 
 from motley.backends.cpu.native import CACHE_KINDS, address, core
-
-
-class Kind(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-class Store(Protocol):
-    """K or V of some layers: planes (block, row, tile, token, width), see kvcache/store.py."""
-
-    block_size: int
-    planes: Mapping[str, torch.Tensor]
-
-    @property
-    def kind(self) -> Kind: ...
-
-
-class Table(Protocol):
-    @property
-    def rows(self) -> torch.Tensor: ...
-    @property
-    def positions(self) -> torch.Tensor: ...
-    @property
-    def first(self) -> int: ...
-    @property
-    def slots(self) -> torch.Tensor: ...
-
-
-class Batch(Protocol):
-    @property
-    def slots(self) -> torch.Tensor: ...
-    @property
-    def tables(self) -> Sequence[Table]: ...
-
-
-class PagedLayer(Protocol):
-    """What a graph's cache input is at run time."""
-
-    @property
-    def keys(self) -> Store: ...
-    @property
-    def values(self) -> Store: ...
-    @property
-    def rows(self) -> slice: ...
-    @property
-    def batch(self) -> Batch: ...
+from motley.backends.paged import Batch, Store
 
 
 def store_view(store: Store, rows: slice) -> tuple[int, int, int, int, int, int, int]:

@@ -7,13 +7,14 @@ from math import prod
 from typing import Any
 
 from motley.backends.cpu.addresses import Memory
-from motley.backends.cpu.cache import BatchSlot, PagedLayer, store_view
+from motley.backends.cpu.cache import BatchSlot, store_view
 from motley.backends.cpu.copies import COPIES, around
 from motley.backends.cpu.fusion import Foreign, Linear, Meeting, Single, Stage
 from motley.backends.cpu.kernels import repeats_of
 from motley.backends.cpu.memory import quantizes, uses_codes
 from motley.backends.cpu.native import FORMATS, FUNCTIONS, address, core
 from motley.backends.cpu.weights import RepackedTensor
+from motley.backends.paged import PagedLayer
 from motley.graph import Op, Tensor
 from motley.graph.ops import (
     INTERLEAVED,

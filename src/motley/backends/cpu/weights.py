@@ -49,4 +49,4 @@ class RepackedTensor(PackedTensor):
         return self.unpack()[index]
 
     def slice_rows(self, start: int, stop: int) -> PackedTensor:
-        raise NotImplementedError("weights are cut before they are repacked")
+        raise AssertionError("weights are cut before they are repacked")

@@ -23,11 +23,12 @@ from motley.backends.cuda.kernels.norm import rms_norm
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows
 from motley.backends.cuda.kernels.unpack import unpack_rows
 from motley.backends.cuda.lowering import Attend, Embed, Gate, Linear, Lowering, Norm, Stage
-from motley.backends.cuda.paged import Layer, Place, SequenceTable, cache_planes
+from motley.backends.cuda.paged import Place, cache_planes
 from motley.backends.cuda.planes import BLOCK
 from motley.backends.cuda.products import joint_halves, library_product, plain_values, unpacked_product
 from motley.backends.cuda.values import Values
 from motley.backends.cuda.weights import Matrices
+from motley.backends.paged import PagedLayer, Table
 from motley.errors import PlanError
 from motley.formats import PackedTensor
 from motley.graph import CACHE, I32, Tensor
@@ -246,7 +247,7 @@ class CudaExecutable(Executable):
 
         return step
 
-    def _decode(self, q: torch.Tensor, layer: Layer, place: Place, out: Rows, stage: Attend) -> Rows:
+    def _decode(self, q: torch.Tensor, layer: PagedLayer, place: Place, out: Rows, stage: Attend) -> Rows:
         n_rows, n_heads, dim = q.shape
         op, n_kv_heads = stage.attention, layer.rows.stop - layer.rows.start
         keys, values = cache_planes(layer.keys), cache_planes(layer.values)
@@ -258,7 +259,7 @@ class CudaExecutable(Executable):
         size = layer.keys.block_size
         return combine(shares, place.tables, size, out, rotate=stage.rotates_v, window=op.window)
 
-    def _mixed(self, q: torch.Tensor, layer: Layer, place: Place, stage: Attend) -> torch.Tensor:
+    def _mixed(self, q: torch.Tensor, layer: PagedLayer, place: Place, stage: Attend) -> torch.Tensor:
         """Sequences with several rows by the library's attention on unpacked K and V, the others as in decode."""
         out = torch.empty_like(q)
         if len(place.single_rows):
@@ -271,7 +272,7 @@ class CudaExecutable(Executable):
         return out
 
     def _attend_chunk(
-        self, q: torch.Tensor, layer: Layer, chunk: SequenceTable, blocks: torch.Tensor, stage: Attend
+        self, q: torch.Tensor, layer: PagedLayer, chunk: Table, blocks: torch.Tensor, stage: Attend
     ) -> torch.Tensor:
         n_context = len(chunk.slots)
         keys, values = (

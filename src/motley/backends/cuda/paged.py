@@ -1,59 +1,13 @@
-"""What the executable reads of a cache layer, and where a batch's rows find their context, on the device.
-
-The protocols are kvcache.arena's classes, which stand above backends.
-"""
+"""What the executable reads of a cache layer, and where a batch's rows find their context, on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from motley.backends.cuda.kernels.attention import CachePlanes, Tables
-
-
-class _Kind(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-class Store(Protocol):
-    planes: Mapping[str, torch.Tensor]
-    block_size: int
-
-    @property
-    def kind(self) -> _Kind: ...
-
-
-class SequenceTable(Protocol):
-    @property
-    def rows(self) -> torch.Tensor: ...
-    @property
-    def positions(self) -> torch.Tensor: ...
-    @property
-    def first(self) -> int: ...
-    @property
-    def slots(self) -> torch.Tensor: ...
-
-
-class Batch(Protocol):
-    @property
-    def slots(self) -> torch.Tensor: ...
-    @property
-    def tables(self) -> Sequence[SequenceTable]: ...
-
-
-class Layer(Protocol):
-    @property
-    def keys(self) -> Store: ...
-    @property
-    def values(self) -> Store: ...
-    @property
-    def rows(self) -> slice: ...
-    @property
-    def batch(self) -> Batch: ...
+from motley.backends.paged import Batch, Store, Table
 
 
 def cache_planes(store: Store) -> CachePlanes:
@@ -67,7 +21,7 @@ class Place:
     slots: torch.Tensor  # int32 (tokens,)
     tables: Tables  # of sequences with a single row; rows are theirs, in order
     single_rows: torch.Tensor  # int64: which rows of the batch these are
-    chunks: tuple[SequenceTable, ...]  # sequences with several rows
+    chunks: tuple[Table, ...]  # sequences with several rows
     chunk_blocks: tuple[torch.Tensor, ...]  # int32: of each of them, on the device
 
     @property

@@ -1,0 +1,54 @@
+"""The paged cache as backends read it. These are kvcache.arena's classes, which stand above backends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+
+class Kind(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class Store(Protocol):
+    """K or V of some layers: planes (block, row, tile, token, width), see kvcache/store.py."""
+
+    block_size: int
+    planes: Mapping[str, torch.Tensor]
+
+    @property
+    def kind(self) -> Kind: ...
+
+
+class Table(Protocol):
+    @property
+    def rows(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def slots(self) -> torch.Tensor: ...
+
+
+class Batch(Protocol):
+    @property
+    def slots(self) -> torch.Tensor: ...
+    @property
+    def tables(self) -> Sequence[Table]: ...
+
+
+class PagedLayer(Protocol):
+    """What a graph's cache input is at run time."""
+
+    @property
+    def keys(self) -> Store: ...
+    @property
+    def values(self) -> Store: ...
+    @property
+    def rows(self) -> slice: ...
+    @property
+    def batch(self) -> Batch: ...
