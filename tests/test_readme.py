@@ -35,7 +35,8 @@ def in_reach(words: list[str], folder: Path) -> list[str]:
     words = [stand_ins.get(word, word) for word in words]
     if "-n" in words:
         words[words.index("-n") + 1] = "3"
-    return [*words, "-c", "16"] if words[0] == "perplexity" else words
+    short = {"perplexity": ["-c", "16"], "kv-quality": ["-c", "32", "--chunks", "1", "--no-recall"]}
+    return [*words, *short.get(words[0], [])]
 
 
 @pytest.mark.parametrize("words", commands("motley"), ids=" ".join)
