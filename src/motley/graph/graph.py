@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from motley.errors import GraphError
 from motley.graph.ops.sources import Input, Weight
@@ -24,11 +25,11 @@ class Graph:
         graph.verify()
         return graph
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[Tensor, ...]:
         return tuple(t for t in self.nodes if isinstance(t.op, Input))
 
-    @property
+    @cached_property
     def weights(self) -> tuple[Tensor, ...]:
         return tuple(t for t in self.nodes if isinstance(t.op, Weight))
 
