@@ -14,7 +14,7 @@ from motley.bench import Workload, measure, write_random_model
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="llama-1b")
+    parser.add_argument("--shape", default="llama-160m")
     parser.add_argument("--weights", default="Q8_0")
     parser.add_argument("--backend", default="auto")
     parser.add_argument(
