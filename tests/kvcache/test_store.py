@@ -96,6 +96,19 @@ def test_arena_keeps_layers_and_their_uneven_heads_apart() -> None:
     assert arena.n_bytes == 2 * 4 * (4 * 2 + 2 * 1) * 4 * 32
 
 
+def test_random_contexts_fill_every_head_of_every_layer_at_the_batchs_slots_only() -> None:
+    q8_0, f16 = get_cache_type("q8_0"), get_cache_type("f16")
+    groups = [LayerGroup((0, 2, 3), (1, 2, 0), 4), LayerGroup((1,), (1,), 2)]
+    arena = Arena(q8_0, f16, groups, block_size=4, head_dim=32)
+    slots, all_slots = torch.tensor([5, 6]), torch.arange(8)
+    arena.store_random([GroupBatch(slots, ())] * 2)
+    for layer in range(4):
+        for planes in arena.gather(layer, all_slots):
+            n_filled = planes.get("codes", planes.get("values")).ne(0).any(-1).sum((1, 2))  # (tokens,)
+            n_heads = (1, 1, 2, 0)[layer]
+            assert n_filled.tolist() == [0, 0, 0, 0, 0, n_heads, n_heads, 0]
+
+
 def test_unknown_type_is_refused_with_the_list() -> None:
     with pytest.raises(ConfigError, match=r"q3_0.*f16.*iq4_nl"):
         get_cache_type("q3_0")

@@ -111,12 +111,18 @@ class Arena:
                 store.copy_block(copy.src, copy.dst, copy.n_tokens)
 
     def store_random(self, batch: Sequence[GroupBatch]) -> None:
-        """Random keys and values in all layers, at the batch's slots."""
-        for number, rows in self._places.values():
-            keys, values = self._stores[number]
+        """Random keys and values at the batch's slots; all layers of a group get the same, packed once."""
+        for number, stores in enumerate(self._stores):
             slots = batch[number].slots
-            for store in (keys, values):
-                store.write(rows, slots, torch.randn(len(slots), rows.stop - rows.start, store.head_dim))
+            places = [rows for group, rows in self._places.values() if group == number]
+            widest = max(places, key=lambda rows: rows.stop - rows.start)
+            for store in stores:
+                values = torch.randn(len(slots), widest.stop - widest.start, store.head_dim)
+                store.write(widest, slots, values)
+                packed = store.gather(widest, slots)
+                for rows in places:
+                    n_heads = rows.stop - rows.start
+                    store.scatter(rows, slots, {name: plane[:, :n_heads] for name, plane in packed.items()})
 
     def shift(self, shifts: Iterable[BlockShift], turn: KeyTurn) -> None:
         """Move K/V to earlier positions: values as they are, keys turned to where they are now."""
