@@ -35,7 +35,7 @@ from motley.gguf import ModelSpec
 from motley.gguf.metadata import Metadata
 from motley.gguf.tensors import TensorInfo
 from motley.graph import CACHE, Graph
-from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
+from motley.kvcache.arena import ArenaGroup, ArenaLayer, GroupBatch, SequenceTable
 from motley.kvcache.store import Store
 from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, GraphOptions, build_graph, read_params
@@ -132,19 +132,18 @@ class Cache:
 
     def batch(self, depths: list[int], n_new: int) -> GroupBatch:
         """Sequences with `depths` tokens before, and `n_new` new ones each."""
-        tables, slots, row, block = [], [], 0, 0
+        tables, row, block = [], 0, 0
         for depth in depths:
             n = depth + n_new
-            blocks = self.order[block : block + -(-n // SIZE)]
+            blocks = self.order[block : block + -(-n // SIZE)].int().numpy()
             block += len(blocks)
-            places = (blocks[:, None] * SIZE + torch.arange(SIZE)).flatten()[:n]
-            tables.append(SequenceTable(torch.arange(row, row + n_new), torch.arange(depth, n), 0, places))
-            slots.append(places[depth:])
+            tables.append(SequenceTable(row, n_new, depth, 0, blocks))
             row += n_new
-        return GroupBatch(torch.cat(slots), tuple(tables))
+        return GroupBatch.of(tables, SIZE)
 
     def layer(self, number: int, batch: GroupBatch) -> ArenaLayer:
-        return ArenaLayer(*self.stores, slice(number * self.n_heads, (number + 1) * self.n_heads), batch)
+        rows = slice(number * self.n_heads, (number + 1) * self.n_heads)
+        return ArenaLayer(ArenaGroup(*self.stores, batch), rows)
 
 
 def prepare(
@@ -159,8 +158,8 @@ def inputs_of(graph: Graph, cache: Cache, batch: GroupBatch, tokens: torch.Tenso
     """Every sequence wants the logits of its last row."""
     inputs: dict[str, Any] = {
         "tokens": tokens,
-        "positions": torch.cat([table.positions for table in batch.tables]).int(),
-        "output_rows": torch.tensor([int(table.rows[-1]) for table in batch.tables], dtype=torch.int32),
+        "positions": torch.cat([torch.arange(t.position, t.position + t.n_rows) for t in batch.tables]).int(),
+        "output_rows": torch.tensor([t.first_row + t.n_rows - 1 for t in batch.tables], dtype=torch.int32),
     }
     caches = {node.name for node in graph.inputs if node.dtype == CACHE}
     return inputs | {name: cache.layer(int(name.removeprefix("cache.")), batch) for name in caches}

@@ -13,6 +13,7 @@
 
 #include "dispatch.hpp"
 #include "program.hpp"
+#include "team.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -220,4 +221,7 @@ NB_MODULE(_core, m) {
         .def("reset", &Group::reset);
     nb::exception<HungUp>(m, "HungUpError");
     bind_program(m);
+    nb::class_<Team>(m, "Team", "Runs the programs of several devices at the same time; the first on the caller's thread.")
+        .def(nb::init<int>(), "n_devices"_a)
+        .def("run", &Team::run, "programs"_a, nb::call_guard<nb::gil_scoped_release>());
 }

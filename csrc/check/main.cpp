@@ -5,10 +5,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
-#include <thread>
 
 #include "../dispatch.hpp"
 #include "../program.hpp"
+#include "../team.hpp"
 
 using namespace motley;
 
@@ -161,19 +161,21 @@ void check_rows(Pool& pool) {
 void check_group() {
     constexpr int kDevices = 3, kRounds = 50, kValues = 20000;
     auto group = std::make_shared<Group>(kDevices);
-    std::vector<std::thread> threads;
-    for (int d = 0; d < kDevices; d++)
-        threads.emplace_back([=] {
-            auto pool = std::make_shared<Pool>(2, "", std::vector<int>{});
-            std::vector<float> x(kValues, static_cast<float>(d + 1)), sum(kValues);
-            Program program(pool);
-            program.add_all_reduce(group, d, x.data(), sum.data(), kValues);
-            for (int i = 0; i < kRounds; i++) {
-                program.run();
-                require(sum[0] == 6.0f && sum[kValues - 1] == 6.0f, "wrong sum", "group");
-            }
-        });
-    for (auto& thread : threads) thread.join();
+    std::vector<std::vector<float>> parts, sums(kDevices, std::vector<float>(kValues));
+    std::vector<std::unique_ptr<Program>> programs;
+    std::vector<Program*> members;
+    for (int d = 0; d < kDevices; d++) {
+        parts.emplace_back(kValues, static_cast<float>(d + 1));
+        programs.push_back(std::make_unique<Program>(std::make_shared<Pool>(2, "", std::vector<int>{})));
+        programs[d]->add_all_reduce(group, d, parts[d].data(), sums[d].data(), kValues);
+        members.push_back(programs[d].get());
+    }
+    Team team(kDevices);
+    for (int i = 0; i < kRounds; i++) {
+        for (auto& sum : sums) sum.assign(kValues, 0.0f);
+        team.run(members);
+        for (const auto& sum : sums) require(sum[0] == 6.0f && sum[kValues - 1] == 6.0f, "wrong sum", "group");
+    }
 }
 
 }  // namespace

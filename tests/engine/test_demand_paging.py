@@ -36,8 +36,8 @@ def resident(llm: LLM) -> int:
 
     The system may join neighbouring mappings, so there can be a little that is not the cache's.
     """
-    stores = llm._runner._devices[0].arena._stores
-    addresses = [plane.data_ptr() for pair in stores for store in pair for plane in store.planes.values()]
+    layer = llm._runner._devices[0].arena.layer(0)
+    addresses = [plane.data_ptr() for store in (layer.keys, layer.values) for plane in store.planes.values()]
     total, is_ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()

@@ -30,13 +30,13 @@ def write(arena: Arena, blocks: Iterable[int], value: float = 1.0) -> None:
     slots = torch.tensor([block * BLOCK + i for block in blocks for i in range(BLOCK)])
     batch = [GroupBatch(slots, ())]
     arena.begin(batch, [])
-    layer = arena.layer(0, batch)
+    layer = arena.layer(0)
     n_heads = layer.rows.stop - layer.rows.start
     layer.write(*(torch.full((len(slots), n_heads, DIM), value) for _ in range(2)))
 
 
 def read(arena: Arena, block: int) -> torch.Tensor:
-    layer = arena.layer(0, [GroupBatch(torch.tensor([]), ())])
+    layer = arena.layer(0)
     slots = torch.arange(block * BLOCK, (block + 1) * BLOCK)
     return torch.cat([layer.keys.read(layer.rows, slots), layer.values.read(layer.rows, slots)])
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.errors import ConfigError
-from motley.kvcache.blocks import HOLE
+from motley.kvcache.blocks import HOLE, slots_of
 from motley.kvcache.sequences import BlockCopy, BlockGroup, BlockTable, GroupSpec
 
 SIZE = 4
@@ -36,8 +36,8 @@ def test_slots_are_block_times_size_plus_offset() -> None:
     table = BlockTable()
     group.extend(table, 0, 10)
     assert list(table.blocks) == [1, 2, 3]
-    assert group.slots(table, 2, 10) == [6, 7, 8, 9, 10, 11, 12, 13]
-    assert group.slots(table, 5, 5) == []
+    assert slots_of(table.blocks, 2, 10, 4) == [6, 7, 8, 9, 10, 11, 12, 13]
+    assert slots_of(table.blocks, 5, 5, 4) == []
 
 
 def test_growth_within_a_block_allocates_nothing_and_keeps_the_version() -> None:
@@ -144,7 +144,7 @@ def test_a_window_leaves_holes_behind_it() -> None:
     group.drop_unseen(table, 12)  # sees 8 ... 12
     assert list(table.blocks) == [HOLE, HOLE, 2]
     group.check_integrity([(table, 12)])
-    assert group.slots(table, 8, 12) == [8, 9, 10, 11]
+    assert slots_of(table.blocks, 8, 12, 4) == [8, 9, 10, 11]
 
 
 def test_without_a_window_nothing_is_dropped() -> None:

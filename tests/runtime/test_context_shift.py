@@ -45,11 +45,11 @@ def stored(d: CacheDriver, sequence: int, layer: int) -> tuple[torch.Tensor, tor
     """Keys and values (tokens, heads, dim) of a layer as they are stored, over all devices."""
     parts = []
     for arena in d.runner.arenas:
-        group, rows = arena._places[layer]
-        view = d.cache.tables([sequence], group)[0]
+        own = arena.layer(layer)
+        view = d.cache.tables([sequence], arena._groups.index(own.group))[0]
         size = d.cache.block_size
         slots = torch.tensor([view.blocks[t // size] * size + t % size for t in range(view.n_tokens)])
-        parts.append([store.read(rows, slots) for store in arena._stores[group]])
+        parts.append([store.read(own.rows, slots) for store in (own.keys, own.values)])
     keys, values = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     return keys, values
 
@@ -120,9 +120,9 @@ def test_what_follows_a_shift_is_computed_from_the_moved_keys(shared: Path, opti
         view = d.cache.tables([other])[0]
         slots = torch.tensor([view.blocks[t // 8] * 8 + t % 8 for t in range(view.n_tokens)])
         for layer, (keys, values) in enumerate(wanted):
-            _, rows = arena._places[layer]
-            arena._stores[0][0].write(rows, slots, keys)
-            arena._stores[0][1].write(rows, slots, values)
+            own = arena.layer(layer)
+            own.keys.write(own.rows, slots, keys)
+            own.values.write(own.rows, slots, values)
         expected = d.feed(other, [7, 8, 9])
     with driver(path, **options) as d:
         sequence, _ = d.open()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from motley.formats import PackedTensor
@@ -46,16 +47,15 @@ class CacheValue:
     def random(rng: random.Random, n_tokens: int, n_heads: int, dim: int, max_before: int = 3) -> CacheValue:
         """A batch of one sequence or two that may have up to `max_before` tokens already."""
         first = rng.randint(1, n_tokens)
-        tables, new_slots, n_slots = [], [], 0
+        tables, n_blocks = [], 0
         for rows in filter(None, (range(first), range(first, n_tokens))):
             n_before = rng.randint(0, max_before)
-            slots = torch.arange(n_slots, n_slots + n_before + len(rows))
-            positions = torch.arange(n_before, n_before + len(rows))
-            tables.append(SequenceTable(torch.tensor(rows, dtype=torch.int64), positions, 0, slots))
-            new_slots.append(slots[n_before:])
-            n_slots += len(slots)
-        keys, values = (draw(rng, n_slots, n_heads, dim) for _ in range(2))
-        return CacheValue(keys, values, GroupBatch(torch.cat(new_slots), tuple(tables)))
+            n_own = -(-(n_before + len(rows)) // BLOCK_SIZE)
+            blocks = np.arange(n_blocks, n_blocks + n_own, dtype=np.int32)
+            tables.append(SequenceTable(rows[0], len(rows), n_before, 0, blocks))
+            n_blocks += n_own
+        keys, values = (draw(rng, n_blocks * BLOCK_SIZE, n_heads, dim) for _ in range(2))
+        return CacheValue(keys, values, GroupBatch.of(tables, BLOCK_SIZE))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,7 +68,9 @@ class CacheValue:
         """The layer itself, in an arena of its own."""
         (n_slots, n_heads, dim), kind = self.keys.shape, get_cache_type("f32")
         group = LayerGroup((0,), (n_heads,), -(-n_slots // BLOCK_SIZE))
-        layer = Arena(kind, kind, [group], block_size=BLOCK_SIZE, head_dim=dim).layer(0, [self.batch])
+        arena = Arena(kind, kind, [group], block_size=BLOCK_SIZE, head_dim=dim)
+        arena.begin([self.batch], [])
+        layer = arena.layer(0)
         slots = torch.arange(n_slots)
         layer.keys.write(layer.rows, slots, self.keys)
         layer.values.write(layer.rows, slots, self.values)

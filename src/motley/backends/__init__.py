@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from motley.backends.base import Backend, Executable
+from motley.backends.base import Backend, Executable, Joint, join
 from motley.backends.cpu import CpuBackend, ExactCpuBackend, is_available
 from motley.backends.reference import ReferenceBackend
 from motley.errors import ConfigError, DeviceError
@@ -39,7 +39,9 @@ __all__ = [
     "Backend",
     "CpuBackend",
     "Executable",
+    "Joint",
     "ReferenceBackend",
     "backend_for",
     "get_backend",
+    "join",
 ]

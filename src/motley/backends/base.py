@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
 from motley.formats import PackedTensor
 from motley.plan import DevicePlan, Kernel
+
+
+class Joint(Protocol):
+    """Executables of all devices of a crew, run by one call from one thread."""
+
+    def run(self, inputs: Sequence[Mapping[str, Any]]) -> list[tuple[torch.Tensor, ...]]:
+        """Each device's outputs from each device's inputs, as Executable.run."""
+        ...
 
 
 class Executable(ABC):
@@ -19,12 +27,25 @@ class Executable(ABC):
     def run(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Compute the graph's outputs from its inputs by name. The results are valid until the next run."""
 
+    @classmethod
+    def join(cls, members: Sequence[Self]) -> Joint | None:
+        """A way to run the crew's executables (one is a crew, too) without a thread for each; None: there is none."""
+        return None
+
     @property
     @abstractmethod
     def n_activation_bytes(self) -> int: ...
 
 
+def join(executables: Sequence[Executable]) -> Joint | None:
+    """The joint run of executables that are all of one kind which knows how; None otherwise."""
+    kinds = {type(executable) for executable in executables}
+    return kinds.pop().join(executables) if len(kinds) == 1 else None
+
+
 class Backend(ABC):
+    """What runs one device's plans."""
+
     name: ClassVar[str]
     device: torch.device = torch.device("cpu")  # where activations and the cache are
 
@@ -36,6 +57,10 @@ class Backend(ABC):
     def refuses_cache(self, k_type: str, v_type: str, head_dim: int, block_size: int) -> str | None:
         """Why it cannot attend over such a cache; None if it can."""
         return None
+
+    def use_threads(self, n_threads: int) -> None:
+        """What its device may use; said once, before plans are prepared."""
+        return
 
     @abstractmethod
     def load(self, weight: PackedTensor) -> PackedTensor:

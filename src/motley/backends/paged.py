@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -25,13 +27,17 @@ class Store(Protocol):
 
 class Table(Protocol):
     @property
-    def rows(self) -> torch.Tensor: ...
+    def first_row(self) -> int: ...
     @property
-    def positions(self) -> torch.Tensor: ...
+    def n_rows(self) -> int: ...
+    @property
+    def position(self) -> int: ...
     @property
     def first(self) -> int: ...
     @property
-    def slots(self) -> torch.Tensor: ...
+    def n_context(self) -> int: ...
+    @property
+    def blocks(self) -> npt.NDArray[np.int32]: ...
 
 
 class Batch(Protocol):

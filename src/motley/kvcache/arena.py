@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from motley.graph.values import CachedSequence
+from motley.kvcache.blocks import slots_of
 from motley.kvcache.paging import PagedMemory
 from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.kvcache.store import Store, allocate_zeroed
 from motley.kvcache.types import CacheType
+
+IntArray = npt.NDArray[np.int32]
 
 # (layer, keys (tokens, heads, dim) as they are stored, by how many positions they move) → keys for their new positions
 KeyTurn = Callable[[int, torch.Tensor, int], torch.Tensor]
@@ -27,22 +32,64 @@ class LayerGroup:
     n_blocks: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SequenceTable:
-    """One sequence's rows in a batch, and where its context lies in one group."""
+    """One sequence's rows in a batch, and the blocks of one group that hold its context."""
 
-    rows: torch.Tensor  # int64: rows of the batch
-    positions: torch.Tensor  # int64, of those rows
-    first: int  # the first position that is still stored
-    slots: torch.Tensor  # int64: of positions first, first + 1, … up to the batch's last, this batch included
+    first_row: int  # of the batch; its rows are adjacent
+    n_rows: int
+    position: int  # of the first row
+    first: int  # the position that `blocks` begin at
+    blocks: IntArray  # int32: of positions first, first + block_size, … up to the batch's last, this batch included
+
+    @property
+    def n_context(self) -> int:
+        """Tokens that `blocks` hold, this batch's included."""
+        return self.position + self.n_rows - self.first
+
+    def slots(self, block_size: int) -> torch.Tensor:
+        """int64: of positions first, first + 1, …"""
+        starts = torch.from_numpy(self.blocks).long()[:, None] * block_size
+        return (starts + torch.arange(block_size)).flatten()[: self.n_context]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GroupBatch:
     """Where a batch writes and reads in one group."""
 
     slots: torch.Tensor  # int64 (tokens,): where each row's K and V go
     tables: tuple[SequenceTable, ...]
+
+    @staticmethod
+    def of(tables: Iterable[SequenceTable], block_size: int) -> GroupBatch:
+        """The tables' rows follow each other."""
+        tables, slots = tuple(tables), []
+        for table in tables:
+            start = table.position - table.first
+            slots += slots_of(table.blocks, start, start + table.n_rows, block_size)
+        return GroupBatch(torch.tensor(slots, dtype=torch.int64), tables)
+
+
+@dataclass(eq=False)
+class ArenaGroup:
+    """The stores of layers that share block tables, and the batch that these layers see at the moment."""
+
+    keys: Store
+    values: Store
+    batch: GroupBatch = field(default_factory=lambda: GroupBatch(torch.empty(0, dtype=torch.int64), ()))
+    memory: PagedMemory | None = None  # if it is demand-paged
+    empty: set[int] = field(
+        default_factory=set
+    )  # blocks that hold nothing; kept where memory can be given back
+
+    @property
+    def n_bytes(self) -> int:
+        return self.keys.n_bytes + self.values.n_bytes
+
+    def touch(self, slots: torch.Tensor) -> None:
+        """Their blocks are about to hold something."""
+        if self.memory is not None:
+            self.empty.difference_update((slots // self.keys.block_size).tolist())
 
 
 class Arena:
@@ -59,28 +106,27 @@ class Arena:
         demand_paged: bool = False,
         device: torch.device | None = None,  # None: the CPU
     ) -> None:
-        self._block_size = block_size
-        self._memory = [PagedMemory() if demand_paged else None for _ in groups]
-        self._empty = [set(range(group.n_blocks)) for group in groups]  # blocks that hold nothing
-        self._stores: list[tuple[Store, Store]] = []
-        self._places: dict[int, tuple[int, slice]] = {}  # layer → group, rows
-        for number, (group, memory) in enumerate(zip(groups, self._memory, strict=True)):
-            row = 0
-            for layer, n_heads in zip(group.layers, group.n_heads, strict=True):
-                self._places[layer] = (number, slice(row, row + n_heads))
-                row += n_heads
+        self._groups: list[ArenaGroup] = []
+        self._layers: dict[int, ArenaLayer] = {}
+        for group in groups:
+            memory = PagedMemory() if demand_paged else None
             keys, values = (
                 Store(
                     kind,
                     n_blocks=group.n_blocks,
                     block_size=block_size,
-                    n_rows=row,
+                    n_rows=sum(group.n_heads),
                     head_dim=head_dim,
                     allocate=partial(allocate_zeroed, device=device) if memory is None else memory.allocate,
                 )
                 for kind in (k_type, v_type)
             )
-            self._stores.append((keys, values))
+            own = ArenaGroup(keys, values, memory=memory, empty=set(range(group.n_blocks)))
+            self._groups.append(own)
+            row = 0
+            for layer, n_heads in zip(group.layers, group.n_heads, strict=True):
+                self._layers[layer] = ArenaLayer(own, slice(row, row + n_heads))
+                row += n_heads
 
     @property
     def n_bytes(self) -> int:
@@ -88,37 +134,43 @@ class Arena:
 
     def group_bytes(self) -> list[int]:
         """Of each group, as allocated."""
-        return [keys.n_bytes + values.n_bytes for keys, values in self._stores]
+        return [group.n_bytes for group in self._groups]
 
     @property
     def n_resident(self) -> int:
         """Bytes in memory at this moment: all of them, unless the arena is demand-paged."""
         return sum(
-            memory.n_resident if memory is not None else keys.n_bytes + values.n_bytes
-            for memory, (keys, values) in zip(self._memory, self._stores, strict=True)
+            group.n_bytes if group.memory is None else group.memory.n_resident for group in self._groups
         )
 
+    def layer(self, layer: int) -> ArenaLayer:
+        """What the graph's cache input of that layer is; always the same object, whose batch is the current one."""
+        return self._layers[layer]
+
     def begin(self, batch: Sequence[GroupBatch], copies: Iterable[BlockCopy]) -> None:
-        """Before a batch runs: its blocks are empty no more; carry out its copies-on-write."""
-        for empty, group in zip(self._empty, batch, strict=True):
-            empty.difference_update((group.slots // self._block_size).tolist())
+        """Before a batch runs: all layers see it, its blocks are empty no more, its copies-on-write are made."""
+        for group, own in zip(self._groups, batch, strict=True):
+            group.batch = own
+            group.touch(own.slots)
         self._copy_blocks(copies)
 
     def _copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         for copy in copies:
-            self._empty[copy.group].discard(copy.dst)
-            for store in self._stores[copy.group]:
+            group = self._groups[copy.group]
+            group.empty.discard(copy.dst)
+            for store in (group.keys, group.values):
                 store.copy_block(copy.src, copy.dst, copy.n_tokens)
 
-    def store_random(self, batch: Sequence[GroupBatch]) -> None:
-        """Random keys and values at the batch's slots; all layers of a group get the same, packed once."""
-        for number, stores in enumerate(self._stores):
-            slots = batch[number].slots
-            places = [rows for group, rows in self._places.values() if group == number]
+    def store_random(self) -> None:
+        """Random keys and values at the current batch's slots; all layers of a group get the same, packed once."""
+        for group in self._groups:
+            slots = group.batch.slots
+            places = [layer.rows for layer in self._layers.values() if layer.group is group]
             widest = max(places, key=lambda rows: rows.stop - rows.start)
-            for store in stores:
-                values = torch.randn(len(slots), widest.stop - widest.start, store.head_dim)
-                store.write(widest, slots, values)
+            for store in (group.keys, group.values):
+                store.write(
+                    widest, slots, torch.randn(len(slots), widest.stop - widest.start, store.head_dim)
+                )
                 packed = store.gather(widest, slots)
                 for rows in places:
                     n_heads = rows.stop - rows.start
@@ -127,50 +179,48 @@ class Arena:
     def shift(self, shifts: Iterable[BlockShift], turn: KeyTurn) -> None:
         """Move K/V to earlier positions: values as they are, keys turned to where they are now."""
         for shift in shifts:
-            self._empty[shift.group].difference_update(slot // self._block_size for slot in shift.targets)
-            self._copy_blocks(shift.copies)
+            group = self._groups[shift.group]
             sources, targets = torch.tensor(shift.sources), torch.tensor(shift.targets)
-            keys, values = self._stores[shift.group]
-            for layer, (group, rows) in self._places.items():
-                if group == shift.group and rows.start < rows.stop and len(sources):
-                    turned = turn(layer, keys.read(rows, sources), -shift.distance)
-                    keys.write(rows, targets, turned)
-                    values.scatter(rows, targets, values.gather(rows, sources))
+            group.touch(targets)
+            self._copy_blocks(shift.copies)
+            for number, layer in self._layers.items():
+                if layer.group is group and layer.rows.start < layer.rows.stop and len(sources):
+                    turned = turn(number, layer.keys.read(layer.rows, sources), -shift.distance)
+                    layer.keys.write(layer.rows, targets, turned)
+                    layer.values.scatter(layer.rows, targets, layer.values.gather(layer.rows, sources))
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[dict[str, torch.Tensor], ...]:
         """K and V of this device's heads as they are stored; see Store.gather."""
-        group, rows = self._places[layer]
-        keys, values = self._stores[group]
-        return keys.gather(rows, slots), values.gather(rows, slots)
+        own = self._layers[layer]
+        return own.keys.gather(own.rows, slots), own.values.gather(own.rows, slots)
 
     def scatter(self, layer: int, slots: torch.Tensor, planes: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The reverse of `gather`. The slots' blocks hold something from now on."""
-        group, rows = self._places[layer]
-        self._empty[group].difference_update((slots // self._block_size).tolist())
-        for store, items in zip(self._stores[group], planes, strict=True):
-            store.scatter(rows, slots, items)
+        own = self._layers[layer]
+        own.group.touch(slots)
+        for store, items in zip((own.keys, own.values), planes, strict=True):
+            store.scatter(own.rows, slots, items)
 
     def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
         """Blocks of each group that hold nothing any more: return their memory, where it is demand-paged."""
-        for memory, empty, blocks in zip(self._memory, self._empty, emptied, strict=True):
-            empty.update(blocks)
-            if memory is not None:
-                memory.give_back(blocks, empty)
-
-    def layer(self, layer: int, batch: Sequence[GroupBatch]) -> ArenaLayer:
-        """What the graph's cache input of that layer is for this batch."""
-        group, rows = self._places[layer]
-        return ArenaLayer(*self._stores[group], rows, batch[group])
+        for group, blocks in zip(self._groups, emptied, strict=True):
+            if group.memory is not None and blocks:
+                group.empty.update(blocks)
+                group.memory.give_back(blocks, group.empty)
 
 
-@dataclass(frozen=True)
 class ArenaLayer:
-    """One layer of the cache for one batch (graph.values.CacheLayer)."""
+    """One layer of the cache (graph.values.CacheLayer). It stays as it is; only its group's batch changes."""
 
-    keys: Store
-    values: Store
-    rows: slice
-    batch: GroupBatch
+    def __init__(self, group: ArenaGroup, rows: slice) -> None:
+        self.group = group
+        self.keys = group.keys
+        self.values = group.values
+        self.rows = rows
+
+    @property
+    def batch(self) -> GroupBatch:
+        return self.group.batch
 
     def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys.write(self.rows, self.batch.slots, keys)
@@ -186,10 +236,10 @@ class ArenaSequence:
 
     def __init__(self, layer: ArenaLayer, table: SequenceTable) -> None:
         self._layer = layer
-        self._slots = table.slots
-        self.rows = table.rows
-        self.positions = table.positions
-        self.key_positions = torch.arange(table.first, table.first + len(table.slots))
+        self._slots = table.slots(layer.keys.block_size)
+        self.rows = torch.arange(table.first_row, table.first_row + table.n_rows)
+        self.positions = torch.arange(table.position, table.position + table.n_rows)
+        self.key_positions = torch.arange(table.first, table.first + table.n_context)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self._layer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
 from motley.kvcache.arena import GroupBatch, SequenceTable
 from motley.kvcache.manager import CacheManager
@@ -27,15 +27,12 @@ def group_batches(manager: CacheManager, extents: Sequence[Extent]) -> list[Grou
 def _group_batch(manager: CacheManager, group: int, extents: Sequence[Extent]) -> GroupBatch:
     size = manager.block_size
     views = manager.tables([e.sequence for e in extents], group)
-    tables, new_slots, first_row = [], [], 0
-    for extent, view in zip(extents, views, strict=True):
-        end = extent.start + extent.n_tokens
-        blocks = torch.tensor(view.blocks[: -(-end // size)], dtype=torch.int64)
-        n_holes = int((blocks < 0).sum())
-        slots = (blocks[n_holes:, None] * size + torch.arange(size)).flatten()[: end - n_holes * size]
-        positions = torch.arange(extent.start, end)
-        rows = torch.arange(first_row, first_row + extent.n_tokens)
-        tables.append(SequenceTable(rows, positions, n_holes * size, slots))
-        new_slots.append(slots[len(slots) - extent.n_tokens :])
-        first_row += extent.n_tokens
-    return GroupBatch(torch.cat(new_slots), tuple(tables))
+    tables: list[SequenceTable] = []
+    first_row = 0
+    for (_, start, n_tokens), view in zip(extents, views, strict=True):
+        end = start + n_tokens
+        # Of a copy, which slicing makes: the manager's array cannot grow while somebody looks into it.
+        blocks = np.frombuffer(view.blocks[view.n_holes : -(-end // size)], dtype=np.int32)
+        tables.append(SequenceTable(first_row, n_tokens, start, view.n_holes * size, blocks))
+        first_row += n_tokens
+    return GroupBatch.of(tables, size)

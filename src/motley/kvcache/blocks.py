@@ -18,6 +18,10 @@ Threads: the engine thread alone, like everything in this package (see manager.p
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 HOLE = -1  # in a block table: the block that stood here was dropped behind the window
 
@@ -33,6 +37,19 @@ def first_visible_block(position: int, window: int | None, block_size: int) -> i
     A query at p sees the keys t with p - window < t <= p; without a window, all t <= p.
     """
     return 0 if window is None else max(0, position - window + 1) // block_size
+
+
+def slots_of(
+    blocks: Sequence[int] | npt.NDArray[np.int32], start: int, end: int, block_size: int
+) -> list[int]:
+    """Where the tokens start … end - 1 of a block table are: block * block_size + offset."""
+    slots: list[int] = []
+    while start < end:
+        stop = min(end, (start // block_size + 1) * block_size)
+        first = int(blocks[start // block_size]) * block_size + start % block_size
+        slots.extend(range(first, first + stop - start))
+        start = stop
+    return slots
 
 
 class BlockPool:

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from motley.errors import CacheError, ConfigError
-from motley.kvcache.blocks import HOLE, first_visible_block, n_blocks_for
+from motley.kvcache.blocks import HOLE, first_visible_block, n_blocks_for, slots_of
 from motley.kvcache.prefix import BlockHasher, PrefixStats, find_prefix
 from motley.kvcache.results import CacheStats, Opened, Reservation, Restored, TableView
 from motley.kvcache.sequences import BlockCopy, BlockGroup, BlockShift, BlockTable, GroupSpec
@@ -148,7 +148,10 @@ class CacheManager:
             return None
         sequence.n_slots = n_slots
         copies = [copy for group, table in pairs for copy in group.extend(table, n_tokens, n_slots)]
-        return Reservation([group.slots(table, n_tokens, n_tokens + n_new) for group, table in pairs], copies)
+        return Reservation(
+            [slots_of(table.blocks, n_tokens, n_tokens + n_new, self.block_size) for group, table in pairs],
+            copies,
+        )
 
     def commit(self, seq: int, tokens: Sequence[int]) -> None:
         """Record the next tokens, whose K/V now stand in reserved slots, and let others find them."""
@@ -240,14 +243,14 @@ class CacheManager:
         """The block tables of a batch in one group. Copies nothing."""
         rows = [self._sequences[seq] for seq in seqs]
         tables = [(row.tables[group], len(row.tokens)) for row in rows]
-        return [TableView(table.blocks, n_tokens, table.version) for table, n_tokens in tables]
+        return [TableView(table.blocks, table.n_holes, n_tokens, table.version) for table, n_tokens in tables]
 
     def stored_slots(self, seq: int, group: int) -> tuple[int, list[int]]:
         """The first token that a group has of a sequence, and the slots of all from there to the last one's."""
         sequence = self._sequences[seq]
         table = sequence.tables[group]
         first = self.groups[group].first_stored(table)
-        return first, self.groups[group].slots(table, first, sequence.n_slots)
+        return first, slots_of(table.blocks, first, sequence.n_slots, self.block_size)
 
     def take_emptied(self) -> list[list[int]]:
         """Per group: blocks that became empty since the last call and still are. Arenas may unmap them."""

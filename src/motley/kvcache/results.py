@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
 from dataclasses import dataclass
 
 from motley.kvcache.prefix import PrefixStats
@@ -42,7 +42,8 @@ class TableView:
     As long as `version` is the same, the table has only grown: entries seen before need not be read again.
     """
 
-    blocks: Sequence[int]  # an int32 array
+    blocks: array[int]  # int32
+    n_holes: int  # leading entries that are HOLE
     n_tokens: int
     version: int
 

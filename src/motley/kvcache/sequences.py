@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from motley.errors import ConfigError
-from motley.kvcache.blocks import HOLE, BlockPool, first_visible_block, n_blocks_for
+from motley.kvcache.blocks import HOLE, BlockPool, first_visible_block, n_blocks_for, slots_of
 from motley.kvcache.prefix import PrefixIndex
 
 
@@ -227,23 +227,12 @@ class BlockGroup:
         start = max(n_keep, n_holes * size, self.first_stored(old) - n_drop)
         if n_fixed == n_holes:
             table.first_valid = start
-        sources = self.slots(old, start + n_drop, n_tokens)
-        return BlockShift(self.number, copies, sources, self.slots(table, start, n_left), n_drop)
+        sources = slots_of(old.blocks, start + n_drop, n_tokens, size)
+        return BlockShift(self.number, copies, sources, slots_of(table.blocks, start, n_left, size), n_drop)
 
     def first_stored(self, table: BlockTable) -> int:
         """The first token that is not in a hole."""
         return max(table.n_holes * self.block_size, table.first_valid)
-
-    def slots(self, table: BlockTable, start: int, end: int) -> list[int]:
-        """Where the tokens start … end - 1 are: block * block_size + offset."""
-        size = self.block_size
-        slots: list[int] = []
-        while start < end:
-            stop = min(end, (start // size + 1) * size)
-            first = table.blocks[start // size] * size + start % size
-            slots.extend(range(first, first + stop - start))
-            start = stop
-        return slots
 
     def clear_cached(self) -> None:
         """Forget and empty all cached blocks. Blocks in use keep their names."""

@@ -1,11 +1,11 @@
-"""`DeviceRunner`: one device's weights, its part of the cache, and its plans by batch shape."""
+"""`DeviceRunner`: one device's weights, its part of the cache, and how its plans are made."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -17,8 +17,6 @@ from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape
 from motley.plan import DevicePlan, Kernel
 from motley.runtime.shifting import KeyTurner
-
-_MAX_PLANS = 64  # batch shapes kept ready; the least recently used goes first
 
 
 @dataclass(frozen=True)
@@ -48,24 +46,27 @@ class DeviceRunner:
         self._weights = weights
         self._n_weight_bytes = n_weight_bytes
         self._build = build
-        self._plans: OrderedDict[BatchShape, tuple[Graph, Executable]] = OrderedDict()
         self.arena = arena
 
-    def run(self, batch: DeviceBatch) -> torch.Tensor:
-        graph, executable = self._plan(batch.shape)
+    def prepare(self, shape: BatchShape) -> Executable:
+        """What runs batches of a shape."""
+        plan = DevicePlan.of(self._build(shape), self._kernels)
+        return self._backend.prepare(plan, self._weights)
+
+    def inputs(self, batch: DeviceBatch) -> dict[str, Any]:
+        """What an executable takes for a batch, whose copies are made now."""
         self.arena.begin(batch.cache, batch.copies)
-        inputs = {
-            node.name: self.arena.layer(int(node.name.removeprefix("cache.")), batch.cache)
-            if node.dtype == CACHE
-            else batch.inputs[node.name]
-            for node in graph.inputs
-        }
-        (logits,) = executable.run(inputs)
-        return logits
+        return {**self._layers, **batch.inputs}
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
         """Move cached K/V to earlier positions."""
         self.arena.shift(shifts, self.key_turner)
+
+    @cached_property
+    def _layers(self) -> dict[str, Any]:
+        """Cache layers by the name of the graph's input; the same for all batches."""
+        names = [node.name for node in self._build(BatchShape(1, 1)).inputs if node.dtype == CACHE]
+        return {name: self.arena.layer(int(name.removeprefix("cache."))) for name in names}
 
     @cached_property
     def key_turner(self) -> KeyTurner:
@@ -76,19 +77,3 @@ class DeviceRunner:
     def n_weight_bytes(self) -> int:
         """Of what was loaded; tables that stay mapped do not count."""
         return self._n_weight_bytes
-
-    @property
-    def n_activation_bytes(self) -> int:
-        """Of the largest plan; plans run one at a time."""
-        return max((executable.n_activation_bytes for _, executable in self._plans.values()), default=0)
-
-    def _plan(self, shape: BatchShape) -> tuple[Graph, Executable]:
-        if shape in self._plans:
-            self._plans.move_to_end(shape)
-        else:
-            graph = self._build(shape)
-            plan = DevicePlan.of(graph, self._kernels)
-            self._plans[shape] = graph, self._backend.prepare(plan, self._weights)
-            if len(self._plans) > _MAX_PLANS:
-                self._plans.popitem(last=False)
-        return self._plans[shape]

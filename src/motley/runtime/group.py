@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from motley.backends.cpu import NativeHungUpError, meeting_place
-from motley.backends.threads import use_threads
 from motley.errors import DeviceError, MotleyError
 from motley.graph import Tensor
 from motley.ownership import Word
@@ -113,8 +112,8 @@ class ThreadGroup:
         self._mail: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor | None]] = {
             (a, b): queue.SimpleQueue() for a in range(n_devices) for b in range(n_devices)
         }
-        each = max(1, (n_threads or torch.get_num_threads()) // n_devices)
-        self._workers = [_Worker(device, each) for device in range(n_devices)]
+        self.n_threads_each = max(1, (n_threads or torch.get_num_threads()) // n_devices)
+        self._workers = [_Worker(device, self.n_threads_each) for device in range(n_devices)]
         self.close = weakref.finalize(self, _dismiss, self._workers)  # also when it is forgotten, and at exit
         self.lines = [_Line(self, device) for device in range(n_devices)]
 
@@ -203,7 +202,7 @@ class _Worker(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        use_threads(self._n_threads)
+        torch.set_num_threads(self._n_threads)  # a part of it is global: the last model's counts for all
         while (job := self.jobs.get()) is not None:
             try:
                 job.result = job.work(self._device)

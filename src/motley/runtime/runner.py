@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from motley.backends import Backend
+from motley.backends import Backend, Executable, Joint, join
 from motley.graph import Graph
 from motley.kvcache.arena import Arena
 from motley.kvcache.batching import Extent, group_batches
@@ -20,6 +22,16 @@ from motley.runtime.device import DeviceBatch, DeviceRunner
 from motley.runtime.group import CollectiveKernel, ThreadGroup
 from motley.runtime.loading import Progress, load_weights, weight_bytes
 from motley.runtime.splitting import ModelSplit
+
+_MAX_STEPS = 64  # batch shapes kept ready; the least recently used goes first
+
+
+@dataclass(frozen=True)
+class _Step:
+    """How batches of one shape run: each device's executable, and all of them at once where there is a way."""
+
+    executables: list[Executable]
+    joint: Joint | None
 
 
 class Runner:
@@ -39,6 +51,8 @@ class Runner:
         weights = load_weights(split.spec, shares, backends, progress)
         is_native = all(backend.device.type == "cpu" for backend in backends)
         self._group = ThreadGroup(n_devices, n_threads, is_native=is_native)
+        for backend in backends:
+            backend.use_threads(self._group.n_threads_each)
         self._devices = [
             DeviceRunner(
                 backends[device],
@@ -50,6 +64,7 @@ class Runner:
             )
             for device in range(n_devices)
         ]
+        self._steps: OrderedDict[BatchShape, _Step] = OrderedDict()
 
     def run(self, batch: Batch, manager: CacheManager, copies: Iterable[BlockCopy]) -> torch.Tensor:
         """Logits (outputs, vocab) of the rows that want them. Slots have been reserved; `copies` are made first."""
@@ -66,14 +81,31 @@ class Runner:
             tuple(group_batches(manager, extents)),
             copies,
         )
-        return self._group.run(lambda device: self._devices[device].run(work))[0].cpu()
+        step = self._step(work.shape)
+        if step.joint is not None:
+            outputs = step.joint.run([device.inputs(work) for device in self._devices])
+        else:
+            outputs = self._group.run(
+                lambda device: step.executables[device].run(self._devices[device].inputs(work))
+            )
+        return outputs[0][0].cpu()
+
+    def _step(self, shape: BatchShape) -> _Step:
+        if shape in self._steps:
+            self._steps.move_to_end(shape)
+        else:
+            executables = self._group.run(lambda device: self._devices[device].prepare(shape))
+            self._steps[shape] = _Step(executables, join(executables))
+            if len(self._steps) > _MAX_STEPS:
+                self._steps.popitem(last=False)
+        return self._steps[shape]
 
     def store_random(self, manager: CacheManager, sequence: int, n_tokens: int) -> None:
         """Fill the next slots of a sequence, which have been reserved, with random keys and values."""
         batch = group_batches(manager, [Extent(sequence, manager.n_tokens(sequence), n_tokens)])
         for arena in self.arenas:
             arena.begin(batch, [])
-            arena.store_random(batch)
+            arena.store_random()
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
         """Move cached K/V to earlier positions, at once."""
@@ -95,9 +127,11 @@ class Runner:
             {
                 "weights": device.n_weight_bytes,
                 "kv_cache": device.arena.n_bytes,
-                "activations": device.n_activation_bytes,
+                "activations": max(
+                    (s.executables[i].n_activation_bytes for s in self._steps.values()), default=0
+                ),
             }
-            for device in self._devices
+            for i, device in enumerate(self._devices)
         ]
 
     @property
@@ -107,6 +141,7 @@ class Runner:
 
     def close(self) -> None:
         self._group.close()
+        self._steps.clear()
         self._devices.clear()
 
 

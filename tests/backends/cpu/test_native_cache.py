@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from native_driver import INSTRUCTION_SETS, CpuBackend, ReferenceBackend, run_graph
 
 from motley.graph import CACHE, Graph, Tensor
 from motley.graph.ops import Attention, CacheStore, Hadamard, Input, MatMul, Reshape
-from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
+from motley.kvcache.arena import ArenaGroup, ArenaLayer, GroupBatch, SequenceTable
 from motley.kvcache.store import Store
 from motley.kvcache.types import CACHE_TYPES
 
@@ -41,25 +42,24 @@ class Case:
         self.keys, self.values = (store(kind, block_size, 2 * self.n_kv, dim) for kind in (k_type, v_type))
         self.rows = slice(self.n_kv, 2 * self.n_kv)  # the second layer
         free = torch.randperm(40, generator=generator).tolist()
-        tables, slots, row = [], [], 0
+        tables, row = [], 0
         for context, new in zip(contexts, n_new, strict=True):
             total = context + new
-            blocks = torch.tensor([free.pop() for _ in range(-(-total // block_size))])
-            own = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:total]
+            blocks = np.array([free.pop() for _ in range(-(-total // block_size))], np.int32)
+            table = SequenceTable(row, new, first + context, first, blocks)
+            own = table.slots(block_size)
             past = torch.randn(2, context, self.n_kv, dim, generator=generator) * 2
             self.keys.write(self.rows, own[:context], past[0])
             self.values.write(self.rows, own[:context], past[1])
-            positions = first + torch.arange(context, total)
-            tables.append(SequenceTable(torch.arange(row, row + new), positions, first, own))
-            slots.append(own[context:])
+            tables.append(table)
             row += new
-        self.batch = GroupBatch(torch.cat(slots), tuple(tables))
+        self.batch = GroupBatch.of(tables, block_size)
         self.n_tokens = row
         self.inputs = {
             "q": torch.randn(row, self.n_heads, dim, generator=generator),
             "k": torch.randn(row, self.n_kv, dim, generator=generator),
             "v": torch.randn(row, self.n_kv, dim, generator=generator),
-            "cache.0": ArenaLayer(self.keys, self.values, self.rows, self.batch),
+            "cache.0": ArenaLayer(ArenaGroup(self.keys, self.values, self.batch), self.rows),
         }
 
     def graph(self, *, window: int | None = None, rotation: int = 0) -> Graph:

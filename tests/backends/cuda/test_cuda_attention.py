@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from motley.backends.cuda.kernels.gate import gated
 from motley.backends.cuda.kernels.norm import rms_norm
 from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
 from motley.graph.ops import Activation, Attention, Hadamard, RmsNorm, Rope
-from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
+from motley.kvcache.arena import ArenaGroup, ArenaLayer, GroupBatch, SequenceTable
 from motley.kvcache.store import Store
 from motley.kvcache.types import get_cache_type
 
@@ -34,10 +35,6 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def slots_of(blocks: list[int], n: int) -> torch.Tensor:
-    return (torch.tensor(blocks)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:n]
-
-
 @pytest.mark.parametrize(
     ("k_kind", "v_kind", "window"),
     [("f16", "f16", None), ("q8_0", "q8_0", 20), ("q4_0", "q4_0", None), ("q8_0", "q4_0", None)],
@@ -50,11 +47,11 @@ def test_decode_attention_over_shuffled_blocks(k_kind: str, v_kind: str, window:
         store.write(HEADS, everywhere, torch.randn(len(everywhere), KV_HEADS, DIM))
     lengths, firsts, blocks = (53, 7), (0, BLOCK), ([5, 2, 7, 0], [3, 6])  # the second table lacks a block
     tables = tuple(
-        SequenceTable(torch.tensor([r]), torch.tensor([first + n - 1]), first, slots_of(table, n))
+        SequenceTable(r, 1, first + n - 1, first, np.array(table, np.int32))
         for r, (n, first, table) in enumerate(zip(lengths, firsts, blocks, strict=True))
     )
     q = torch.randn(2, KV_HEADS * GROUP, DIM)
-    layer = ArenaLayer(keys, values, HEADS, GroupBatch(torch.tensor([0, 0]), tables))
+    layer = ArenaLayer(ArenaGroup(keys, values, GroupBatch.of(tables, BLOCK)), HEADS)
     expected = Attention(0.2, window).reference([q, layer])
 
     device_tables = Tables(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,14 +73,12 @@ def make_spec(matrices: str) -> tuple[ModelSpec, dict[str, PackedTensor]]:
 
 def make_batch(n_contexts: list[int], n_new: list[int]) -> GroupBatch:
     """Sequences with `n_contexts` tokens in the cache, the last `n_new` of which are the batch's."""
-    tables, slots, row = [], [], 0
+    tables, row = [], 0
     for number, (n, new) in enumerate(zip(n_contexts, n_new, strict=True)):
-        blocks = torch.arange(4) + 4 * (len(n_contexts) - 1 - number)
-        places = (blocks[:, None] * SIZE + torch.arange(SIZE)).flatten()[:n]
-        tables.append(SequenceTable(torch.arange(row, row + new), torch.arange(n - new, n), 0, places))
-        slots.append(places[n - new :])
+        blocks = np.arange(-(-n // SIZE), dtype=np.int32) + 4 * (len(n_contexts) - 1 - number)
+        tables.append(SequenceTable(row, new, n - new, 0, blocks))
         row += new
-    return GroupBatch(torch.cat(slots), tuple(tables))
+    return GroupBatch.of(tables, SIZE)
 
 
 def run(
@@ -89,10 +88,13 @@ def run(
     n_tokens = len(batch.slots)
     inputs: dict[str, Any] = {
         "tokens": torch.arange(n_tokens, dtype=torch.int32) + 3,
-        "positions": torch.cat([table.positions for table in batch.tables]).int(),
+        "positions": torch.cat(
+            [torch.arange(table.position, table.position + table.n_rows) for table in batch.tables]
+        ).int(),
         "output_rows": torch.tensor([n_tokens - 1], dtype=torch.int32),
     }
-    inputs |= {node.name: arena.layer(0, (batch,)) for node in graph.inputs if node.dtype == CACHE}
+    arena.begin([batch], [])
+    inputs |= {node.name: arena.layer(0) for node in graph.inputs if node.dtype == CACHE}
     (logits,) = runnable.run(inputs)
     return logits.clone()
 
@@ -124,10 +126,10 @@ def test_a_model_by_stages_gives_the_reference_s_logits(
     results = []
     for backend in (ReferenceBackend(), CudaBackend("cpu")):
         arena = Arena(kind, kind, [LayerGroup((0,), (KV_HEADS,), 8)], block_size=SIZE, head_dim=DIM)
-        past = torch.cat([table.slots for table in batch.tables])
+        past = torch.cat([table.slots(SIZE) for table in batch.tables])
         generator = torch.Generator().manual_seed(5)
         noise = torch.randn(2, len(past), KV_HEADS, DIM, generator=generator)
-        layer = arena.layer(0, (batch,))
+        layer = arena.layer(0)
         layer.keys.write(layer.rows, past, noise[0])
         layer.values.write(layer.rows, past, noise[1])
         loaded = {name: backend.load(weight) for name, weight in weights.items()}

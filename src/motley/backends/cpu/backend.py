@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
 
-from motley.backends.base import Backend, Executable
+from motley.backends.base import Backend, Executable, Joint
 from motley.backends.cpu.addresses import Memory
 from motley.backends.cpu.cache import BatchSlot
-from motley.backends.cpu.compiler import Compiler
+from motley.backends.cpu.compiler import Compiler, can_compile
 from motley.backends.cpu.fusion import Linear, Meeting, Stage, fuse
 from motley.backends.cpu.kernels import NativeKernel
 from motley.backends.cpu.memory import lay_out_stages
@@ -20,7 +20,6 @@ from motley.backends.cpu.native import core
 from motley.backends.cpu.weights import RepackedTensor, can_repack
 from motley.backends.paged import PagedLayer
 from motley.backends.reference.backend import ReferenceKernel
-from motley.backends.threads import n_threads
 from motley.errors import ConfigError
 from motley.formats import PackedTensor
 from motley.graph import CACHE
@@ -40,27 +39,32 @@ class CpuBackend(Backend):
                 "the native module is not built", hint="run `make setup`, or use --backend reference"
             )
         self._instruction_set = instruction_set
-        self._pools = threading.local()
+        self._n_threads = torch.get_num_threads()
 
     @property
     def kernels(self) -> Sequence[Kernel]:
         return NativeKernel(), ReferenceKernel()
 
-    @property
-    def pool(self) -> Any:
-        """The calling thread's workers."""
-        pool = getattr(self._pools, "pool", None)
-        if pool is None or pool.n_threads != n_threads():
-            pool = self._pools.pool = core.Pool(n_threads(), self._instruction_set)
-        return pool
+    def use_threads(self, n_threads: int) -> None:
+        self._n_threads = n_threads
+
+    @cached_property
+    def _pool(self) -> Any:
+        """The device's workers."""
+        return core.Pool(self._n_threads, self._instruction_set)
+
+    @cached_property
+    def _loaders(self) -> Any:
+        """All that this process may use, as devices load one after the other."""
+        return core.Pool(torch.get_num_threads(), self._instruction_set)
 
     def load(self, weight: PackedTensor) -> PackedTensor:
         if can_repack(weight):
-            return RepackedTensor.of(weight, self.pool)
+            return RepackedTensor.of(weight, self._loaders)
         return PackedTensor(weight.data.clone(), weight.format)
 
     def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable:
-        return CpuExecutable(plan, weights, self.pool, is_exact=self.is_exact)
+        return CpuExecutable(plan, weights, self._pool, is_exact=self.is_exact)
 
 
 class ExactCpuBackend(CpuBackend):
@@ -78,51 +82,59 @@ class CpuExecutable(Executable):
     ) -> None:
         self._graph = plan.graph
         self._stages = fuse(plan)
-        self._weights = weights
         self._pool = pool
         self._is_exact = is_exact
         self._layout = lay_out_stages(plan.graph, self._stages, is_exact)
         self._memory = Memory(self._layout, weights, plan.graph.inputs)
+        self._cache_names = [t.name for t in plan.graph.inputs if t.dtype == CACHE]
+        self._layers: list[PagedLayer] | None = None  # those that the segments were compiled for
         self._segments: list[Callable[[], Any]] = []
-        self._slots: dict[str, BatchSlot] = {}  # by the first cache input that uses it
-        self._stores: tuple[Any, ...] | None = None  # those that the segments were compiled for
+        self._program: Any = None  # all of it, where everything is native
+        self._slots: list[tuple[BatchSlot, PagedLayer]] = []  # with a layer that has the slot's batch
+        self._outputs: tuple[torch.Tensor, ...] = ()
 
     @property
     def n_activation_bytes(self) -> int:
         return self._layout.n_bytes
 
+    @classmethod
+    def join(cls, members: Sequence[CpuExecutable]) -> Joint | None:
+        is_native = all(can_compile(stage, m._memory.weights) for m in members for stage in m._stages)
+        return _Team(members) if is_native else None
+
     def run(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-        layers: dict[str, PagedLayer] = {
-            t.name: inputs[t.name] for t in self._graph.inputs if t.dtype == CACHE
-        }
-        stores = tuple(store for layer in layers.values() for store in (layer.keys, layer.values))
-        if self._stores is None or any(a is not b for a, b in zip(stores, self._stores, strict=True)):
-            self._compile(layers)
-            self._stores = stores
-        for name, buffer in self._memory.inputs.items():
-            buffer.copy_(inputs[name])
-        for name, slot in self._slots.items():
-            slot.fill(layers[name].batch, layers[name].keys.block_size)
+        self._bind(inputs)
         for run in self._segments:
             run()
-        return tuple(self._memory.value(t) for t in self._graph.outputs)
+        return self._outputs
 
-    def _compile(self, layers: Mapping[str, PagedLayer]) -> None:
-        by_store: dict[int, BatchSlot] = {}  # layers of one group of blocks share their stores
-        slots = {name: by_store.setdefault(id(layer.keys), BatchSlot()) for name, layer in layers.items()}
-        seen: set[int] = set()
-        self._slots = {}
-        for name, slot in slots.items():
-            if id(slot) not in seen:
-                seen.add(id(slot))
-                self._slots[name] = slot
-        compiler = Compiler(self._memory, self._pool, layers, slots, is_exact=self._is_exact)
-        self._segments = []
-        for is_native, stages in groupby(self._stages, compiler.can_compile):
+    def _bind(self, inputs: Mapping[str, Any]) -> None:
+        """Put a batch where the segments will look for it."""
+        layers = [inputs[name] for name in self._cache_names]
+        if layers != self._layers:
+            self._compile(layers)
+        for name, buffer in self._memory.inputs.items():
+            buffer.copy_(inputs[name])
+        for slot, layer in self._slots:
+            slot.fill(layer.batch)
+
+    def _compile(self, layers: list[PagedLayer]) -> None:
+        by_store: dict[int, tuple[BatchSlot, PagedLayer]] = {}  # layers of one group share their stores
+        for layer in layers:
+            by_store.setdefault(id(layer.keys), (BatchSlot(), layer))
+        self._slots = list(by_store.values())
+        named = dict(zip(self._cache_names, layers, strict=True))
+        slots = {name: by_store[id(layer.keys)][0] for name, layer in named.items()}
+        compiler = Compiler(self._memory, self._pool, named, slots, is_exact=self._is_exact)
+        self._segments, self._program = [], core.Program(self._pool)
+        for is_native, stages in groupby(self._stages, lambda s: can_compile(s, self._memory.weights)):
             if is_native:
-                self._segments.append(compiler.compile(list(stages)).run)
+                self._program = compiler.compile(list(stages))
+                self._segments.append(self._program.run)
             else:
                 self._segments.extend(self._launch(stage) for stage in stages)
+        self._outputs = tuple(self._memory.value(t) for t in self._graph.outputs)
+        self._layers = layers
 
     def _launch(self, stage: Stage) -> Callable[[], Any]:
         """A node that no program computes."""
@@ -138,3 +150,17 @@ class CpuExecutable(Executable):
                 launch(inputs, out)
 
         return run
+
+
+class _Team:
+    """Devices whose plans are native from end to end: one native call runs them all, each on threads of its own."""
+
+    def __init__(self, members: Sequence[CpuExecutable]) -> None:
+        self._members = members
+        self._native = core.Team(len(members))
+
+    def run(self, inputs: Sequence[Mapping[str, Any]]) -> list[tuple[torch.Tensor, ...]]:
+        for member, own in zip(self._members, inputs, strict=True):
+            member._bind(own)
+        self._native.run([member._program for member in self._members])
+        return [member._outputs for member in self._members]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from motley.backends.cpu.native import CACHE_KINDS, address, core
 from motley.backends.paged import Batch, Store
 
@@ -30,15 +28,14 @@ class BatchSlot:
 
     def __init__(self) -> None:
         self.native: Any = core.Batch()
-        self._kept: list[Any] = []  # what the addresses are of
+        self._kept: Batch | None = None  # what the addresses are of
 
-    def fill(self, batch: Batch, block_size: int) -> None:
-        self._kept = [batch.slots]
-        sequences = []
-        for table in batch.tables:
-            # in numpy, whose small operations take a tenth of torch's time
-            blocks = (table.slots.numpy()[::block_size] // block_size).astype(np.int32)
-            self._kept.append(blocks)
-            first_row, position = table.rows.numpy()[0].item(), table.positions.numpy()[0].item()
-            sequences.append((first_row, len(table.rows), position, table.first, blocks.ctypes.data))
-        self.native.set(address(batch.slots), sequences)
+    def fill(self, batch: Batch) -> None:
+        self._kept = batch
+        self.native.set(
+            address(batch.slots),
+            [
+                (t.first_row, t.n_rows, t.position, t.first, t.blocks.__array_interface__["data"][0])
+                for t in batch.tables
+            ],
+        )

@@ -15,6 +15,7 @@ from motley.backends.cpu.memory import quantizes, uses_codes
 from motley.backends.cpu.native import FORMATS, FUNCTIONS, address, core
 from motley.backends.cpu.weights import RepackedTensor
 from motley.backends.paged import PagedLayer
+from motley.formats import PackedTensor
 from motley.graph import Op, Tensor
 from motley.graph.ops import (
     INTERLEAVED,
@@ -37,6 +38,15 @@ from motley.split.collectives import AllGather, AllReduce, Broadcast
 
 _MAX_SPLITS = 16  # of a sequence in one attention (csrc/kernels/attention.cpp)
 _MAX_SPLIT_ROWS = 64  # tokens beyond which there is enough to do without splits
+
+
+def can_compile(stage: Stage, weights: Mapping[str, PackedTensor]) -> bool:
+    """What only a look at the weights tells."""
+    if isinstance(stage, Foreign):
+        return False
+    if isinstance(stage, Single) and isinstance(stage.node.op, GetRows):
+        return not isinstance(weights.get(stage.node.inputs[0].name), RepackedTensor)
+    return True
 
 
 class Compiler:
@@ -77,14 +87,6 @@ class Compiler:
                     else:
                         _EMITTERS[kind](self, stage)
         return self._program
-
-    def can_compile(self, stage: Stage) -> bool:
-        """What only a look at the weights tells."""
-        if isinstance(stage, Foreign):
-            return False
-        if isinstance(stage, Single) and isinstance(stage.node.op, GetRows):
-            return not isinstance(self._memory.weights.get(stage.node.inputs[0].name), RepackedTensor)
-        return True
 
     def _linear(self, stage: Linear) -> None:
         x, at = stage.x, self._memory.address

@@ -96,9 +96,8 @@ class CudaExecutable(Executable):
             key = order.setdefault(id(value.batch), len(order))
             given[node] = value, key
             if key not in places:
-                store = value.keys
-                n_blocks = next(iter(store.planes.values())).shape[0]
-                places[key] = Place.of(value.batch, store.block_size, n_blocks, self._device)
+                n_blocks = next(iter(value.keys.planes.values())).shape[0]
+                places[key] = Place.of(value.batch, n_blocks, self._device)
         return given, places
 
     def _execute(self, given: Mapping[Tensor, Any], places: dict[int, Place]) -> tuple[torch.Tensor, ...]:
@@ -267,14 +266,14 @@ class CudaExecutable(Executable):
             rows = Rows.empty(PLAIN, len(some), some[0].numel(), self._device)
             out[place.single_rows] = self._decode(some, layer, place, rows, stage).values.view(some.shape)
         for chunk, blocks in zip(place.chunks, place.chunk_blocks, strict=True):
-            start, stop = int(chunk.rows[0]), int(chunk.rows[-1]) + 1
+            start, stop = chunk.first_row, chunk.first_row + chunk.n_rows
             out[start:stop] = self._attend_chunk(q[start:stop], layer, chunk, blocks, stage)
         return out
 
     def _attend_chunk(
         self, q: torch.Tensor, layer: PagedLayer, chunk: Table, blocks: torch.Tensor, stage: Attend
     ) -> torch.Tensor:
-        n_context = len(chunk.slots)
+        n_context = chunk.n_context
         keys, values = (
             gather(cache_planes(s), layer.rows, blocks, n_context) for s in (layer.keys, layer.values)
         )

@@ -29,22 +29,21 @@ class Place:
         return not self.chunks
 
     @staticmethod
-    def of(batch: Batch, block_size: int, n_table_blocks: int, device: torch.device) -> Place:
+    def of(batch: Batch, n_table_blocks: int, device: torch.device) -> Place:
         """`n_table_blocks`: the width of the table, the same for all batches that share a captured graph."""
-        singles = [table for table in batch.tables if len(table.rows) == 1]
+        singles = [table for table in batch.tables if table.n_rows == 1]
         blocks = torch.zeros(len(singles), n_table_blocks, dtype=torch.int32)
         for i, table in enumerate(singles):
-            ids = table.slots[::block_size] // block_size
-            blocks[i, : len(ids)] = ids
+            blocks[i, : len(table.blocks)] = torch.from_numpy(table.blocks)
         tables = Tables(
             blocks.to(device),
             torch.tensor([table.first for table in singles], dtype=torch.int32, device=device),
             torch.arange(len(singles), dtype=torch.int32, device=device),
-            torch.tensor([int(table.positions[0]) for table in singles], dtype=torch.int32, device=device),
+            torch.tensor([table.position for table in singles], dtype=torch.int32, device=device),
         )
-        rows = torch.tensor([int(table.rows[0]) for table in singles], dtype=torch.int64, device=device)
-        chunks = tuple(table for table in batch.tables if len(table.rows) > 1)
-        chunk_blocks = tuple((c.slots[::block_size] // block_size).to(device, torch.int32) for c in chunks)
+        rows = torch.tensor([table.first_row for table in singles], dtype=torch.int64, device=device)
+        chunks = tuple(table for table in batch.tables if table.n_rows > 1)
+        chunk_blocks = tuple(torch.from_numpy(chunk.blocks).to(device) for chunk in chunks)
         return Place(batch.slots.to(device, torch.int32), tables, rows, chunks, chunk_blocks)
 
     def copy_from(self, other: Place) -> None:
