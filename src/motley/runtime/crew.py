@@ -10,9 +10,10 @@ from fractions import Fraction
 import torch
 
 from motley.errors import ConfigError, DeviceError
+from motley.runtime.cores import parse_cores
 from motley.split.placement import LAYER, NONE, SPLIT_MODES
 
-_UNITS = {"": 1, "B": 1} | {f"{p}{i}B": 1024**n for n, p in enumerate("KMGT", 1) for i in ("", "i")}
+_UNITS = {"": 1, "B": 1} | {p + b: 1024**n for n, p in enumerate("KMGT", 1) for b in ("", "B", "IB")}
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class Device:
 
     name: str
     memory: int | None = None  # bytes it may use; None: as much as there is
+    cores: tuple[
+        int, ...
+    ] = ()  # one for each of its threads, which stay there; none: wherever the system likes
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,20 @@ class Crew:
         is_alone = sum(device.name == name for device in self.devices) == 1
         return name if is_alone else f"{name}#{index}"
 
+    def threads(self, asked: int | None) -> list[int]:
+        """Threads of each device: one for each of its cores; devices that name none share the rest of what was asked
+        for (by default, of what torch would use) evenly, and each has at least one.
+        """
+        n_bound = sum(len(device.cores) for device in self.devices)
+        n_free = sum(not device.cores for device in self.devices)
+        if asked is not None and not n_free:
+            raise ConfigError(
+                f"{asked} threads, but the devices name their cores",
+                hint="each core has one thread: leave out -t",
+            )
+        rest = ((asked or torch.get_num_threads()) - n_bound) // max(n_free, 1)
+        return [len(device.cores) or max(1, rest) for device in self.devices]
+
 
 def known_devices() -> tuple[str, ...]:
     """The devices of this machine: the CPU, and the GPUs that torch sees."""
@@ -54,14 +72,7 @@ def make_crew(
     device_memory: str | Sequence[str | int] | None = None,
 ) -> Crew:
     """Check and complete what the user said. Shares default to the memory budgets, and those to equality."""
-    names = _listed(devices)
-    if not names:
-        raise DeviceError("no devices were named", hint=f"there are: {', '.join(known_devices())}")
-    known = known_devices()
-    names = ["cuda:0" if name == "cuda" else name for name in names]
-    for name in names:
-        if name not in known:
-            raise DeviceError(f"unknown device {name!r}", hint=f"there are: {', '.join(known)}")
+    names = _names(devices)
     mode = split_mode or (NONE if len(names) == 1 else LAYER)
     if mode not in SPLIT_MODES:
         raise ConfigError(f"unknown split mode {mode!r}", hint=f"there are: {', '.join(SPLIT_MODES)}")
@@ -70,18 +81,42 @@ def make_crew(
         raise ConfigError(
             f"{len(budgets)} memory budgets for {len(names)} devices", hint="give one for each device"
         )
-    if mode == NONE:
-        names, budgets = names[:1], budgets[:1]
+    shares = _shares(tensor_split, budgets, len(names))
     memory: Sequence[int | None] = budgets or [None] * len(names)
-    crew = tuple(Device(name, n_bytes) for name, n_bytes in zip(names, memory, strict=True))
-    return Crew(crew, mode, _shares(tensor_split, budgets, mode, len(crew)))
+    crew = tuple(map(Device, names, memory, _cores(names)))
+    return Crew(crew[:1], mode, (Fraction(1),)) if mode == NONE else Crew(crew, mode, shares)
+
+
+def _names(devices: str | Sequence[str]) -> list[str]:
+    known = known_devices()
+    names = ["cuda:0" if name == "cuda" else name for name in _listed(devices)]
+    if not names:
+        raise DeviceError("no devices were named", hint=f"there are: {', '.join(known)}")
+    for name in names:
+        if name not in known and not name.startswith("cpu:"):
+            raise DeviceError(f"unknown device {name!r}", hint=f"there are: {', '.join(known)}")
+    return names
+
+
+def _cores(names: Sequence[str]) -> list[tuple[int, ...]]:
+    """Of each device, as `cpu:0-7` names them. Two devices that wait for each other on one core would hardly move."""
+    cores = [parse_cores(name.removeprefix("cpu:")) if name.startswith("cpu:") else () for name in names]
+    owners: dict[int, str] = {}
+    for name, own in zip(names, cores, strict=True):
+        for core in own:
+            if core in owners:
+                raise DeviceError(
+                    f"core {core} belongs to {owners[core]} and {name}", hint="give each device its own cores"
+                )
+            owners[core] = name
+    return cores
 
 
 def _shares(
-    asked: str | Sequence[float] | None, budgets: Sequence[int], mode: str, n_devices: int
+    asked: str | Sequence[float] | None, budgets: Sequence[int], n_devices: int
 ) -> tuple[Fraction, ...]:
     values = _listed(asked)
-    if mode == NONE or not values:
+    if not values:
         return tuple(Fraction(b) for b in budgets) or (Fraction(1),) * n_devices
     try:
         # Exponents through float: an absurd one is infinite at once, not a number of a million digits.
@@ -90,7 +125,8 @@ def _shares(
         raise ConfigError(f"tensor split {asked!r} is no list of numbers", hint="for example 3,1") from None
     if len(shares) != n_devices:
         raise ConfigError(
-            f"{len(shares)} proportions for {n_devices} devices", hint="give one for each device"
+            f"tensor split {asked!r} has {len(shares)} numbers, but the number of devices is {n_devices}",
+            hint="give one for each device; --device cpu,cpu names two",
         )
     if min(shares) < 0 or not any(shares):
         raise ConfigError(
@@ -108,10 +144,7 @@ def parse_bytes(value: str | int) -> int:
         if match is None:
             raise ConfigError(f"{value!r} is no amount of memory", hint="for example 2GiB or 512MiB")
         number, unit = Fraction(match[1]), match[2]
-    units = {name.upper(): size for name, size in _UNITS.items()} | {
-        p: 1024**n for n, p in enumerate("KMGT", 1)
-    }
-    n_bytes = int(number * units.get(unit.upper(), 0))
+    n_bytes = int(number * _UNITS.get(unit.upper(), 0))
     if n_bytes <= 0:
         raise ConfigError(f"{value!r} is no amount of memory", hint="for example 2GiB or 512MiB")
     return n_bytes
