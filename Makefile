@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SANITIZE_SETS ?= avx2;avx512_vnni
+# Give an interpreter that has llama-cpp-python already, and none is built.
+PEERS_PYTHON ?= build/peers/bin/python
+PEERS_STAMP := $(if $(filter build/peers/bin/python,$(PEERS_PYTHON)),build/peers/.installed)
+PEERS_LLAMA_CPP := llama-cpp-python==0.3.36 # deep contexts are made in its format: benchmarks/peer_llama_state.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench bench-peers sanitize clean
@@ -40,10 +44,17 @@ format: $(STAMP) ## format and fix what can be fixed
 bench: $(STAMP) ## list the benchmarks; BENCH="virtual_devices --rounds 5" runs one
 	$(BIN)/python -m benchmarks $(BENCH)
 
-bench-peers: $(STAMP) ## time Motley beside llama.cpp, turn by turn; PEERS="--weights Q4_0 --rounds 9" for more
-	@test -x build/peers/bin/python || $(PYTHON) -m venv build/peers
-	@build/peers/bin/python -c 'import llama_cpp' 2>/dev/null || build/peers/bin/python -m pip install --quiet llama-cpp-python
-	$(BIN)/python -m benchmarks peers --python build/peers/bin/python $(PEERS)
+bench-peers: $(STAMP) $(PEERS_STAMP) ## time Motley beside its peers, turn by turn; PEERS="--weights Q4_0 --rounds 9" for more
+	$(BIN)/python -m benchmarks peers --python $(PEERS_PYTHON) $(PEERS)
+
+# PyPI has llama.cpp as source only: this compiles for a quarter of an hour or more, once. Where the machine claims AMX
+# but does not run it, what the default flags give dies of an illegal instruction; peer_amx.py prints others there. No
+# cache: pip would take a wheel that it built with other flags.
+build/peers/.installed: | $(STAMP)
+	$(PYTHON) -m venv build/peers
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF $$($(BIN)/python benchmarks/peer_amx.py)" \
+		build/peers/bin/python -m pip install --quiet --no-cache-dir $(PEERS_LLAMA_CPP)
+	@touch $@
 
 sanitize: ## run every native kernel under ASan and UBSan, then the threads under TSan
 	for kind in address,undefined thread; do \

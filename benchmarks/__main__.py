@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent
 
 
 def main() -> None:
-    names = sorted(p.stem for p in FOLDER.glob("*.py") if not p.stem.startswith("_"))
+    names = sorted(p.stem for p in FOLDER.glob("*.py") if not p.stem.startswith(("_", "peer_")))
     if len(sys.argv) < 2 or sys.argv[1] not in names:
         print("usage: python -m benchmarks NAME [FLAGS]\n\nbenchmarks:")
         for name in names:

@@ -2,53 +2,59 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import time
+import ctypes
 
 import llama_cpp as lib
+from peer_llama_state import stretch
+from peer_worker import serve, some_tokens
+
+_COMPUTED = 512  # tokens of a deep context
+_SEQUENCE = 0
 
 
-class Worker:
+class LlamaCpp:
     def __init__(self, model: str, n_threads: int, n_ctx: int, cache_type: str, flash: bool) -> None:
-        started = time.perf_counter()
         params = lib.llama_model_default_params()
-        self.model = lib.llama_model_load_from_file(model.encode(), params)
+        self._model = lib.llama_model_load_from_file(model.encode(), params)
         context = lib.llama_context_default_params()
-        context.n_ctx, context.n_batch, context.n_ubatch = n_ctx, 512, 512
+        context.n_ctx, context.n_batch, context.n_ubatch = n_ctx, n_ctx, 512
         context.n_threads = context.n_threads_batch = n_threads
         context.type_k = context.type_v = getattr(lib, f"GGML_TYPE_{cache_type.upper()}")
         context.flash_attn_type = (
             lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         )
-        self.context = lib.llama_init_from_model(self.model, context)
-        self.seconds_to_load = time.perf_counter() - started
+        self._context = lib.llama_init_from_model(self._model, context)
+        self._memory = lib.llama_get_memory(self._context)
+        self._deep: dict[int, bytes] = {}  # by depth
 
-    def feed(self, n_tokens: int) -> float:
-        """Seconds for one pass."""
-        tokens = (lib.llama_token * n_tokens)(*([1] * n_tokens))
-        started = time.perf_counter()
-        if lib.llama_decode(self.context, lib.llama_batch_get_one(tokens, n_tokens)):
+    def begin(self, depth: int) -> None:
+        lib.llama_memory_clear(self._memory, True)
+        if depth:
+            if depth not in self._deep:
+                self.feed(some_tokens(min(depth, _COMPUTED)))
+                self._deep[depth] = stretch(self._saved(), depth)
+            self._load(self._deep[depth])
+        last = lib.llama_memory_seq_pos_max(self._memory, _SEQUENCE)
+        if last != depth - 1:
+            raise RuntimeError(f"the context ends at position {last}, not {depth - 1}")
+
+    def feed(self, tokens: list[int]) -> None:
+        ids = (lib.llama_token * len(tokens))(*tokens)
+        if lib.llama_decode(self._context, lib.llama_batch_get_one(ids, len(ids))):
             raise RuntimeError("llama_decode failed")
-        lib.llama_get_logits(self.context)  # waits for the result
-        return time.perf_counter() - started
+        lib.llama_get_logits(self._context)  # waits for the result
 
-    def clear(self) -> None:
-        lib.llama_memory_clear(lib.llama_get_memory(self.context), True)
+    def _saved(self) -> bytes:
+        state = (ctypes.c_uint8 * lib.llama_state_seq_get_size(self._context, _SEQUENCE))()
+        if lib.llama_state_seq_get_data(self._context, state, len(state), _SEQUENCE) != len(state):
+            raise RuntimeError("the sequence could not be saved")
+        return bytes(state)
 
-
-def main() -> None:
-    options = json.loads(sys.argv[1])
-    worker = Worker(**options)
-    print(json.dumps({"load": worker.seconds_to_load}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        worker.clear()
-        for size in request["before"]:
-            worker.feed(size)
-        seconds = [worker.feed(request["n_tokens"]) for _ in range(request["times"])]
-        print(json.dumps({"seconds": seconds}), flush=True)
+    def _load(self, state: bytes) -> None:
+        data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        if lib.llama_state_seq_set_data(self._context, data, len(state), _SEQUENCE) != len(state):
+            raise RuntimeError("the stretched sequence could not be loaded")
 
 
 if __name__ == "__main__":
-    main()
+    serve(LlamaCpp)

@@ -1,0 +1,65 @@
+"""For `peers` on machines whose processor claims AMX but does not run it, as in some virtual machines.
+
+llama.cpp built with its defaults (-march=native) dies there of an illegal instruction, and so does torch in bfloat16.
+Nothing else is taken from the peers: run as a program, this prints CMAKE_ARGS for llama-cpp-python with every other
+instruction set that the processor has, or nothing where its defaults work.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+# llama.cpp's options, by the name of the instruction set in /proc/cpuinfo (AVX512 stands for F, CD, VL, DQ and BW).
+_OPTIONS = {
+    "sse4_2": "GGML_SSE42",
+    "avx": "GGML_AVX",
+    "f16c": "GGML_F16C",
+    "fma": "GGML_FMA",
+    "bmi2": "GGML_BMI2",
+    "avx2": "GGML_AVX2",
+    "avx_vnni": "GGML_AVX_VNNI",
+    "avx512bw": "GGML_AVX512",
+    "avx512vbmi": "GGML_AVX512_VBMI",
+    "avx512_vnni": "GGML_AVX512_VNNI",
+    "avx512_bf16": "GGML_AVX512_BF16",
+}
+_WITHOUT_OPTION = {
+    "avx512_fp16": "-mavx512fp16"
+}  # its f16 kernels use it where the compiler says that it is there
+_PROBE = "import torch; torch.ones(512, 512).bfloat16() @ torch.ones(512, 512).bfloat16()"
+
+WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}  # environment for torch
+
+
+@cache
+def amx_is_broken() -> bool:
+    """Whether a program that trusts the processor's word on AMX is killed."""
+    if "amx_tile" not in _instruction_sets():
+        return False
+    return subprocess.run([sys.executable, "-c", _PROBE], check=False).returncode == -signal.SIGILL
+
+
+def cmake_args() -> str:
+    """Build options for llama.cpp: what -march=native would take, less AMX."""
+    sets = _instruction_sets()
+    names = [f"-D{option}={'ON' if name in sets else 'OFF'}" for name, option in _OPTIONS.items()]
+    flags = " ".join(flag for name, flag in _WITHOUT_OPTION.items() if name in sets)
+    compilers = [f"-DCMAKE_{language}_FLAGS={flags}" for language in ("C", "CXX") if flags]
+    return " ".join(["-DGGML_NATIVE=OFF", *names, *compilers])
+
+
+def _instruction_sets() -> set[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return set()
+    return {
+        name for line in cpuinfo.read_text().splitlines() if line.startswith("flags") for name in line.split()
+    }
+
+
+if __name__ == "__main__":
+    print(cmake_args() if amx_is_broken() else "")

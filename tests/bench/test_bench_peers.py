@@ -1,0 +1,101 @@
+"""What the comparison with other engines rests on: a longer saved context, ratios round by round."""
+
+from __future__ import annotations
+
+import struct
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+
+
+def benchmark(name: str) -> Any:
+    return import_module(f"benchmarks.{name}")
+
+
+def saved(cells: list[bytes], *, transposed: bool) -> bytes:
+    """One layer, a sequence of these cells; K is three bytes of each, V four (two values of two bytes)."""
+    parts = [struct.pack("<IiII", 7, 0, 1, len(cells))]
+    parts += [struct.pack("<iIi", position, 1, 0) for position in range(len(cells))]
+    parts += [struct.pack("<II", transposed, 1), struct.pack("<iQ", 8, 3), *(cell[:3] for cell in cells)]
+    if transposed:
+        columns = [cell[i : i + 2] for i in (3, 5) for cell in cells]
+        parts += [struct.pack("<iII", 1, 2, 2), *columns]
+    else:
+        parts += [struct.pack("<iQ", 1, 4), *(cell[3:] for cell in cells)]
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_saved_context_grows_by_repeating_its_cells_at_the_next_positions(transposed: bool) -> None:
+    stretch = benchmark("peer_llama_state").stretch
+    cells = [b"0abcdef", b"1ghijkl", b"2mnopqr"]
+    state = saved(cells, transposed=transposed)
+    assert stretch(state, 3) == state
+    assert stretch(state, 8) == saved((cells * 3)[:8], transposed=transposed)
+    assert stretch(state, 2) == saved(cells[:2], transposed=transposed)
+
+
+def test_a_saved_context_of_another_layout_is_refused() -> None:
+    stretch = benchmark("peer_llama_state").stretch
+    state = saved([b"0abcdef"], transposed=False)
+    for wrong in (state[:-1], state + b"x", struct.pack("<IiII", 7, 0, 2, 1) + state[16:]):
+        with pytest.raises(ValueError, match="another layout"):
+            stretch(wrong, 4)
+
+
+def test_ratios_are_of_the_same_round_not_of_the_medians() -> None:
+    peers = benchmark("peers")
+    rates = {"motley f16": [10.0, 20.0, 60.0], "llama.cpp f16": [5.0, 20.0, 20.0]}
+    comparison = peers.Comparison("tiny", peers.Workload("decode 4", 1, 4, 0), rates)
+    assert comparison.ratios("motley f16", "llama.cpp f16") == [1.0, 2.0, 3.0]
+    assert comparison.table().splitlines()[2:] == [
+        "| motley f16 | 20 |  |",
+        "| llama.cpp f16 | 20 | **2.00** (1.00 … 3.00) |",
+    ]
+
+
+def test_engines_take_turns_in_both_orders() -> None:
+    peers = benchmark("peers")
+    turns = []
+
+    class Engine:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def warm_up(self, workload: Any) -> None:
+            turns.append(self.name.upper())
+
+        def rate(self, workload: Any) -> float:
+            turns.append(self.name)
+            return float(len(turns))
+
+    found = peers.compare([Engine("a"), Engine("b")], "tiny", peers.Workload("decode 4", 1, 4, 0), 2)
+    assert turns == ["A", "B", "a", "b", "b", "a"]
+    assert found.rates == {"a": [3.0, 6.0], "b": [4.0, 5.0]}
+
+
+def test_without_amx_llama_cpp_gets_everything_else_that_the_processor_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    amx = benchmark("peer_amx")
+    monkeypatch.setattr(amx, "_instruction_sets", lambda: {"avx", "avx2", "avx512_fp16", "amx_tile"})
+    flags = amx.cmake_args().split()
+    assert "-DGGML_NATIVE=OFF" in flags
+    assert {"-DGGML_AVX2=ON", "-DGGML_AVX512=OFF", "-DCMAKE_C_FLAGS=-mavx512fp16"} <= set(flags)
+    assert "AMX" not in amx.cmake_args()
+
+
+def test_amx_is_not_suspected_where_the_processor_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    amx = benchmark("peer_amx")
+    amx.amx_is_broken.cache_clear()
+    monkeypatch.setattr(amx, "_instruction_sets", lambda: {"avx2"})
+    monkeypatch.setattr(amx.subprocess, "run", lambda *a, **k: pytest.fail("nothing needs to be tried"))
+    assert amx.amx_is_broken() is False
+    amx.amx_is_broken.cache_clear()
