@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,6 +36,11 @@ def copy_first(
     return PART_OF(PackedTensor(weight.data.clone(), weight.format), state, device, rows)
 
 
+def in_turn(work: Callable[[int], None]) -> None:
+    for device in range(2):
+        work(device)
+
+
 PART_OF = loading.part_of
 
 
@@ -48,7 +54,7 @@ def main(path: str, limit: str, *how: str) -> None:
     torch.set_num_threads(1)  # other threads' stacks would count
     before = allocated()
     resource.setrlimit(resource.RLIMIT_DATA, (before + int(limit), resource.RLIM_INFINITY))
-    weights = loading.load_weights(spec, shares, [backend, backend])
+    weights = loading.load_weights(spec, shares, [backend, backend], in_turn)
     parts = {
         id(part): part.nbytes
         for device in weights

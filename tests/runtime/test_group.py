@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -20,7 +21,7 @@ WORD = Word.concat([Word.of(2, 1), Word.of(0, 2), Word.of(2, 1)])  # device 1 ow
 
 @pytest.fixture
 def group() -> Iterator[ThreadGroup]:
-    group = ThreadGroup(N, n_threads=N)
+    group = ThreadGroup([1] * N)
     yield group
     group.close()
 
@@ -157,10 +158,20 @@ def test_the_first_cause_is_named_not_its_consequences(group: ThreadGroup) -> No
             group.run(work)
 
 
-def test_threads_are_shared_out_and_each_device_has_one() -> None:
+def test_torch_uses_a_devices_threads_there_and_its_own_elsewhere() -> None:
     before = torch.get_num_threads()
-    for n_threads, each in ((8, 2), (2, 1)):
-        group = ThreadGroup(4, n_threads)
-        assert group.run(lambda device: torch.get_num_threads()) == [each] * 4
+    for n_threads in (before + 1, 1):
+        group = ThreadGroup([n_threads] * 3)
+        assert group.run(lambda device: torch.get_num_threads()) == [n_threads] * 3
         group.close()
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads are not bound on this system")
+def test_a_device_keeps_to_its_cores_and_leaves_the_caller_alone() -> None:
+    allowed = os.sched_getaffinity(0)
+    first, last = min(allowed), max(allowed)
+    group = ThreadGroup([1, 1, 1], [(first,), (), (last,)])
+    assert group.run(lambda device: os.sched_getaffinity(0)) == [{first}, allowed, {last}]
+    group.close()
+    assert os.sched_getaffinity(0) == allowed

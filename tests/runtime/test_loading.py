@@ -18,6 +18,7 @@ from motley.gguf import read_spec
 from motley.models import BatchShape, GraphOptions, read_params
 from motley.ownership import MIRRORED, Split, Word
 from motley.runtime import ModelSplit, make_crew
+from motley.runtime.group import ThreadGroup
 from motley.runtime.loading import load_weights, part_of, weight_bytes
 
 PROBE = Path(__file__).with_name("loading_probe.py")
@@ -61,8 +62,13 @@ def test_devices_parts_make_up_the_model(model: Path) -> None:
     shares = [split.share(device, BatchShape(1, 1)) for device in range(3)]
     seen: list[tuple[int, int]] = []
     backend = get_backend("reference")
-    weights = load_weights(spec, shares, [backend] * 3, lambda done, total: seen.append((done, total)))
+    group = ThreadGroup([1, 1, 1])
+    weights = load_weights(
+        spec, shares, [backend] * 3, group.run, lambda done, total: seen.append((done, total))
+    )
+    group.close()
     total = sum(map(weight_bytes, shares))
+    assert len(seen) > 1
     assert seen == sorted(seen)
     assert seen[-1] == (total, total)
     for name in ("blk.3.attn_q.weight", "blk.5.ffn_gate.weight", "output.weight"):

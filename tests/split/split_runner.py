@@ -112,7 +112,7 @@ def run_on_backend(graph: Graph, values: Values, *kernels: Kernel) -> Outputs:
 
 def run_on_threads(work: SplitWork) -> list[Outputs]:
     """Outputs of each device of a ThreadGroup."""
-    group = ThreadGroup(len(work.shares), n_threads=1)
+    group = ThreadGroup([1] * len(work.shares))
 
     def run(device: int) -> Outputs:
         kernel = CollectiveKernel(group.lines[device])

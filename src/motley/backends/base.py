@@ -58,8 +58,8 @@ class Backend(ABC):
         """Why it cannot attend over such a cache; None if it can."""
         return None
 
-    def use_threads(self, n_threads: int) -> None:
-        """What its device may use; said once, before plans are prepared."""
+    def use_threads(self, n_threads: int, cores: Sequence[int] = ()) -> None:
+        """What its device may use, and the cores that its threads keep to; said once, before anything is loaded."""
         return
 
     @abstractmethod

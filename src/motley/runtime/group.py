@@ -6,6 +6,7 @@ for each device; processes can be another.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -103,8 +104,15 @@ def _some(tensor: torch.Tensor | None) -> torch.Tensor:
 class ThreadGroup:
     """Devices of one process, each on a thread of its own."""
 
-    def __init__(self, n_devices: int, n_threads: int | None = None, *, is_native: bool = True) -> None:
-        """`n_threads`: in all, shared out evenly; each device has at least one. `is_native`: all run native code."""
+    def __init__(
+        self,
+        n_threads: Sequence[int],
+        cores: Sequence[Sequence[int]] | None = None,
+        *,
+        is_native: bool = True,
+    ) -> None:
+        """For each device, its threads and the cores that they keep to. `is_native`: all run native code."""
+        n_devices = len(n_threads)
         self._barrier = threading.Barrier(n_devices)
         # Where native programs meet; None without the compiled module, or with somebody who cannot come there.
         self.native = meeting_place(n_devices) if is_native else None
@@ -112,8 +120,7 @@ class ThreadGroup:
         self._mail: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor | None]] = {
             (a, b): queue.SimpleQueue() for a in range(n_devices) for b in range(n_devices)
         }
-        self.n_threads_each = max(1, (n_threads or torch.get_num_threads()) // n_devices)
-        self._workers = [_Worker(device, self.n_threads_each) for device in range(n_devices)]
+        self._workers = list(map(_Worker, range(n_devices), n_threads, cores or [()] * n_devices))
         self.close = weakref.finalize(self, _dismiss, self._workers)  # also when it is forgotten, and at exit
         self.lines = [_Line(self, device) for device in range(n_devices)]
 
@@ -194,15 +201,18 @@ class _Job:
 class _Worker(threading.Thread):
     """One device's thread: does jobs until it gets None. It knows no group, so that a forgotten one can go."""
 
-    def __init__(self, device: int, n_threads: int) -> None:
+    def __init__(self, device: int, n_threads: int, cores: Sequence[int]) -> None:
         super().__init__(name=f"motley-{device}", daemon=True)
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._device = device
         self._n_threads = n_threads
+        self._cores = cores
         self.start()
 
     def run(self) -> None:
         torch.set_num_threads(self._n_threads)  # a part of it is global: the last model's counts for all
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)  # of this thread, and of those that it starts
         while (job := self.jobs.get()) is not None:
             try:
                 job.result = job.work(self._device)

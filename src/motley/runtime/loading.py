@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,6 +19,8 @@ from motley.models.builder import Ranges
 from motley.ownership import MIRRORED, Split, State
 from motley.split.localize import LocalGraph
 
+_AT_A_TIME = 32 << 20  # bytes
+
 Progress = Callable[[int, int], None]
 """Called while loading with (bytes done, bytes in all)."""
 
@@ -26,32 +29,63 @@ def load_weights(
     spec: ModelSpec,
     shares: Sequence[LocalGraph],
     backends: Sequence[Backend],
+    on_all: Callable[[Callable[[int], None]], Any],
     progress: Progress | None = None,
 ) -> list[dict[str, PackedTensor]]:
-    """Each device's weights by their name in its graph. What is only looked up by row stays mapped."""
-    total, done = sum(weight_bytes(share) for share in shares), 0
-    loaded: list[dict[str, PackedTensor]] = []
-    for device, (share, backend) in enumerate(zip(shares, backends, strict=True)):
-        mapped = _mapped(share)
-        weights: dict[str, PackedTensor] = {}
-        memo: dict[tuple[str, Ranges, State], PackedTensor] = {}  # tied weights that lie alike share memory
-        for node in share.graph.weights:
+    """Each device's weights by their name in its graph. What is only looked up by row stays mapped.
+
+    `on_all(work)` runs work(device) on every device and waits. It is called for some megabytes at a time, so that
+    `progress` is called, and an interrupt is heard, by the caller's own thread.
+    """
+    loaders = [
+        _Loader(spec, share, backend, device)
+        for device, (share, backend) in enumerate(zip(shares, backends, strict=True))
+    ]
+    total = sum(map(weight_bytes, shares))
+    while not all(loader.is_done for loader in loaders):
+        on_all(lambda device: loaders[device].load_some())
+        if progress is not None:
+            progress(min(sum(loader.n_bytes for loader in loaders), total), total)
+    return [loader.weights for loader in loaders]
+
+
+class _Loader:
+    """Loads one device's weights, some at a time."""
+
+    def __init__(self, spec: ModelSpec, share: LocalGraph, backend: Backend, device: int) -> None:
+        self.weights: dict[str, PackedTensor] = {}
+        self.n_bytes = 0
+        self._spec, self._share, self._backend, self._device = spec, share, backend, device
+        self._mapped = _mapped(share)
+        # The largest last, to be taken from the end: a tensor's pages of the file are resident beside its copy, which
+        # costs least as long as there are few copies.
+        self._waiting = sorted(share.graph.weights, key=packed_bytes)
+        self._memo: dict[
+            tuple[str, Ranges, State], PackedTensor
+        ] = {}  # tied weights that lie alike share memory
+
+    @property
+    def is_done(self) -> bool:
+        return not self._waiting
+
+    def load_some(self) -> None:
+        enough = self.n_bytes + _AT_A_TIME
+        while self._waiting and self.n_bytes < enough:
+            node = self._waiting.pop()
             assert isinstance(node.op, Weight)
-            key = node.op.source, node.op.rows, share.layouts[node.name]
-            if node in mapped:
-                weights[node.name] = spec.tensor(node.op.source)
-            else:
-                if key not in memo:
-                    memo[key] = backend.load(
-                        part_of(spec.tensor(node.op.source), key[2], device, node.op.rows)
-                    )
-                    done += memo[key].nbytes
-                    _forget(spec, node.op.source)
-                weights[node.name] = memo[key]
-            if progress is not None:
-                progress(min(done, total), total)
-        loaded.append(weights)
-    return loaded
+            self.weights[node.name] = self._get(node, node.op)
+
+    def _get(self, node: Tensor, op: Weight) -> PackedTensor:
+        if node in self._mapped:
+            return self._spec.tensor(op.source)
+        state = self._share.layouts[node.name]
+        key = op.source, op.rows, state
+        if key not in self._memo:
+            part = part_of(self._spec.tensor(op.source), state, self._device, op.rows)
+            self._memo[key] = self._backend.load(part)
+            self.n_bytes += self._memo[key].nbytes
+            _forget(self._spec, op.source)
+        return self._memo[key]
 
 
 def _forget(spec: ModelSpec, name: str) -> None:

@@ -48,16 +48,19 @@ class Runner:
     ) -> None:
         n_devices = len(split.crew)
         shares = [split.share(device, BatchShape(1, 1)) for device in range(n_devices)]
-        weights = load_weights(split.spec, shares, backends, progress)
         is_native = all(backend.device.type == "cpu" for backend in backends)
-        self._group = ThreadGroup(n_devices, n_threads, is_native=is_native)
-        for backend in backends:
-            backend.use_threads(self._group.n_threads_each)
+        threads, cores = split.crew.threads(n_threads), [device.cores for device in split.crew.devices]
+        for backend, count, own in zip(backends, threads, cores, strict=True):
+            backend.use_threads(count, own)
+        self._group = ThreadGroup(threads, cores, is_native=is_native)
+        # Each device's own threads touch its memory first, which puts it close to their cores.
+        weights = load_weights(split.spec, shares, backends, self._group.run, progress)
+        arenas = self._group.run(lambda device: cache.arena(device, backends[device].device))
         self._devices = [
             DeviceRunner(
                 backends[device],
                 weights[device],
-                cache.arena(device, backends[device].device),
+                arenas[device],
                 build=partial(_graph_of, split, device),
                 collectives=CollectiveKernel(self._group.lines[device]),
                 n_weight_bytes=weight_bytes(shares[device]),

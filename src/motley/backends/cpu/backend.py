@@ -40,27 +40,23 @@ class CpuBackend(Backend):
             )
         self._instruction_set = instruction_set
         self._n_threads = torch.get_num_threads()
+        self._cores: Sequence[int] = ()
 
     @property
     def kernels(self) -> Sequence[Kernel]:
         return NativeKernel(), ReferenceKernel()
 
-    def use_threads(self, n_threads: int) -> None:
-        self._n_threads = n_threads
+    def use_threads(self, n_threads: int, cores: Sequence[int] = ()) -> None:
+        self._n_threads, self._cores = n_threads, cores
 
     @cached_property
     def _pool(self) -> Any:
         """The device's workers."""
-        return core.Pool(self._n_threads, self._instruction_set)
-
-    @cached_property
-    def _loaders(self) -> Any:
-        """All that this process may use, as devices load one after the other."""
-        return core.Pool(torch.get_num_threads(), self._instruction_set)
+        return core.Pool(self._n_threads, self._instruction_set, list(self._cores))
 
     def load(self, weight: PackedTensor) -> PackedTensor:
         if can_repack(weight):
-            return RepackedTensor.of(weight, self._loaders)
+            return RepackedTensor.of(weight, self._pool)
         return PackedTensor(weight.data.clone(), weight.format)
 
     def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable:
