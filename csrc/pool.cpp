@@ -5,7 +5,6 @@
 #include <stdexcept>
 #if defined(__linux__)
 #include <pthread.h>
-#include <sched.h>
 #endif
 
 #include "dispatch.hpp"
@@ -25,6 +24,20 @@ void bind_to_core(int core) {
 }
 
 }  // namespace
+
+CoreBinding::CoreBinding([[maybe_unused]] int core) {
+#if defined(__linux__)
+    if (core < 0 || pthread_getaffinity_np(pthread_self(), sizeof before_, &before_)) return;
+    bind_to_core(core);
+    is_bound_ = true;
+#endif
+}
+
+CoreBinding::~CoreBinding() {
+#if defined(__linux__)
+    if (is_bound_) pthread_setaffinity_np(pthread_self(), sizeof before_, &before_);
+#endif
+}
 
 void Pool::Free::operator()(uint8_t* p) const { std::free(p); }
 
@@ -47,8 +60,7 @@ Pool::~Pool() {
 }
 
 void Pool::run(const std::function<void(int)>& work) {
-    if (!is_bound_ && !cores_.empty()) bind_to_core(cores_[0]);
-    is_bound_ = true;
+    const CoreBinding binding = bind_caller();
     if (n_threads_ > 1) {
         work_ = &work;
         n_calls_.fetch_add(1, std::memory_order_acq_rel);

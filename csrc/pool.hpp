@@ -8,8 +8,27 @@
 
 #include "barrier.hpp"
 #include "kernels.hpp"
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 namespace motley {
+
+// Keeps the calling thread on a core for as long as it lives (negative: lets it be). Programs that bind their caller for
+// good would also bind every thread that it starts later.
+class CoreBinding {
+public:
+    explicit CoreBinding(int core);
+    ~CoreBinding();
+    CoreBinding(const CoreBinding&) = delete;
+    CoreBinding& operator=(const CoreBinding&) = delete;
+
+private:
+    bool is_bound_ = false;
+#if defined(__linux__)
+    cpu_set_t before_;
+#endif
+};
 
 class Pool {
 public:
@@ -18,6 +37,9 @@ public:
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
+
+    // The calling thread stays on the pool's first core, if it has cores, until the result goes.
+    CoreBinding bind_caller() const { return CoreBinding(cores_.empty() ? -1 : cores_[0]); }
 
     // work(thread) on all threads at once; returns when all are done. Not for two callers at a time.
     void run(const std::function<void(int)>& work);
@@ -49,7 +71,6 @@ private:
     Barrier barrier_;
     const std::function<void(int)>* work_ = nullptr;
     std::atomic<uint32_t> n_calls_{0};
-    bool is_bound_ = false;
     std::atomic<bool> is_closing_{false};
     std::vector<std::thread> threads_;
 };

@@ -53,10 +53,12 @@ void Program::run() {
     for (auto& entry : steps_) entry.next->store(0, std::memory_order_relaxed);
     bool is_shared = false;
     for (const auto& entry : steps_) is_shared = is_shared || entry.is_shared;
-    if (is_shared)
+    if (is_shared) {
         pool_->run([this](int thread) { run_thread(thread); });
-    else
+    } else {
+        const CoreBinding binding = pool_->bind_caller();
         for (auto& entry : steps_) entry.step({0, 1, entry.next.get(), pool_->worker(0, nullptr).scratch});
+    }
     if (has_failed_.load()) throw HungUp();
 }
 
