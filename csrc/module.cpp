@@ -170,6 +170,12 @@ void bind_program(nb::module_& m) {
         .def("all_reduce", [](Program& p, const std::shared_ptr<Group>& group, int device, Address x, Address out, int64_t n) {
             p.add_all_reduce(group, device, at(x), at(out), n);
         })
+        .def("send", [](Program& p, const std::shared_ptr<Group>& group, int device, int target, Address x, int64_t n) {
+            p.add_send(group, device, target, at(x), n);
+        })
+        .def("receive", [](Program& p, const std::shared_ptr<Group>& group, int device, int source, Address out) {
+            p.add_receive(group, device, source, at(out));
+        })
         .def("exchange", [](Program& p, const std::shared_ptr<Group>& group, int device, Address x, const std::vector<PieceTuple>& pieces) {
             std::vector<Program::Piece> list;
             for (const auto& [source, offset, out, shape, source_stride, out_stride] : pieces)

@@ -42,6 +42,13 @@ public:
     };
     void add_exchange(std::shared_ptr<Group> group, int device, const float* x, std::vector<Piece> pieces);
 
+    void add_send(std::shared_ptr<Group> group, int device, int target, const float* x, int64_t n) {
+        add_meeting([=] { return group->send(device, target, x, n); });
+    }
+    void add_receive(std::shared_ptr<Group> group, int device, int source, float* out) {
+        add_meeting([=] { return group->receive(source, device, out); });
+    }
+
     // Throws HungUp if another device of a group has failed.
     void run();
 

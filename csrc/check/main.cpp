@@ -170,11 +170,17 @@ void check_group() {
         programs[d]->add_all_reduce(group, d, parts[d].data(), sums[d].data(), kValues);
         members.push_back(programs[d].get());
     }
+    float heard[2] = {};
+    programs[0]->add_send(group, 0, 2, parts[0].data(), 1);
+    programs[2]->add_receive(group, 2, 0, &heard[0]);
+    programs[2]->add_send(group, 2, 1, heard, 1);
+    programs[1]->add_receive(group, 1, 2, &heard[1]);
     Team team(kDevices);
     for (int i = 0; i < kRounds; i++) {
         for (auto& sum : sums) sum.assign(kValues, 0.0f);
         team.run(members);
         for (const auto& sum : sums) require(sum[0] == 6.0f && sum[kValues - 1] == 6.0f, "wrong sum", "group");
+        require(heard[0] == 1.0f && heard[1] == 1.0f, "wrong mail", "group");
     }
 }
 

@@ -34,7 +34,7 @@ from motley.graph.ops import (
     Weight,
 )
 from motley.plan import base_of
-from motley.split.collectives import AllGather, AllReduce, Broadcast
+from motley.split.collectives import AllGather, AllReduce, Broadcast, Receive, Send
 
 _MAX_SPLITS = 16  # of a sequence in one attention (csrc/kernels/attention.cpp)
 _MAX_SPLIT_ROWS = 64  # tokens beyond which there is enough to do without splits
@@ -256,6 +256,10 @@ class Compiler:
                         pieces.append((source, done * inner, out + 4 * start * inner, shape, *strides))
                         done += stop - start
                 self._program.exchange(group, device, x, pieces)
+            case Send(_, target):
+                self._program.send(group, device, target, x, stage.node.inputs[0].n_values)
+            case Receive(source, _, _):
+                self._program.receive(group, device, source, out)
             case Broadcast(root, _):
                 flat = (1, 1, 1, stage.node.n_values)
                 self._program.exchange(group, device, x, [(root, 0, out, flat, (0, 0, 0, 1), (0, 0, 0, 1))])

@@ -25,7 +25,7 @@ from motley.graph.ops import (
     Weight,
 )
 from motley.plan import DevicePlan, Kernel
-from motley.split.collectives import AllGather, AllReduce, Broadcast
+from motley.split.collectives import AllGather, AllReduce, Broadcast, Receive, Send
 
 _MAX_PARTS = 4  # of one pass (csrc/kernels.hpp)
 
@@ -255,4 +255,4 @@ def _is_rotation(node: Tensor) -> bool:
 
 
 def is_native_collective(node: Tensor) -> bool:
-    return isinstance(node.op, AllReduce | AllGather | Broadcast)
+    return isinstance(node.op, AllReduce | AllGather | Broadcast | Send | Receive)
