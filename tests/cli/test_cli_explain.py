@@ -87,7 +87,7 @@ def test_what_cannot_be_meant_is_refused(shared: Path) -> None:
     for flags, message in (
         (["--device", "cpu,tpu"], "unknown device 'tpu'"),
         (["--device", "cpu,cpu", "-sm", "rows"], "unknown split mode 'rows'"),
-        (["--device", "cpu,cpu", "-ts", "1,2,3"], "3 proportions for 2 devices"),
+        (["--device", "cpu,cpu", "-ts", "1,2,3"], "has 3 numbers, but the number of devices is 2"),
         (["--device", "cpu,cpu", "-ts", "0,0"], "cannot be met"),
     ):
         result = CliRunner().invoke(app, ["explain", path, *flags])

@@ -1,32 +1,82 @@
-"""The `motley` command: one function per subcommand, registered here."""
+"""The `motley` command: its subcommands are listed here, and imported when they are chosen."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import gc
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from motley import __version__
-from motley.cli.bench import bench
-from motley.cli.explain import explain_command
-from motley.cli.inspect import inspect
-from motley.cli.kv import kv
-from motley.cli.kv_quality import kv_quality
-from motley.cli.perplexity import perplexity
-from motley.cli.run import run
-from motley.cli.tokenize import tokenize
 
-app = typer.Typer(
-    name="motley",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for command in (run, perplexity, tokenize, inspect, kv, bench):
-    app.command()(command)
-app.command("explain")(explain_command)
-app.command("kv-quality")(kv_quality)
+# Where each command is, and the first line of its help.
+COMMANDS = {
+    "run": ("motley.cli.run:run", "Answer a prompt, or chat when there is none."),
+    "perplexity": (
+        "motley.cli.perplexity:perplexity",
+        "Measure how well a model predicts a text: lower is better, 1 is perfect.",
+    ),
+    "tokenize": ("motley.cli.tokenize:tokenize", "Show the tokens of a text: one line each, id and piece."),
+    "inspect": (
+        "motley.cli.inspect:inspect",
+        "Show what a model file holds: metadata, parameters, bytes by type, tensors.",
+    ),
+    "kv": (
+        "motley.cli.kv:kv",
+        "Show what the KV cache would be: blocks, bytes on each device, and what each type costs.",
+    ),
+    "bench": (
+        "motley.cli.bench:bench",
+        "Measure speed: prompt and decoding, at depths of context, by KV cache type.",
+    ),
+    "explain": (
+        "motley.cli.explain:explain_command",
+        "Show how a model would be split over devices, and why they would talk.",
+    ),
+    "kv-quality": (
+        "motley.cli.kv_quality:kv_quality",
+        "Measure what each KV cache type costs in quality and saves in memory.",
+    ),
+}
+_SETTINGS: dict[str, Any] = {
+    "rich_markup_mode": "rich",
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+
+
+class _OnDemand(TyperGroup):
+    """Torch takes seconds to import: a list of commands, a version or a typo need not wait for it."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, listed and load_command(str(listed.name)), rest
+
+
+def load_command(name: str) -> Any:
+    """The command itself."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    gc.disable()  # the collector would walk through torch's 160,000 objects again and again while they come
+    try:
+        command = getattr(import_module(module), function)
+    finally:
+        gc.enable()
+    alone = typer.Typer(add_completion=False, **_SETTINGS)
+    alone.command(name)(command)
+    return typer.main.get_command(alone)
+
+
+app = typer.Typer(name="motley", cls=_OnDemand, no_args_is_help=True, **_SETTINGS)
+
+
+def _listed() -> None:
+    raise AssertionError("the command itself takes its place when it is chosen")
+
+
+for _name, (_, _summary) in COMMANDS.items():
+    app.command(_name, help=_summary)(_listed)
 
 
 def _show_version(is_wanted: bool) -> None:
