@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from motley import LLM
+from motley.engine.sampling import Sampler
 from motley.errors import CacheError, DeviceError, MotleyError, RequestError
 
 PROMPT = "Once upon a time there was a little girl who had a"
@@ -55,12 +56,14 @@ def test_a_failed_step_leaves_the_other_requests_and_the_prefix_cache_sound(
 
 
 def test_a_sampler_s_error_is_its_own_request_s(llm: LLM) -> None:
-    def broken(logits: Any, tokens: Any) -> int:
-        raise RequestError("the logits are not numbers")
+    class Broken(Sampler):
+        def pick(self, found: Any) -> int:
+            raise RequestError("the logits are not numbers")
 
     good = llm.stream(PROMPT, max_tokens=8, temperature=0)
     bad = llm.stream("The cat", max_tokens=8, temperature=0)
-    bad._request.sampler = broken
+    sampler = bad._request.sampler
+    bad._request.sampler = Broken(sampler.params, sampler.chain, sampler.generator)
     assert len(good.finish().tokens) == 8
     with pytest.raises(RequestError, match="not numbers"):
         list(bad)

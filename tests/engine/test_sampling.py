@@ -21,16 +21,26 @@ rows = st.lists(logit, min_size=1, max_size=40)
 share = st.floats(0.01, 0.99)
 
 
-def descending(values: list[float]) -> torch.Tensor:
-    return torch.tensor(sorted(values, reverse=True), dtype=torch.float32)
+def descending(values: list[float]) -> np.ndarray:
+    return np.array(sorted(values, reverse=True))
 
 
-def probabilities(row: torch.Tensor) -> np.ndarray:
-    weights = np.exp(row.double().numpy() - row.double().max().item())
+def probabilities(row: np.ndarray) -> np.ndarray:
+    weights = np.exp(row - row.max())
     return weights / weights.sum()
 
 
-def kept(row: torch.Tensor) -> set[int]:
+def sample(params: SamplingParams, row: torch.Tensor, history: list[int]) -> int:
+    return choose(build_sampler(params), row, history)
+
+
+def choose(sampler: sampling.Sampler, row: torch.Tensor, history: list[int]) -> int:
+    """As the engine does for one request."""
+    (found,) = sampling.shortlist(row[None], [sampler], [history])
+    return sampler.pick(found)
+
+
+def kept(row: np.ndarray) -> set[int]:
     return {i for i, value in enumerate(row.tolist()) if value != -math.inf}
 
 
@@ -46,7 +56,7 @@ def everything(**changes: Any) -> SamplingParams:
 @given(rows, st.integers(0, 50))
 def test_candidates_are_the_k_largest_in_descending_order(values: list[float], k: int) -> None:
     row = torch.tensor(values)
-    top, ids = sampling.candidates(row, k)
+    ((top, ids),) = sampling.candidates(row[None], k)
     assert top.tolist() == sorted(row.tolist(), reverse=True)[: k or None]
     assert row[ids].tolist() == top.tolist()
     assert len(set(ids.tolist())) == len(ids) >= 1
@@ -108,12 +118,12 @@ def test_penalties_follow_their_formula(
 def test_temperature_raises_probabilities_to_a_power(values: list[float], t: float) -> None:
     row = descending(values)
     scaled = probabilities(sampling.temperature(row, t))
-    expected = probabilities(row.double() / t)
+    expected = probabilities(row / t)
     np.testing.assert_allclose(scaled, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_a_temperature_near_zero_neither_overflows_nor_loses_the_best() -> None:
-    scaled = sampling.temperature(torch.tensor([300.0, 299.0, -5.0]), 1e-320)
+    scaled = sampling.temperature(np.array([300.0, 299.0, -5.0]), 1e-320)
     assert sampling.draw(scaled, 0.999) == 0
 
 
@@ -125,7 +135,7 @@ def test_bias_is_added_by_token_id() -> None:
 
 @given(rows)
 def test_draw_divides_the_unit_interval_by_probability(values: list[float]) -> None:
-    row = torch.tensor(values)
+    row = np.array(values)
     edges = np.cumsum(probabilities(row))
     for uniform in np.linspace(0, 1, 23, endpoint=False) + 0.01:
         if np.abs(edges - uniform).min() > 1e-9:
@@ -133,7 +143,7 @@ def test_draw_divides_the_unit_interval_by_probability(values: list[float]) -> N
 
 
 def test_draw_never_returns_a_removed_candidate() -> None:
-    row = torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf])
+    row = np.array([-math.inf, 0.0, -math.inf, 0.0, -math.inf])
     assert sampling.draw(row, 0.0) == 1
     assert sampling.draw(row, 0.5) == 3
     assert sampling.draw(row, 1.0) == 3  # what rounding may make of a number just below 1
@@ -154,20 +164,20 @@ def test_every_filter_keeps_at_least_one(values: list[float], p: float) -> None:
 @given(rows)
 def test_temperature_zero_takes_the_best_whatever_the_filters(values: list[float]) -> None:
     row = torch.tensor(values)
-    sampler = build_sampler(SamplingParams(temperature=0, top_k=3, top_p=0.1, typical_p=0.2))
-    assert sampler(row, []) == int(row.argmax())
+    params = SamplingParams(temperature=0, top_k=3, top_p=0.1, typical_p=0.2)
+    assert sample(params, row, []) == int(row.argmax())
 
 
 @given(rows, st.integers(0, 2**64 - 1))
 def test_top_k_one_is_greedy(values: list[float], seed: int) -> None:
     row = torch.tensor(values)
-    assert row[build_sampler(everything(top_k=1, seed=seed))(row, [])] == row.max()
+    assert row[sample(everything(top_k=1, seed=seed), row, [])] == row.max()
 
 
 def test_draws_follow_the_distribution() -> None:
     probs = torch.tensor([0.5, 0.25, 0.15, 0.1])
     sampler = build_sampler(everything(seed=7))
-    counts = Counter(sampler(probs.log(), []) for _ in range(4000))
+    counts = Counter(choose(sampler, probs.log(), []) for _ in range(4000))
     for token, prob in enumerate(probs.tolist()):
         assert abs(counts[token] / 4000 - prob) < 0.03  # more than four standard deviations
 
@@ -177,7 +187,7 @@ def test_a_seed_repeats_and_another_differs() -> None:
 
     def tokens(seed: int) -> list[int]:
         sampler = build_sampler(everything(seed=seed))
-        return [sampler(row, []) for _ in range(8)]
+        return [choose(sampler, row, []) for _ in range(8)]
 
     assert tokens(1) == tokens(1)
     assert tokens(1) != tokens(2)
@@ -185,7 +195,7 @@ def test_a_seed_repeats_and_another_differs() -> None:
 
 def test_sampling_leaves_the_global_generator_alone() -> None:
     state = torch.get_rng_state()
-    build_sampler(SamplingParams())(torch.zeros(100), [])
+    sample(SamplingParams(), torch.zeros(100), [])
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -199,13 +209,24 @@ def test_the_chain_is_in_the_documented_order() -> None:
 @pytest.mark.parametrize(("last_n", "best"), [(0, 0), (1, 1), (2, 2), (-1, 3)])
 def test_penalties_look_back_repeat_last_n_tokens(last_n: int, best: int) -> None:
     row = torch.tensor([4.0, 3.0, 2.0, 1.0])
-    sampler = build_sampler(SamplingParams(temperature=0, repeat_last_n=last_n, presence_penalty=10))
-    assert sampler(row, [2, 1, 0]) == best
+    params = SamplingParams(temperature=0, repeat_last_n=last_n, presence_penalty=10)
+    assert sample(params, row, [2, 1, 0]) == best
 
 
 def test_a_banned_token_is_never_chosen() -> None:
     sampler = build_sampler(everything(logit_bias={1: -math.inf}))
-    assert {sampler(torch.tensor([0.0, 9.0, 0.0]), []) for _ in range(50)} == {0, 2}
+    assert {choose(sampler, torch.tensor([0.0, 9.0, 0.0]), []) for _ in range(50)} == {0, 2}
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 3, 40]), st.booleans()), min_size=1, max_size=6))
+def test_rows_of_a_batch_are_chosen_from_as_if_alone(wishes: list[tuple[int, bool]]) -> None:
+    """Whatever others want to see of theirs."""
+    logits = torch.randn(len(wishes), 20, generator=torch.Generator().manual_seed(len(wishes)))
+    wants = [everything(top_k=k, temperature=float(warm), logit_bias={k % 7: 9.0}) for k, warm in wishes]
+    samplers = [build_sampler(params) for params in wants]
+    found = sampling.shortlist(logits, samplers, [[]] * len(wishes))
+    together = [sampler.pick(each) for sampler, each in zip(samplers, found, strict=True)]
+    assert together == [sample(params, row, []) for params, row in zip(wants, logits, strict=True)]
 
 
 # --- what can go wrong --------------------------------------------------------------------------------------
@@ -215,19 +236,19 @@ def test_a_banned_token_is_never_chosen() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_broken_logits_are_an_error(bad: float, t: float) -> None:
     with pytest.raises(RequestError, match="logits contain"):
-        build_sampler(SamplingParams(temperature=t))(torch.tensor([0.0, bad, 1.0]), [])
+        sample(SamplingParams(temperature=t), torch.tensor([0.0, bad, 1.0]), [])
 
 
 @pytest.mark.parametrize("t", [0.0, 0.8])
 def test_banning_everything_is_an_error(t: float) -> None:
     params = SamplingParams(temperature=t, logit_bias={0: -math.inf, 1: -math.inf})
     with pytest.raises(RequestError, match="no token is left"):
-        build_sampler(params)(torch.zeros(2), [])
+        sample(params, torch.zeros(2), [])
 
 
 def test_a_bias_outside_the_vocabulary_is_an_error() -> None:
     with pytest.raises(RequestError, match="token id 5 is not in the vocabulary of 3"):
-        build_sampler(SamplingParams(logit_bias={5: 1.0}))(torch.zeros(3), [])
+        sample(SamplingParams(logit_bias={5: 1.0}), torch.zeros(3), [])
 
 
 @pytest.mark.parametrize(

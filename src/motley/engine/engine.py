@@ -10,7 +10,7 @@ import torch
 from motley.engine.bare import BareSequence
 from motley.engine.params import SamplingParams
 from motley.engine.request import CANCELLED, ContextShift, Request, TextStream
-from motley.engine.sampling import build_sampler
+from motley.engine.sampling import build_sampler, shortlist
 from motley.engine.scheduler import Scheduler, Step
 from motley.errors import MotleyError, RequestError
 from motley.kvcache.manager import CacheManager
@@ -139,12 +139,11 @@ class Engine:
 
     def _accept(self, step: Step, logits: torch.Tensor) -> None:
         """Sample for each request whose tokens are all computed; rows of `logits` are in the order of work."""
-        rows = iter(logits)
-        for request, _ in step.work:
-            if request.n_pending:
-                continue
+        ready = [request for request, _ in step.work if not request.n_pending]
+        lists = shortlist(logits, [r.sampler for r in ready], [r.tokens for r in ready])
+        for request, found in zip(ready, lists, strict=True):
             try:
-                request.accept(request.sampler(next(rows), request.tokens))
+                request.accept(request.sampler.pick(found))
             except MotleyError as error:  # its own fault; the others go on
                 request.fail(error)
             if request.is_finished:

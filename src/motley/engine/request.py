@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,7 @@ class Request:
     """Mutable state of one request. The scheduler moves `n_computed`, the engine appends tokens."""
 
     prompt: tuple[int, ...]
-    sampler: Callable[[Any, Sequence[int]], int]  # (logits of one row, tokens so far) → the next token
+    sampler: Any  # an engine.sampling.Sampler; this module needs no torch
     text: TextStream
     stop_ids: frozenset[int]
     max_tokens: int | None  # generated ones; None: endless, with a context that shifts

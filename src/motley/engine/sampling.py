@@ -1,4 +1,4 @@
-"""Choose the next token from one row of logits.
+"""Choose the next tokens from rows of logits.
 
 Every step is a pure function; a `Sampler` composes them in llama.cpp's default order:
 
@@ -12,10 +12,13 @@ second sort. A removed candidate has logit -inf; every step leaves at least one.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +26,7 @@ from motley.engine.params import SamplingParams
 from motley.errors import RequestError
 
 __all__ = [
+    "Candidates",
     "Sampler",
     "SamplingParams",
     "add_bias",
@@ -32,12 +36,15 @@ __all__ = [
     "draw",
     "min_p",
     "penalize",
+    "shortlist",
     "temperature",
     "top_p",
     "typical_p",
 ]
 
-Transform = Callable[[Tensor], Tensor]  # (candidates,) float32, descending -> the same, some of them -inf
+Floats = npt.NDArray[np.float64]
+Candidates = tuple[Floats, npt.NDArray[np.int64]]  # logits in descending order, and the ids of their tokens
+Transform = Callable[[Floats], Floats]  # (candidates,), descending -> the same, some of them -inf
 
 _REMOVED = float("-inf")
 _TINY = torch.finfo(torch.float32).tiny  # stands for a mass of 0, which still has to keep one candidate
@@ -80,67 +87,72 @@ def penalize(
     return logits.index_copy(0, ids, seen - counts * frequency - presence)
 
 
-# --- from the row to candidates -----------------------------------------------------------------------------
+# --- from rows to candidates --------------------------------------------------------------------------------
 
 
-def candidates(logits: Tensor, top_k: int = 0) -> tuple[Tensor, Tensor]:
-    """The `top_k` largest logits (0: all of them) in descending order, and their token ids."""
-    n_vocab = logits.shape[0]
-    if 0 < top_k < n_vocab:
-        values, ids = logits.topk(top_k)
+def candidates(rows: Tensor, top_k: int = 0) -> list[Candidates]:
+    """Of each row, the `top_k` largest logits (0: all of them) in descending order, and their token ids."""
+    if top_k == 1:
+        ids = rows.argmax(1, keepdim=True)
+        values = rows.gather(1, ids)
+    elif 0 < top_k < rows.shape[1]:
+        values, ids = rows.topk(top_k)
     else:
-        values, ids = logits.sort(descending=True, stable=True)
-    return values, ids
+        values, ids = rows.sort(descending=True, stable=True)
+    return list(zip(values.double().cpu().numpy(), ids.cpu().numpy(), strict=True))
 
 
 # --- on candidates in descending order: (candidates,) -> (candidates,) --------------------------------------
+# In numpy: there are forty of them or so, for which torch takes several times as long.
 
 
-def typical_p(logits: Tensor, p: float) -> Tensor:
+def typical_p(logits: Floats, p: float) -> Floats:
     """Keep the candidates whose surprise, -log prob, is nearest to the entropy, up to a mass of `p`.
 
     Along a descending row the distance to the entropy first falls and then rises, so what is kept is a window
     around the nearest candidate, and two binary searches give the mass of every possible window.
     """
-    log_probs = logits.log_softmax(0)
-    probs = log_probs.exp()
-    entropy = torch.special.entr(probs).sum()
-    distance = (log_probs + entropy).abs()
+    probs = _softmax(logits)
+    surprise = -np.log(np.maximum(probs, _TINY))
+    distance = np.abs(surprise - (probs * surprise).sum())
     nearest = int(distance.argmin())
-    n_before = torch.searchsorted(distance[:nearest].flip(0), distance, right=True)
-    n_after = torch.searchsorted(distance[nearest:], distance, right=True)
-    mass_upto = torch.nn.functional.pad(probs.cumsum(0), (1, 0))  # (candidates + 1,)
+    n_before = np.searchsorted(distance[:nearest][::-1], distance, side="right")
+    n_after = np.searchsorted(distance[nearest:], distance, side="right")
+    mass_upto = np.concatenate(([0.0], probs.cumsum()))  # (candidates + 1,)
     mass = mass_upto[nearest + n_after] - mass_upto[nearest - n_before]
-    widest = torch.where(mass >= max(p, _TINY), distance, math.inf).min()
-    return logits.masked_fill(distance > widest, _REMOVED)
+    widest = distance[mass >= max(p, _TINY)].min(initial=math.inf)
+    return np.where(distance > widest, _REMOVED, logits)
 
 
-def top_p(logits: Tensor, p: float) -> Tensor:
+def top_p(logits: Floats, p: float) -> Floats:
     """Keep the fewest most likely candidates whose probabilities reach `p`."""
-    mass = logits.softmax(0).cumsum(0)
-    n_kept = int(torch.searchsorted(mass, max(p, _TINY))) + 1
-    return torch.cat((logits[:n_kept], torch.full_like(logits[n_kept:], _REMOVED)))
+    n_kept = int(np.searchsorted(_softmax(logits).cumsum(), max(p, _TINY))) + 1
+    return np.concatenate((logits[:n_kept], np.full(len(logits[n_kept:]), _REMOVED)))
 
 
-def min_p(logits: Tensor, p: float) -> Tensor:
+def min_p(logits: Floats, p: float) -> Floats:
     """Keep the candidates that are at least `p` times as likely as the best one."""
-    if p == 0:
-        return logits
-    return logits.masked_fill(logits < logits.max() + math.log(p), _REMOVED)
+    return logits if p == 0 else np.where(logits < logits.max() + math.log(p), _REMOVED, logits)
 
 
-def temperature(logits: Tensor, t: float) -> Tensor:
+def temperature(logits: Floats, t: float) -> Floats:
     """Sharpen (t < 1) or flatten (t > 1) the distribution."""
-    # Relative to the best, so that a tiny t sends the others to -inf and not the best to +inf.
+    # Relative to the best, so that a tiny t sends the others towards -inf and not the best to +inf.
     return (logits - logits.max()) / max(t, _TINY)
 
 
-def draw(logits: Tensor, uniform: float) -> int:
+def draw(logits: Floats, uniform: float) -> int:
     """The index at which the cumulative probability passes `uniform`, in [0, 1)."""
-    mass = logits.softmax(0, dtype=torch.float64).cumsum(0)
-    index = int(torch.searchsorted(mass, uniform * mass[-1], right=True))
+    mass = _softmax(logits).cumsum()
+    index = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
     # Rounding may lift uniform * total onto the total itself, past the last candidate with any probability.
-    return min(index, int(torch.searchsorted(mass, mass[-1])))
+    return min(index, int(np.searchsorted(mass, mass[-1])))
+
+
+def _softmax(logits: Floats) -> Floats:
+    weights = np.exp(logits - logits.max())
+    probs: Floats = weights / weights.sum()
+    return probs
 
 
 # --- composition --------------------------------------------------------------------------------------------
@@ -162,49 +174,61 @@ def build_chain(params: SamplingParams) -> tuple[Transform, ...]:
 
 @dataclass(frozen=True)
 class Sampler:
-    """`sampler(logits, history)` is the next token's id. Its only state is its own random generator."""
+    """Chooses a sequence's next token. Its only state is its own random generator."""
 
     params: SamplingParams
     chain: tuple[Transform, ...]
-    generator: torch.Generator
+    generator: random.Random
 
-    def __call__(self, logits: Tensor, history: Sequence[int]) -> int:
-        """`logits`: (vocab,) float32; `history`: the tokens so far, prompt included."""
-        row = self._shape(logits, history)
-        if self.params.is_greedy:
-            best = int(row.argmax())
-            _check_best(float(row[best]))
-            return best
-        values, ids = candidates(row, self.params.top_k)
-        _check_best(float(values[0]))
-        for transform in self.chain:
-            values = transform(values)
-        return int(ids[draw(values, self._uniform())])
+    @property
+    def n_candidates(self) -> int:
+        """How many of the best tokens it wants to see; 0: all."""
+        return 1 if self.params.is_greedy else self.params.top_k
 
-    def _shape(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+    def shape(self, row: Tensor, history: Sequence[int]) -> Tensor:
+        """Bias and penalties: the same row if there are none. `history`: the tokens so far, prompt included."""
         params = self.params
         n_recent = len(history) if params.repeat_last_n < 0 else min(params.repeat_last_n, len(history))
         return penalize(
-            add_bias(logits, params.logit_bias),
+            add_bias(row, params.logit_bias),
             history[len(history) - n_recent :],
             repeat=params.repeat_penalty,
             frequency=params.frequency_penalty,
             presence=params.presence_penalty,
         )
 
-    def _uniform(self) -> float:
-        return float(torch.rand((), dtype=torch.float64, generator=self.generator))
+    def pick(self, found: Candidates) -> int:
+        """The next token's id, one of the candidates."""
+        values, ids = found
+        _check_best(float(values[0]))
+        if self.params.is_greedy:
+            return int(ids[0])
+        for transform in self.chain:
+            values = transform(values)
+        return int(ids[draw(values, self.generator.random())])
 
 
 def build_sampler(params: SamplingParams) -> Sampler:
     """A sampler for one sequence. With a seed, the same logits give the same tokens."""
-    generator = torch.Generator()
-    if params.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(params.seed)
     # At temperature 0 only the best token matters, and no filter can remove it.
-    return Sampler(params, () if params.is_greedy else build_chain(params), generator)
+    chain = () if params.is_greedy else build_chain(params)
+    return Sampler(params, chain, random.Random(params.seed))
+
+
+def shortlist(
+    logits: Tensor, samplers: Sequence[Sampler], histories: Sequence[Sequence[int]]
+) -> list[Candidates]:
+    """What each row's sampler is to choose from. On the logits' own device: only candidates leave it."""
+    given = logits.unbind()
+    rows = [s.shape(row, history) for s, row, history in zip(samplers, given, histories, strict=True)]
+    kinds = {sampler.n_candidates for sampler in samplers}
+    if len(kinds) == 1 and all(a is b for a, b in zip(rows, given, strict=True)):
+        return candidates(logits, *kinds)
+    found: dict[int, Candidates] = {}
+    for k in kinds:
+        which = [i for i, sampler in enumerate(samplers) if sampler.n_candidates == k]
+        found |= zip(which, candidates(torch.stack([rows[i] for i in which]), k), strict=True)
+    return [found[i] for i in range(len(rows))]
 
 
 def _check_best(best: float) -> None:

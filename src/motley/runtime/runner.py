@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from motley.backends import Backend, Executable, Joint, join
@@ -80,7 +81,7 @@ class Runner:
         }
         work = DeviceBatch(
             BatchShape(batch.n_tokens, batch.n_outputs),
-            {name: torch.tensor(ids, dtype=torch.int32) for name, ids in inputs.items()},
+            {name: torch.from_numpy(np.array(ids, np.int32)) for name, ids in inputs.items()},
             tuple(group_batches(manager, extents)),
             copies,
         )
