@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -52,6 +53,7 @@ class LLM:
     """
 
     notices: tuple[str, ...]  # sentences about what was asked for and is done another way
+    load_seconds: float  # how long it took to open and load the model
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class LLM:
         `cache_type_k`, `cache_type_v`: f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl; quantized ones are rotated
         unless `kv_rotation=False`. `kv_cache_tokens` or `kv_cache_bytes`: a hard limit of the cache.
         """
+        started = time.perf_counter()
         for name, value in (
             ("n_ctx", n_ctx),
             ("n_threads", n_threads),
@@ -128,6 +131,7 @@ class LLM:
             n_batch=n_batch,
             n_parallel=n_parallel,
         )
+        self.load_seconds = time.perf_counter() - started
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

@@ -52,6 +52,7 @@ class FakeLLM:
     pieces: Sequence[str] = ("Hello", ", ", "wörld")
     spec: Any = field(default_factory=lambda: SimpleNamespace(metadata={}))
     n_ctx: int = 64
+    load_seconds: float = 1.5
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     before_piece: Callable[[int], None] = lambda index: None
     error: MotleyError | None = None  # what the next request raises

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ def test_a_process_streams_a_story_and_shows_the_figures(stories: str) -> None:
     assert result.stdout.startswith(", there was a")
     assert "answer: 16 tokens" in result.stderr
     assert "memory: " in result.stderr
+    assert re.search(r"^loaded \d+\.\d KiB in \d+\.\d\d s$", result.stderr, re.MULTILINE)
 
 
 def test_a_process_that_fails_exits_with_2_and_no_trace(tmp_path: Path) -> None:
@@ -49,6 +51,7 @@ def test_a_seed_repeats_the_answer(motley: Motley, stories: str) -> None:
     assert first["tokens"] == second["tokens"]
     assert len(first["tokens"]) == first["timings"]["new_tokens"] == 8
     assert first["finish_reason"] == "length"
+    assert first["load_seconds"] > 0
 
 
 def test_a_reverse_prompt_ends_the_answer(motley: Motley, stories: str) -> None:

@@ -84,6 +84,7 @@ def test_json_is_one_object_and_nothing_else(motley: Motley, llm: FakeLLM, model
         "tokens": [7, 8, 9],
         "finish_reason": "stop",
         "timings": asdict(TIMINGS),
+        "load_seconds": 1.5,
         "memory": {"weights": 3 << 20, "kv_cache": 1 << 20, "activations": 512},
     }
 

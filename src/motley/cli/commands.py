@@ -29,7 +29,7 @@ COMMANDS = {
     ),
     "bench": (
         "motley.cli.bench:bench",
-        "Measure speed: prompt and decoding, at depths of context, by KV cache type.",
+        "Measure speed: prompt and decoding, at depths of context, by weight format and KV cache type.",
     ),
     "explain": (
         "motley.cli.explain:explain_command",

@@ -53,8 +53,9 @@ def load(path: Path, chosen: LoadOptions) -> LLM:
     for notice in llm.notices:
         say(f"note: {notice}")
     devices = llm.device_memory()
+    total = sum(memory["weights"] for memory in devices.values())
+    say(f"loaded {size(total)} in {llm.load_seconds:.2f} s")
     if len(devices) > 1:
-        total = sum(memory["weights"] for memory in devices.values())
         shares = (f"{name} {m['weights'] / total:.1%} ({size(m['weights'])})" for name, m in devices.items())
         say(f"weights: {', '.join(shares)}")
     return llm

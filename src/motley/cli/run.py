@@ -96,6 +96,7 @@ def _print_json(talk: Talk, model: str, text: str) -> None:
         "tokens": list(completion.tokens),
         "finish_reason": completion.finish_reason,
         "timings": asdict(completion.timings),
+        "load_seconds": talk.llm.load_seconds,
         "memory": talk.llm.memory(),
     }
     typer.echo(json.dumps(result, ensure_ascii=False))
