@@ -138,7 +138,8 @@ def min_p(logits: Floats, p: float) -> Floats:
 def temperature(logits: Floats, t: float) -> Floats:
     """Sharpen (t < 1) or flatten (t > 1) the distribution."""
     # Relative to the best, so that a tiny t sends the others towards -inf and not the best to +inf.
-    return (logits - logits.max()) / max(t, _TINY)
+    scaled: Floats = (logits - logits.max()) / max(t, _TINY)
+    return scaled
 
 
 def draw(logits: Floats, uniform: float) -> int:
