@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from motley import LLM
-from motley.bench import Measurement, Workload, measure, shapes, write_random_model
+from motley.bench import Measurement, Workload, bandwidth, measure, shapes, write_random_model
+from motley.bench.measure import cache_bytes
 from motley.cli import app
 from motley.errors import ConfigError
+from motley.runtime import crew
 
 TINY = shapes.Shape(2, 64, 128, 4, 2, 32, 300, n_ctx=512)
 
@@ -41,7 +44,9 @@ def test_every_workload_is_timed_as_often_as_asked(path: Path) -> None:
         assert [len(m.seconds) for m in results] == [2, 2]
         assert all(m.rate > 0 and m.spread >= 0 for m in results)
         per_token = 2 * 2 * (32 * 2 + 32 * 2)  # layers, heads, K and V of 32 dims in f16
-        assert results[1].bytes_per_token == llm.memory()["weights"] + int(65.5 * per_token)
+        matrices = 2 * 64 * (128 + 64 + 64 + 128 + 3 * 128) + 64 * 300 + 64  # with one row of the embedding
+        norms = 5 * 64 * 4
+        assert results[1].bytes_per_token == matrices * 34 // 32 + norms + int(65.5 * per_token)
         assert llm.kv_stats().use.n_sequences == 0
 
 
@@ -60,6 +65,69 @@ def test_the_roofline_counts_bytes_that_had_to_be_read() -> None:
     assert decoding.rate == 10
     assert decoding.roofline_percent(bandwidth=10_000) == 50
     assert Measurement(Workload(10, True), (1.0,), 500).roofline_percent(10_000) is None
+
+
+def test_layers_with_a_window_read_no_more_than_the_window(path: Path) -> None:
+    with LLM(path, n_ctx=128, n_parallel=1) as llm:
+        layout = llm.kv_stats().layout
+    (group,) = layout.groups
+    half = replace(group, n_layers=1), replace(group, n_layers=1, window=16)
+    whole, windowed = cache_bytes(layout, 64), cache_bytes(replace(layout, groups=half), 64)
+    assert windowed == whole * (64 + 16) // (64 + 64)
+
+
+@pytest.mark.parametrize(
+    ("devices", "mode", "expected"),
+    [
+        ("cpu", None, 10.0),
+        ("cpu,cpu", "tensor", 10.0),  # two devices, one memory
+        ("cpu,cuda:0,cuda:0", "tensor", 50.0),  # together
+        ("cpu,cuda:0", "layer", 16.0),  # one after the other, half of the weights each
+    ],
+)
+def test_a_crews_bandwidth_is_that_of_its_hardware(
+    devices: str, mode: str | None, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bandwidth, "cpu_bandwidth", lambda n_threads: 10.0)
+    monkeypatch.setattr(bandwidth, "gpu_bandwidth", lambda name: 40.0)
+    monkeypatch.setattr(crew, "known_devices", lambda: ("cpu", "cuda:0"))
+    assert bandwidth.read_bandwidth(crew.make_crew(devices, mode)) == pytest.approx(expected)
+
+
+def test_all_threads_of_the_cpu_devices_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(bandwidth, "cpu_bandwidth", lambda n_threads: asked.append(n_threads) or 1.0)
+    bandwidth.read_bandwidth(crew.make_crew("cpu,cpu", "tensor"), n_threads=6)
+    assert asked == [6]
+
+
+def test_random_models_of_several_formats_are_kept_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shapes, "SHAPES", {"tiny": TINY})
+    command = ["bench", "--shape", "tiny", "--weights", "q8_0,F16", "-p", "0", "-n", "1", "-r", "1"]
+    result = CliRunner().invoke(app, [*command, "--json"])
+    assert result.exit_code == 0, result.output
+    assert [row["weights"] for row in json.loads(result.stdout)["rows"]] == ["Q8_0", "F16"]
+    kept = sorted(path.name for path in (tmp_path / "motley").iterdir())
+    assert kept == ["random-tiny-F16.gguf", "random-tiny-Q8_0.gguf"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert {path.name for path in (tmp_path / "motley").iterdir()} == set(kept)
+
+
+def test_a_model_that_could_not_be_written_whole_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shapes.gguf.GGUFWriter, "write_tensor_data", fail)
+    result = CliRunner().invoke(app, ["bench", "--shape", "llama-15m"])
+    assert result.exit_code == 2
+    assert "No space left" in result.output
+    assert list((tmp_path / "motley").iterdir()) == []
 
 
 def test_the_command_gives_a_row_for_each_type_and_workload(path: Path, tmp_path: Path) -> None:

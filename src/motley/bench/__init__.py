@@ -2,6 +2,14 @@
 
 from motley.bench.bandwidth import read_bandwidth
 from motley.bench.measure import Measurement, Workload, measure
-from motley.bench.shapes import SHAPES, write_random_model
+from motley.bench.shapes import SHAPES, random_model_path, write_random_model
 
-__all__ = ["SHAPES", "Measurement", "Workload", "measure", "read_bandwidth", "write_random_model"]
+__all__ = [
+    "SHAPES",
+    "Measurement",
+    "Workload",
+    "measure",
+    "random_model_path",
+    "read_bandwidth",
+    "write_random_model",
+]

@@ -6,6 +6,8 @@ stay of ordinary size: speed is that of a real model.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 
 import gguf
 from motley.errors import ConfigError
-from motley.formats import get_format
+from motley.formats import Format, get_format
 
 _DISTINCT_ROWS = 64  # rows of a matrix that are packed; the others repeat them
 
@@ -59,25 +61,51 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 )
 
 
+def random_model_path(shape_name: str, weights: str) -> Path:
+    """Where such a model is kept for the next time: a folder of this user's alone."""
+    _shape(shape_name)
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "motley" / f"random-{shape_name}-{get_format(weights).name}.gguf"
+
+
 def write_random_model(path: Path, shape_name: str, weights: str = "Q8_0", seed: int = 1) -> None:
-    """Write a GGUF file of a named shape with matrices in the format `weights`."""
-    if shape_name not in SHAPES:
-        raise ConfigError(f"unknown shape {shape_name!r}", hint=f"there are: {', '.join(SHAPES)}")
-    shape, form = SHAPES[shape_name], get_format(weights)
+    """Write a GGUF file of a named shape with matrices in the format `weights`. It appears when it is whole."""
+    shape, form = _shape(shape_name), get_format(weights)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        unfinished = Path(folder) / path.name
+        _write(unfinished, shape, form, f"random {shape_name} {form.name}", seed)
+        unfinished.replace(path)
+
+
+def _shape(name: str) -> Shape:
+    if name not in SHAPES:
+        raise ConfigError(f"unknown shape {name!r}", hint=f"there are: {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def _write(path: Path, shape: Shape, form: Format, name: str, seed: int) -> None:
+    """All names and sizes first, then one tensor after the other: a large model does not have to fit into memory."""
     writer = gguf.GGUFWriter(path, "llama")
-    _write_metadata(writer, shape, f"random {shape_name} {form.name}")
-    generator = torch.Generator().manual_seed(seed)
-    for name, rows, columns in shape.matrices():
-        distinct = torch.randn(min(rows, _DISTINCT_ROWS), columns, generator=generator) * columns**-0.5
-        packed = form.pack(distinct).numpy()
-        repeated = np.resize(packed, (rows, packed.shape[1]))
-        writer.add_tensor(f"{name}.weight", repeated, raw_dtype=gguf.GGMLQuantizationType[form.name])
+    _write_metadata(writer, shape, name)
+    kind = gguf.GGMLQuantizationType[form.name]
+    for matrix, rows, columns in shape.matrices():
+        size = (rows, form.row_bytes(columns))
+        writer.add_tensor_info(f"{matrix}.weight", size, np.dtype(np.uint8), rows * size[1], raw_dtype=kind)
     norms = ["output_norm", *(f"blk.{i}.{n}_norm" for i in range(shape.n_layers) for n in ("attn", "ffn"))]
-    for name in norms:
-        writer.add_tensor(f"{name}.weight", np.ones(shape.n_embd, dtype=np.float32))
+    ones = np.ones(shape.n_embd, dtype=np.float32)
+    for norm in norms:
+        writer.add_tensor_info(f"{norm}.weight", ones.shape, ones.dtype, ones.nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    generator = torch.Generator().manual_seed(seed)
+    for _, rows, columns in shape.matrices():
+        distinct = torch.randn(min(rows, _DISTINCT_ROWS), columns, generator=generator) * columns**-0.5
+        packed = form.pack(distinct).numpy()
+        writer.write_tensor_data(np.resize(packed, (rows, packed.shape[1])))
+    for _ in norms:
+        writer.write_tensor_data(ones)
     writer.close()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
+import platform
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,15 +14,27 @@ import typer
 from rich import box
 from rich.table import Table
 
-from motley.bench import SHAPES, Measurement, Workload, measure, read_bandwidth, write_random_model
+from motley import __version__
+from motley.bench import (
+    SHAPES,
+    Measurement,
+    Workload,
+    measure,
+    random_model_path,
+    read_bandwidth,
+    write_random_model,
+)
 from motley.cli import options
-from motley.cli.bench_plot import draw
+from motley.cli.bench_plot import Series, draw
 from motley.cli.console import reporting_errors, say, size, stdout, steps_bar
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import check_writable, resolve_model, write_file
 from motley.cli.loading import CrewOptions
+from motley.cli.svg import COLOURS
 from motley.errors import ConfigError
+from motley.formats import get_format
 from motley.llm import LLM
+from motley.runtime.crew import make_crew
 
 PromptTokens = Annotated[
     str, typer.Option("-p", "--n-prompt", metavar="N,…", help="Prompt lengths; 0: none.")
@@ -37,8 +50,9 @@ ShapeName = Annotated[
     typer.Option("--shape", metavar="NAME", help=f"Random weights instead of a file: {', '.join(SHAPES)}."),
 ]
 Weights = Annotated[
-    str, typer.Option("--weights", metavar="FORMAT", help="With --shape: format of the matrices.")
+    str, typer.Option("--weights", metavar="FORMAT,…", help="With --shape: formats of the matrices.")
 ]
+BatchTokens = Annotated[int, typer.Option("-b", "--n-batch", min=1, help="Prompt tokens per pass.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Decode speed over depth, as SVG.")]
 
 
@@ -46,14 +60,20 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Decod
 class Row:
     """One line of the table."""
 
+    weights: str  # format of the random model's matrices; "" for a file's
     k_type: str
     v_type: str
     measurement: Measurement
     bandwidth: float
 
+    @property
+    def cache(self) -> str:
+        return self.k_type if self.k_type == self.v_type else f"{self.k_type}/{self.v_type}"
+
     def as_json(self) -> dict[str, Any]:
         m = self.measurement
         return {
+            "weights": self.weights or None,
             "type_k": self.k_type,
             "type_v": self.v_type,
             "test": m.workload.name,
@@ -64,6 +84,16 @@ class Row:
             "bytes_per_token": m.bytes_per_token,
             "roofline_percent": m.roofline_percent(self.bandwidth),
         }
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is measured of each model."""
+
+    pairs: list[tuple[str, str]]  # types of K and V
+    workloads: list[Workload]
+    repetitions: int
+    n_batch: int
 
 
 @with_groups
@@ -77,90 +107,130 @@ def bench(
     depths: Depths = "0",
     types: Types = "f16",
     repetitions: Repetitions = 3,
+    n_batch: BatchTokens = 512,
     chosen: CrewOptions = CrewOptions(),
     plot: Plot = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure speed: prompt and decoding, at depths of context, by KV cache type.
+    """Measure speed: prompt and decoding, at depths of context, by weight format and KV cache type.
 
     Decoding is bound by memory: the last column says how much of the bandwidth measured in the same run it uses,
     counting weights and cached keys and values once for each token. Depth is filled with random keys and values.
 
     \b
     [bold]motley bench model.gguf -p 512 -n 64 -d 0,8192 --types f16,q8_0,q4_0[/]
-    [bold]motley bench --shape llama-1b --weights Q4_0 --plot speed.svg[/]
+    [bold]motley bench --shape llama-1b --weights Q8_0,Q4_0 -d 0,4096 --plot speed.svg[/]
     """
     with reporting_errors(debug):
         check_writable(plot)
-        path = resolve_model(model, model_flag) if shape is None else random_model(shape, weights)
-        workloads = [
-            Workload(n, is_prompt, depth)
-            for depth in _numbers("-d", depths)
-            for is_prompt, tokens in ((True, _numbers("-p", n_prompt)), (False, _numbers("-n", n_gen)))
-            for n in tokens
-            if n
-        ]
-        if not workloads:
-            raise ConfigError("there is nothing to measure", hint="give -p or -n a number above 0")
-        bandwidth = read_bandwidth(chosen.threads or torch.get_num_threads())
-        pairs = [_pair(kind) for kind in types.split(",")]
-        rows = _measure(path, pairs, workloads, repetitions, chosen, bandwidth)
-        if plot is not None:
-            write_file(plot, draw([(r.k_type, r.v_type, r.measurement) for r in rows], path.name))
-    if as_json:
-        typer.echo(
-            json.dumps({"model": path.name, "bandwidth": bandwidth, "rows": [r.as_json() for r in rows]})
+        trial = Trial(
+            [_pair(kind) for kind in types.split(",")],
+            _workloads(n_prompt, n_gen, depths),
+            repetitions,
+            n_batch,
         )
+        crew = make_crew(chosen.device, chosen.split_mode, chosen.tensor_split, chosen.device_memory)
+        files = _files(shape, weights, resolve_model(model, model_flag))
+        bandwidth = read_bandwidth(crew, chosen.threads)
+        rows = _measure(files, trial, chosen, bandwidth)
+        name = shape or next(iter(files.values())).name
+        if plot is not None:
+            write_file(plot, draw(_series(rows), name))
+    if as_json:
+        head = {"model": name, **_environment(chosen.device), "bandwidth": bandwidth}
+        typer.echo(json.dumps(head | {"rows": [r.as_json() for r in rows]}))
     else:
-        stdout().print(_table(rows, path, bandwidth))
+        stdout().print(_table(rows, name, bandwidth))
 
 
-def random_model(shape: str, weights: str) -> Path:
-    """A random model of that shape, kept in the temporary folder for the next time."""
-    path = Path(tempfile.gettempdir()) / f"motley-{shape}-{weights.upper()}.gguf"
-    if not path.exists():
-        say(f"writing random weights to {path}")
-        unfinished = path.with_suffix(".part")
-        write_random_model(unfinished, shape, weights)
-        unfinished.rename(path)
-    return path
+def _workloads(n_prompt: str, n_gen: str, depths: str) -> list[Workload]:
+    workloads = [
+        Workload(n, is_prompt, depth)
+        for depth in _numbers("-d", depths)
+        for is_prompt, tokens in ((True, _numbers("-p", n_prompt)), (False, _numbers("-n", n_gen)))
+        for n in tokens
+        if n
+    ]
+    if not workloads:
+        raise ConfigError("there is nothing to measure", hint="give -p or -n a number above 0")
+    return workloads
 
 
-def _measure(
-    path: Path,
-    pairs: list[tuple[str, str]],
-    workloads: list[Workload],
-    repetitions: int,
-    chosen: CrewOptions,
-    bandwidth: float,
-) -> list[Row]:
-    n_ctx = chosen.ctx_size or max(w.depth + w.n_tokens for w in workloads)
+def _files(shape: str | None, weights: str, model: Path) -> dict[str, Path]:
+    """The models to measure, by format of their matrices: the random ones of a shape, or else `model` ("")."""
+    if shape is None:
+        return {"": model}
+    paths = {get_format(name).name: random_model_path(shape, name) for name in weights.split(",")}
+    for name, path in paths.items():
+        if not path.exists():
+            say(f"writing random weights to {path}")
+            try:
+                write_random_model(path, shape, name)
+            except OSError as error:
+                hint = "XDG_CACHE_HOME names the folder where random models are kept"
+                raise ConfigError(f"cannot write {path}: {error.strerror}", hint=hint) from error
+    return paths
+
+
+def _measure(files: dict[str, Path], trial: Trial, chosen: CrewOptions, bandwidth: float) -> list[Row]:
+    n_ctx = chosen.ctx_size or max(w.depth + w.n_tokens for w in trial.workloads)
+    cache = {"n_ctx": n_ctx, "n_batch": trial.n_batch, "n_parallel": 1, "prefix_cache": False}
     rows = []
-    with steps_bar("Measuring", len(pairs) * len(workloads)) as advance:
-        for k_type, v_type in pairs:
-            arguments = chosen.arguments() | {"n_ctx": n_ctx, "n_parallel": 1, "prefix_cache": False}
-            with LLM(path, cache_type_k=k_type, cache_type_v=v_type, **arguments) as llm:
-                for workload in workloads:
-                    (measurement,) = measure(llm, [workload], repetitions)
-                    rows.append(Row(k_type, v_type, measurement, bandwidth))
-                    advance(f"{k_type}/{v_type} {workload.name}: {measurement.rate:.1f} t/s")
+    with steps_bar("Measuring", len(files) * len(trial.pairs) * len(trial.workloads)) as advance:
+        for weights, path in files.items():
+            for k_type, v_type in trial.pairs:
+                with LLM(path, cache_type_k=k_type, cache_type_v=v_type, **chosen.arguments() | cache) as llm:
+                    say(f"{path.name}, {k_type} / {v_type}: loaded in {llm.load_seconds:.2f} s")
+                    for workload in trial.workloads:
+                        (measurement,) = measure(llm, [workload], trial.repetitions)
+                        row = Row(weights, k_type, v_type, measurement, bandwidth)
+                        rows.append(row)
+                        advance(f"{weights} {row.cache} {workload.name}: {measurement.rate:.1f} t/s")
     return rows
 
 
-def _table(rows: list[Row], path: Path, bandwidth: float) -> Table:
-    title = f"{path.name}, read bandwidth {bandwidth / 1e9:.1f} GB/s"
+def _environment(device: str) -> dict[str, str]:
+    """What a figure has to be read with."""
+    is_gpu = "cuda" in device
+    hardware = torch.cuda.get_device_name() if is_gpu else platform.processor() or platform.machine()
+    return {
+        "date": date.today().isoformat(),
+        "device": device,
+        "hardware": hardware,
+        "motley": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def _series(rows: list[Row]) -> list[Series]:
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if not row.measurement.workload.is_prompt:
+            point = (row.measurement.workload.depth, row.measurement.rate)
+            points.setdefault(f"{row.weights} {row.cache}".strip(), []).append(point)
+    return [
+        Series(name, tuple(sorted(each)), COLOURS[number % len(COLOURS)])
+        for number, (name, each) in enumerate(points.items())
+    ]
+
+
+def _table(rows: list[Row], name: str, bandwidth: float) -> Table:
+    title = f"{name}, read bandwidth {bandwidth / 1e9:.1f} GB/s"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("K / V")
-    table.add_column("test")
-    for name in ("tokens/s", "±", "bytes a token", "of the roofline"):
-        table.add_column(name, justify="right")
+    names_weights = any(row.weights for row in rows)
+    for column in (*(["weights"] if names_weights else []), "KV", "test"):
+        table.add_column(column)
+    for column in ("tokens/s", "±", "bytes a token", "GB/s", "of the roofline"):
+        table.add_column(column, justify="right")
     for row in rows:
         m = row.measurement
         percent = m.roofline_percent(row.bandwidth)
-        moved = "" if m.workload.is_prompt else size(m.bytes_per_token)
-        cells = (f"{m.rate:.2f}", f"{m.spread:.2f}", moved, "" if percent is None else f"{percent:.0f} %")
-        table.add_row(f"{row.k_type} / {row.v_type}", m.workload.name, *cells)
+        read = ("", "", "")
+        if percent is not None:
+            read = (size(m.bytes_per_token), f"{m.bytes_per_token * m.rate / 1e9:.1f}", f"{percent:.0f} %")
+        first = [row.weights] if names_weights else []
+        table.add_row(*first, row.cache, m.workload.name, f"{m.rate:.2f}", f"{m.spread:.2f}", *read)
     return table
 
 

@@ -1,53 +1,82 @@
-"""`motley bench` as a picture: decode speed over depth, one line for each KV cache type."""
+"""`motley bench` as a picture: decode speed over depth of context, one line for each KV cache type."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil, floor, log10
 
-from motley.bench import Measurement
 from motley.cli.svg import COLOURS, ROW, document, dot, label, line
 
 _WIDTH, _HEIGHT = 720, 360  # pixels
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 600, 40, 310  # of the plot
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 590, 40, 315  # of the plot
+_GRID_LINES = 6  # at most
 
 
-def draw(rows: Sequence[tuple[str, str, Measurement]], model: str) -> str:
-    """The picture as SVG text, of (K type, V type, measurement); prompts are left out."""
-    series: dict[str, list[tuple[int, float]]] = {}
-    for k_type, v_type, m in rows:
-        if not m.workload.is_prompt:
-            name = k_type if k_type == v_type else f"{k_type}/{v_type}"
-            series.setdefault(name, []).append((m.workload.depth, m.rate))
-    points = [point for line_points in series.values() for point in line_points]
-    deepest, fastest = max((d for d, _ in points), default=0) or 1, max((r for _, r in points), default=1.0)
+@dataclass(frozen=True)
+class Series:
+    """One line of the plot: (depth, tokens per second), by depth. A dashed one is there for comparison."""
 
-    def place(depth: int, rate: float) -> tuple[float, float]:
-        x = _LEFT + (_RIGHT - _LEFT) * depth / deepest
-        return x, _BOTTOM - (_BOTTOM - _TOP) * rate / fastest
+    name: str
+    points: tuple[tuple[int, float], ...]
+    colour: str = COLOURS[0]
+    is_dashed: bool = False
 
-    shapes = [
-        label(
-            _LEFT,
-            8,
-            f"{model}: decode, tokens per second over tokens of context",
-            anchor="start",
-            weight="bold",
-        ),
-        line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "#888"),
-        line(_LEFT, _TOP, _LEFT, _BOTTOM, "#888"),
-    ]
-    for share in (0.25, 0.5, 0.75, 1.0):
-        y = _BOTTOM - (_BOTTOM - _TOP) * share
-        shapes += [line(_LEFT, y, _RIGHT, y), label(_LEFT - 6, y - 5, f"{fastest * share:.1f}", anchor="end")]
-    for depth in sorted({d for d, _ in points}):
-        shapes.append(label(place(depth, 0)[0], _BOTTOM + 6, str(depth), anchor="middle"))
-    for number, (name, line_points) in enumerate(series.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        places = [place(*point) for point in sorted(line_points)]
-        for a, b in pairwise(places):
-            shapes.append(line(*a, *b, colour, 2))
-        for (x, y), (depth, rate) in zip(places, sorted(line_points), strict=True):
-            shapes.append(dot(x, y, 3, colour, f"{name} at {depth}: {rate:.2f} tokens/s"))
-        shapes.append(label(_RIGHT + 10, _TOP + number * ROW, name, anchor="start", colour=colour))
-    return document(_WIDTH, _HEIGHT, shapes)
+
+@dataclass(frozen=True)
+class _Scale:
+    """From depths and rates to pixels."""
+
+    deepest: int
+    fastest: float
+
+    def x(self, depth: int) -> float:
+        return _LEFT + (_RIGHT - _LEFT) * depth / self.deepest
+
+    def y(self, rate: float) -> float:
+        return _BOTTOM - (_BOTTOM - _TOP) * rate / self.fastest
+
+
+def draw(series: Sequence[Series], title: str) -> str:
+    """The picture as SVG text. The rates' axis begins at 0."""
+    points = [point for each in series for point in each.points]
+    step = _step(max((rate for _, rate in points), default=1.0))
+    n_steps = ceil(max((rate for _, rate in points), default=1.0) / step)
+    scale = _Scale(max((depth for depth, _ in points), default=0) or 1, n_steps * step)
+    heading = f"{title}: decode, tokens per second over tokens of context"
+    shapes = [label(_LEFT, 8, heading, anchor="start", weight="bold")]
+    for i in range(n_steps + 1):
+        y = scale.y(i * step)
+        shapes.append(line(_LEFT, y, _RIGHT, y, "#888" if i == 0 else "#ddd"))
+        shapes.append(label(_LEFT - 6, y - 5, f"{i * step:g}", anchor="end"))
+    for depth in sorted({depth for depth, _ in points}):
+        shapes.append(label(scale.x(depth), _BOTTOM + 6, f"{depth:,}".replace(",", " "), anchor="middle"))
+    for each in series:
+        shapes += _curve(each, scale)
+    return document(_WIDTH, _HEIGHT, [*shapes, *_names(series, scale)])
+
+
+def _curve(series: Series, scale: _Scale) -> Iterator[str]:
+    places = [(scale.x(depth), scale.y(rate)) for depth, rate in series.points]
+    for a, b in pairwise(places):
+        yield line(*a, *b, series.colour, 2, is_dashed=series.is_dashed)
+    for (x, y), (depth, rate) in zip(places, series.points, strict=True):
+        yield dot(x, y, 3, series.colour, f"{series.name} at {depth}: {rate:.2f} tokens/s")
+
+
+def _names(series: Sequence[Series], scale: _Scale) -> Iterator[str]:
+    """Each line's name beside its end, those that would overlap moved down."""
+    ends = sorted((scale.y(each.points[-1][1]) - 5, each.name, each.colour) for each in series)
+    free = 0.0
+    for y, name, colour in ends:
+        free = max(y, free)
+        yield label(_RIGHT + 10, free, name, anchor="start", colour=colour)
+        free += ROW
+
+
+def _step(fastest: float) -> float:
+    """Between lines of the grid: 1, 2 or 5 times a power of ten."""
+    rough = fastest / _GRID_LINES
+    power: float = 10.0 ** floor(log10(rough))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

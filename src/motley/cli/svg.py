@@ -26,9 +26,19 @@ def dot(x: float, y: float, radius: float, fill: str, title: str) -> str:
     return f'<circle {place} fill="{fill}"><title>{escape(title)}</title></circle>'
 
 
-def line(x1: float, y1: float, x2: float, y2: float, colour: str = "#ccc", width: float = 1) -> str:
+def line(
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    colour: str = "#ccc",
+    width: float = 1,
+    *,
+    is_dashed: bool = False,
+) -> str:
     place = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-    return f'<line {place} stroke="{colour}" stroke-width="{width:.1f}"/>'
+    dashes = ' stroke-dasharray="5 4"' if is_dashed else ""
+    return f'<line {place} stroke="{colour}" stroke-width="{width:.1f}"{dashes}/>'
 
 
 def label(x: float, y: float, text: str, *, anchor: str, weight: str = "normal", colour: str = "#222") -> str:
