@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
-from native_driver import INSTRUCTION_SETS, ExactCpuBackend, run_op
+from native_driver import INSTRUCTION_SETS, CpuBackend, ExactCpuBackend, run_op
 
 from motley.formats import PackedTensor
-from motley.graph import F32, I32, Tensor
+from motley.graph import F32, I32, Graph, Tensor
 from motley.graph.ops import OPS, Activation, Add, Input, Mul, RmsNorm, Rope, Softmax, Weight
 from motley.graph.tensor import Op, Sample
+from motley.plan import DevicePlan
 
 WITHOUT_SAMPLES = {"input", "weight", "hadamard", "cache_store", "attention"}
 ALWAYS_NATIVE = {
@@ -117,3 +119,22 @@ def test_rope_far_out_turns_by_the_same_angles() -> None:
         torch.testing.assert_close(
             run_op(ExactCpuBackend(), op, [x, positions]), op.reference([x, positions]), rtol=0, atol=1e-4
         )
+
+
+def test_executables_of_a_backend_share_their_memory_and_survive_its_growth() -> None:
+    backend = CpuBackend()
+
+    def prepare(n: int) -> Any:
+        x = Input((1, n), F32)(name="x")
+        graph = Graph.of(Add()(Mul()(x, x), x))
+        return backend.prepare(DevicePlan.of(graph, backend.kernels), {})
+
+    small, x = prepare(8), torch.arange(8.0)[None]
+    (first,) = small.run({"x": x})
+    large = prepare(1 << 20)
+    assert large.n_activation_bytes > 1000 * small.n_activation_bytes
+    (other,) = large.run({"x": torch.full((1, 1 << 20), 3.0)})
+    assert torch.equal(other, torch.full((1, 1 << 20), 12.0))
+    (second,) = small.run({"x": x})
+    assert torch.equal(second, x * x + x)
+    assert first.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -15,13 +15,28 @@ from motley.graph.ops import Input, Weight
 from motley.plan import base_of
 
 
-class Memory:
-    """Addresses of tensors: the arena, inputs, weights and constants of one executable."""
+class Scratch:
+    """A device's activation memory: its executables run one at a time, so all of them use the same."""
 
-    def __init__(self, arena: Arena, weights: Mapping[str, PackedTensor], inputs: Iterable[Tensor]) -> None:
-        self.layout = arena
+    def __init__(self) -> None:
+        self.data = torch.empty(0, dtype=torch.uint8)
+
+    def require(self, n_bytes: int) -> None:
+        """There are at least so many from now on. If it has to grow it may move; views of it go along."""
+        if n_bytes > len(self.data):
+            self.data.resize_(n_bytes)
+
+
+class Memory:
+    """Addresses of tensors: the scratch memory, inputs, weights and constants of one executable."""
+
+    def __init__(
+        self, layout: Arena, scratch: Scratch, weights: Mapping[str, PackedTensor], inputs: Iterable[Tensor]
+    ) -> None:
+        self.layout = layout
         self.weights = weights
-        self.arena = torch.empty(arena.n_bytes, dtype=torch.uint8)
+        self._scratch = scratch
+        scratch.require(layout.n_bytes)
         self.inputs = {
             t.name: torch.zeros(t.shape, dtype=torch.int32 if t.dtype == I32 else torch.float32)
             for t in inputs
@@ -39,11 +54,19 @@ class Memory:
         if isinstance(base.op, Weight) or base.op.is_constant:
             return address(self.dense(base))
         offset = self.layout.values.get(base)
-        return 0 if offset is None else address(self.arena) + offset
+        return 0 if offset is None else self.start + offset
+
+    @property
+    def start(self) -> int:
+        """Where the scratch memory is at present."""
+        return self._scratch.data.data_ptr()
 
     def codes(self, tensor: Tensor) -> int:
         offset = self.layout.codes.get(tensor)
-        return 0 if offset is None else address(self.arena) + offset
+        return 0 if offset is None else self.start + offset
+
+    def splits(self, attention: Tensor) -> int:
+        return self.start + self.layout.splits[attention]
 
     def dense(self, tensor: Tensor) -> torch.Tensor:
         """A weight or constant as float32."""
@@ -64,7 +87,7 @@ class Memory:
             return self.dense(base).view(tensor.shape)
         start = self.layout.values[base]
         dtype = torch.int32 if tensor.dtype == I32 else torch.float32
-        return self.arena[start : start + tensor.n_values * 4].view(dtype).view(tensor.shape)
+        return self._scratch.data[start : start + tensor.n_values * 4].view(dtype).view(tensor.shape)
 
     def room(self, n_values: int) -> int:
         """The address of so many values that stay."""

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import torch
 
 from motley.backends.base import Backend, Executable, Joint
-from motley.backends.cpu.addresses import Memory
+from motley.backends.cpu.addresses import Memory, Scratch
 from motley.backends.cpu.cache import BatchSlot
 from motley.backends.cpu.compiler import Compiler, can_compile
 from motley.backends.cpu.fusion import Linear, Meeting, Stage, fuse
 from motley.backends.cpu.kernels import NativeKernel
 from motley.backends.cpu.memory import lay_out_stages
 from motley.backends.cpu.native import core
-from motley.backends.cpu.weights import RepackedTensor, can_repack
+from motley.backends.cpu.weights import RepackedTensor, Slab, can_repack
 from motley.backends.paged import PagedLayer
 from motley.backends.reference.backend import ReferenceKernel
 from motley.errors import ConfigError
@@ -41,6 +41,8 @@ class CpuBackend(Backend):
         self._instruction_set = instruction_set
         self._n_threads = torch.get_num_threads()
         self._cores: Sequence[int] = ()
+        self._memory = Slab()
+        self._scratch = Scratch()
 
     @property
     def kernels(self) -> Sequence[Kernel]:
@@ -56,11 +58,11 @@ class CpuBackend(Backend):
 
     def load(self, weight: PackedTensor) -> PackedTensor:
         if can_repack(weight):
-            return RepackedTensor.of(weight, self._pool)
+            return RepackedTensor.of(weight, self._pool, self._memory)
         return PackedTensor(weight.data.clone(), weight.format)
 
     def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable:
-        return CpuExecutable(plan, weights, self._pool, is_exact=self.is_exact)
+        return CpuExecutable(plan, weights, self._pool, self._scratch, is_exact=self.is_exact)
 
 
 class ExactCpuBackend(CpuBackend):
@@ -71,17 +73,24 @@ class ExactCpuBackend(CpuBackend):
 
 
 class CpuExecutable(Executable):
-    """Compiled at the first run, when the cache's addresses are known, and again if they change."""
+    """Compiled at the first run, when the addresses of cache and scratch memory are known, and again if they change."""
 
     def __init__(
-        self, plan: DevicePlan, weights: Mapping[str, PackedTensor], pool: Any, *, is_exact: bool
+        self,
+        plan: DevicePlan,
+        weights: Mapping[str, PackedTensor],
+        pool: Any,
+        scratch: Scratch,
+        *,
+        is_exact: bool,
     ) -> None:
         self._graph = plan.graph
         self._stages = fuse(plan)
         self._pool = pool
         self._is_exact = is_exact
-        self._layout = lay_out_stages(plan.graph, self._stages, is_exact)
-        self._memory = Memory(self._layout, weights, plan.graph.inputs)
+        self._layout = lay_out_stages(plan.graph, self._stages, pool.n_threads, is_exact=is_exact)
+        self._memory = Memory(self._layout, scratch, weights, plan.graph.inputs)
+        self._compiled_at = 0  # where the scratch memory was
         self._cache_names = [t.name for t in plan.graph.inputs if t.dtype == CACHE]
         self._layers: list[PagedLayer] | None = None  # those that the segments were compiled for
         self._segments: list[Callable[[], Any]] = []
@@ -107,7 +116,7 @@ class CpuExecutable(Executable):
     def _bind(self, inputs: Mapping[str, Any]) -> None:
         """Put a batch where the segments will look for it."""
         layers = [inputs[name] for name in self._cache_names]
-        if layers != self._layers:
+        if layers != self._layers or self._memory.start != self._compiled_at:
             self._compile(layers)
         for name, buffer in self._memory.inputs.items():
             buffer.copy_(inputs[name])
@@ -130,7 +139,7 @@ class CpuExecutable(Executable):
             else:
                 self._segments.extend(self._launch(stage) for stage in stages)
         self._outputs = tuple(self._memory.value(t) for t in self._graph.outputs)
-        self._layers = layers
+        self._layers, self._compiled_at = layers, self._memory.start
 
     def _launch(self, stage: Stage) -> Callable[[], Any]:
         """A node that no program computes."""

@@ -11,7 +11,7 @@ from motley.backends.cpu.cache import BatchSlot, store_view
 from motley.backends.cpu.copies import COPIES, around
 from motley.backends.cpu.fusion import Foreign, Linear, Meeting, Single, Stage
 from motley.backends.cpu.kernels import repeats_of
-from motley.backends.cpu.memory import quantizes, uses_codes
+from motley.backends.cpu.memory import n_split_values, quantizes, uses_codes
 from motley.backends.cpu.native import FORMATS, FUNCTIONS, address, core
 from motley.backends.cpu.weights import RepackedTensor
 from motley.backends.paged import PagedLayer
@@ -35,9 +35,6 @@ from motley.graph.ops import (
 )
 from motley.plan import base_of
 from motley.split.collectives import AllGather, AllReduce, Broadcast, Receive, Send
-
-_MAX_SPLITS = 16  # of a sequence in one attention (csrc/kernels/attention.cpp)
-_MAX_SPLIT_ROWS = 64  # tokens beyond which there is enough to do without splits
 
 
 def can_compile(stage: Stage, weights: Mapping[str, PackedTensor]) -> bool:
@@ -68,7 +65,6 @@ class Compiler:
         self._is_exact = is_exact
         self._quantized: set[Tensor] = set()  # whose codes have been written
         self._rope_tables: dict[tuple[Rope, tuple[Tensor, ...]], int] = {}
-        self._partial: tuple[int, int] = (0, 0)  # address and values of the attention's splits
         self._program: Any = None
 
     def compile(self, stages: Sequence[Stage]) -> Any:
@@ -161,6 +157,7 @@ class Compiler:
         op, (q, cache) = _op(stage, Attention), stage.node.inputs
         layer, slot = self._layer(cache)
         n_tokens, n_heads, dim = q.shape
+        n_split = n_split_values(stage.node, self._pool.n_threads)
         self._program.attention(
             self._memory.address(q),
             self._memory.address(stage.out),
@@ -175,18 +172,10 @@ class Compiler:
             op.window or 0,
             stage.rotation,
             slot.native,
-            *self._split_room(n_tokens, n_heads, dim),
+            self._memory.splits(stage.node) if n_split else 0,
+            n_split,
             self._pool.n_threads,
         )
-
-    def _split_room(self, n_tokens: int, n_heads: int, dim: int) -> tuple[int, int]:
-        """Memory for the splits of sequences; all layers share it."""
-        if n_tokens > _MAX_SPLIT_ROWS or self._pool.n_threads == 1:
-            return 0, 0
-        n_values = n_tokens * n_heads * (dim + 2) * _MAX_SPLITS
-        if self._partial[1] < n_values:
-            self._partial = self._memory.room(n_values), n_values
-        return self._partial[0], n_values
 
     def _layer(self, cache: Tensor) -> tuple[PagedLayer, BatchSlot]:
         name = base_of(cache).name

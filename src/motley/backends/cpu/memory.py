@@ -9,10 +9,12 @@ from itertools import chain
 from motley.backends.cpu.fusion import Linear, Single, Stage
 from motley.backends.cpu.native import PLAIN_FORMATS, core
 from motley.graph import CACHE, Graph, Tensor
-from motley.graph.ops import Input, RmsNorm, Weight
+from motley.graph.ops import Attention, Input, RmsNorm, Weight
 from motley.plan import base_of
 
 _ALIGNMENT = 64
+_MAX_SPLITS = 16  # of a sequence in one attention (csrc/kernels/attention.cpp)
+_MAX_SPLIT_ROWS = 64  # tokens beyond which there is enough to do without splits
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,9 @@ class Arena:
 
     values: Mapping[Tensor, int]
     codes: Mapping[Tensor, int]
+    splits: Mapping[
+        Tensor, int
+    ]  # of attentions: what the parts of a sequence come to, before they are joined
     n_bytes: int
 
 
@@ -47,7 +52,14 @@ def uses_values(stage: Stage, is_exact: bool) -> bool:
     )
 
 
-def lay_out_stages(graph: Graph, stages: Sequence[Stage], is_exact: bool) -> Arena:
+def n_split_values(attention: Tensor, n_threads: int) -> int:
+    """How many values an attention needs to share out single sequences; 0: there is enough to do without."""
+    n_tokens, n_heads, dim = attention.shape
+    is_split = n_threads > 1 and n_tokens <= _MAX_SPLIT_ROWS
+    return n_tokens * n_heads * (dim + 2) * _MAX_SPLITS if is_split else 0
+
+
+def lay_out_stages(graph: Graph, stages: Sequence[Stage], n_threads: int, *, is_exact: bool) -> Arena:
     made = {out: (i, stage) for i, stage in enumerate(stages) for out in stage.outputs if _needs_memory(out)}
     values = {out: _Span(_aligned(out.n_values * 4), i, i) for out, (i, _) in made.items()}
     codes: dict[Tensor, _Span] = {}
@@ -71,11 +83,17 @@ def lay_out_stages(graph: Graph, stages: Sequence[Stage], is_exact: bool) -> Are
             unread.discard(base_of(tensor))
     for tensor in unread & set(codes):  # only their codes are read
         del values[tensor]
-    spans = sorted(chain(values.values(), codes.values()), key=lambda span: span.first)
+    splits = {
+        stage.node: _Span(_aligned(4 * n_split_values(stage.node, n_threads)), i, i)
+        for i, stage in enumerate(stages)
+        if isinstance(stage, Single) and isinstance(stage.node.op, Attention)
+    }
+    spans = sorted(chain(values.values(), codes.values(), splits.values()), key=lambda span: span.first)
     offsets, n_bytes = _place(spans)
     return Arena(
         {tensor: offsets[id(span)] for tensor, span in values.items()},
         {tensor: offsets[id(span)] for tensor, span in codes.items()},
+        {tensor: offsets[id(span)] for tensor, span in splits.items()},
         n_bytes,
     )
 
