@@ -23,12 +23,13 @@ import triton
 
 from motley.backends.cuda.kernels import matmul as mm
 from motley.backends.cuda.kernels import matvec as mv
-from motley.backends.cuda.kernels.attention import CachePlanes, Shares, Tables, Tuning, attend
+from motley.backends.cuda.kernels.attention import Shares, Tables, Tuning, attend
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.enter import RopeTable, enter
 from motley.backends.cuda.kernels.gate import gated
 from motley.backends.cuda.kernels.norm import rms_norm
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
+from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.kernels.unpack import unpack_by_value
 from motley.backends.cuda.planes import WeightPlanes
 
@@ -125,8 +126,8 @@ def matmul_tiles() -> list[mm.Tile]:
 
 
 def attention_tunings() -> list[Tuning]:
-    choices = itertools.product((512, 1024, 1536, 2048), (None, 168, 128))
-    return [Tuning(n, registers) for n, registers in choices if n <= 1024 or registers]
+    choices = itertools.product((512, 1056, 1584, 2112), (None, 168, 128), (3, 4))
+    return [Tuning(*choice) for choice in choices]
 
 
 BLOCK_SIZE = 32
@@ -231,13 +232,11 @@ def random_cache(kind: str, n_blocks: int, size: int) -> CachePlanes:
     shape = (n_blocks, KV_HEADS, DIM // 32, size)
     if kind == "f16":
         values = torch.randn(*shape, 32, device=GPU, dtype=torch.float16)
-        return CachePlanes(kind, values, values)
-    words = torch.randint(
-        -(2**31), 2**31 - 1, (*shape, 8 if kind == "q8_0" else 4), dtype=torch.int32, device=GPU
-    )
-    return CachePlanes(
-        kind, words, (torch.rand(*shape, 1, device=GPU) * (0.01 if kind == "q8_0" else 0.1)).half()
-    )
+        return CachePlanes.of(kind, {"values": values})
+    width = 32 if kind == "q8_0" else 16
+    codes = torch.randint(0, 256, (*shape, width), dtype=torch.uint8, device=GPU)
+    scale = (torch.rand(*shape, 1, device=GPU) * (0.01 if kind == "q8_0" else 0.1)).half()
+    return CachePlanes.of(kind, {"codes": codes, "scale": scale})
 
 
 def cache_values(c: CachePlanes, blocks: torch.Tensor) -> torch.Tensor:
@@ -296,7 +295,7 @@ def bench_attention(
         us, combine_us, tuning = min(timed, key=lambda entry: entry[0] + entry[1])
         wrong = run_attention(kinds, context, tuning, 1, check=True)[2]
         gbps = per_token * context / us / 1e3
-        all_us = {f"{t.n_programs}/{t.registers}": (round(a, 1), round(c, 1)) for a, c, t in timed}
+        all_us = {f"{t.n_programs}/{t.registers}/{t.stages}": (round(a, 1), round(c, 1)) for a, c, t in timed}
         results.append(
             {
                 "kernel": "attention",

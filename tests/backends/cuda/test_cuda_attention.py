@@ -8,12 +8,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from motley.backends.cuda.kernels.attention import CachePlanes, Shares, Tables, attend, supports
+from motley.backends.cuda.kernels.attention import Shares, Tables, attend
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.enter import RopeTable, enter
 from motley.backends.cuda.kernels.gate import gated
 from motley.backends.cuda.kernels.norm import rms_norm
 from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
+from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.graph.ops import Activation, Attention, Hadamard, RmsNorm, Rope
 from motley.kvcache.arena import ArenaGroup, ArenaLayer, GroupBatch, SequenceTable
 from motley.kvcache.store import Store
@@ -115,9 +116,3 @@ def test_gate(function: str) -> None:
     x = torch.randn(2, 192)
     out = gated(x, function, Rows.empty(PLAIN, 2, 96, "cpu"))
     assert torch.allclose(out.values, Activation(function).reference([x[:, :96]]) * x[:, 96:], atol=1e-5)
-
-
-def test_what_attention_does_not_support_has_a_reason() -> None:
-    assert supports("f16", "q4_0", 128, 4, 64) is None
-    for arguments in (("q5_0", "f16", 128, 4, 64), ("f16", "f16", 80, 4, 64), ("f16", "f16", 128, 17, 64)):
-        assert supports(*arguments)

@@ -43,5 +43,6 @@ def test_a_cache_without_a_kernel_is_refused_before_loading() -> None:
     pytest.importorskip("triton")
     backend = backend_for("cuda:0", "auto")
     assert backend.refuses_cache("q8_0", "q4_0", 128, 32) is None
-    assert backend.refuses_cache("q5_1", "f16", 128, 32) == "no kernel for a cache of q5_1 and f16"
+    assert backend.refuses_cache("q5_1", "f16", 80, 32) is None
+    assert backend.refuses_cache("f16", "f16", 128, 24) == "blocks of 24 tokens are no power of two from 16"
     assert backend_for("cpu", "reference").refuses_cache("q5_1", "f16", 80, 7) is None

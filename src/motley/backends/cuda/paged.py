@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from motley.backends.cuda.kernels.attention import CachePlanes, Tables
+from motley.backends.cuda.kernels.attention import Tables
+from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.paged import Batch, Store, Table
 
 

@@ -1,116 +1,175 @@
 """Attention of single queries over the packed, paged cache: softmax(scale · q·Kᵀ)·V, split over the context.
 
-A program takes one query row, one KV head with the `G` query heads that share it (padded to 16, a tensor-core tile) and
-a share of the row's blocks; `combine` joins the shares. Planes are those of kvcache.store: (block, head row, tile of 32
-dims, token, width). Quantized tiles are read as 32-bit words (token, word), and byte i of all words is one operand:
+A program takes one query row, one KV head with the `G` query heads that share it and a share of the row's blocks;
+`combine` joins the shares. Unpacking bounds it, so as little as possible is done per code (see `tiles`):
 
-    q8_0  dims 4w + i              q4_0  dims 32 (w // 4) + 4 (w % 4) + i, and those + 16 in the upper nibbles
+    scores   rows of the product are (tile of 32 dims, query): a query's row is zero outside of its tile. So scores
+             come apart by tile, K's codes enter as they are, and K's scales multiply (tile, query, token) sums.
+    values   columns of the product are queries, so that sixteen rows of a tensor core's tile are all dims. The zero
+             codes' share is one more product, of what all codes have too much, and is subtracted at the end.
 
-so that a word's bytes reach float16 in place, pairs of words at a time, in the layout that the tensor cores want; the
-queries are loaded in the same order. Base 2 throughout: the queries carry scale · log₂e.
+Blocks of the next round are looked up a round ahead: the compiler then keeps several rounds' blocks under way, where
+it would otherwise wait for the table, and then for the blocks. Base 2 throughout: the queries carry scale · log₂e.
 Reference: graph.ops.Attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from motley.backends.cuda.kernels.bits import INTERPRETED, biased_byte, biased_nibble, biased_sixteenfold
+from motley.backends.cuda.kernels.bits import INTERPRETED
+from motley.backends.cuda.kernels.tiles import (
+    TILE,
+    CachePlanes,
+    bias_of,
+    dims,
+    exact_parts,
+    is_fast,
+    is_words,
+    load_columns,
+    load_scales,
+    n_columns,
+    n_parts,
+    scaled_parts,
+    spread,
+    unit,
+    zero_code,
+)
+from motley.formats import QUANTIZERS
 
 LOG2E = 1.4426950408889634
-KINDS = ("f16", "q8_0", "q4_0")
-ROWS = 16  # query heads of a group, padded
+KINDS = ("f32", "f16", "bf16", *(name.lower() for name in QUANTIZERS))
+MOST_QUERIES = 16  # of a program; more that share a KV head are other programs'
 
 
 @triton.constexpr_function
-def n_parts(kind):
-    """Operands that a tile of words is taken apart into."""
-    return {"f16": 1, "q8_0": 4, "q4_0": 8}[kind]
+def _n_groups(kind, n_tiles, group):
+    """Groups of rows in the product of scores: one for each tile; of plain values what fills a tensor core's tile."""
+    if is_words(kind):
+        return n_columns(kind, n_tiles) * n_parts(kind) // 32
+    return max(1, 16 // max(8, triton.next_power_of_2(group)))
 
 
 @triton.constexpr_function
-def part_width(kind, dim):
-    """Columns of an operand: values or words of a token, at least what a tensor core takes."""
-    return max(16, triton.next_power_of_2(dim // n_parts(kind)))
+def _n_queries(kind, n_tiles, group):
+    """Rows of a group: the queries, padded."""
+    return max(triton.next_power_of_2(group), 16 // _n_groups(kind, n_tiles, group))
+
+
+@triton.constexpr_function
+def _n_query_columns(n_queries):
+    return max(8, n_queries)
+
+
+@triton.constexpr_function
+def _lift(kind):
+    """Codes enter as subnormal numbers."""
+    return 2.0**24 if is_words(kind) else 1.0
+
+
+@triton.constexpr_function
+def _n_blocks(k_kind, v_kind, n_tiles, block_size):
+    """Blocks of a round: two where a warp would copy less than two runs of a tile's words, and registers suffice."""
+    is_small = block_size <= 32 and n_tiles <= 4 and is_fast(k_kind) and is_fast(v_kind)
+    return 2 if is_small and "q4_0" in (k_kind, v_kind) else 1
 
 
 @triton.jit
-def dims(w, part: tl.constexpr, KIND: tl.constexpr):
-    """Which dims are in columns w of operand `part`."""
-    if KIND == "f16":
-        return w
-    elif KIND == "q8_0":
-        return 4 * w + part
-    else:
-        return w // 4 * 32 + w % 4 * 4 + part % 4 + part // 4 * 16
+def _blocks(tables, b, end, N: tl.constexpr):
+    """The ids of blocks b … b + N of a table; the last one again where there are no more."""
+    ids = ()
+    for i in tl.static_range(N):
+        ids = ids + (tl.load(tables + tl.minimum(b + i, end - 1)),)  # type: ignore[assignment]
+    return ids
 
 
 @triton.jit
-def load_tile(
-    codes, scale, at, KIND: tl.constexpr, W: tl.constexpr, BS: tl.constexpr, DIM: tl.constexpr,
-    BY_COLUMN: tl.constexpr,
+def _load_queries(
+    q, r, n, factor, KIND: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
+    GP: tl.constexpr,
 ):  # fmt: skip
-    """A block of one head, as (BS tokens, W columns) or by column: values, or words and their scales."""
-    PER: tl.constexpr = 32 // n_parts(KIND)  # columns of a tile
-    TILES: tl.constexpr = DIM // 32
-    w, tile, t = tl.arange(0, W), tl.arange(0, W // PER), tl.arange(0, BS)
-    if BY_COLUMN:
-        w, tile, t = w[:, None], tile[:, None], t[None, :]
+    """For each part of K an operand (GROUPS · GP, columns), and what the zero codes add to each row's sum.
+
+    The first `n` queries from row r of q.
+    """
+    W: tl.constexpr = n_columns(KIND, TILES)
+    row, w = tl.arange(0, GROUPS * GP), tl.arange(0, W)
+    if is_words(KIND):
+        here = row[:, None] // GP == (w * n_parts(KIND) // 32)[None, :]
     else:
-        w, tile, t = w[None, :], tile[None, :], t[:, None]
-    x = tl.load(
-        codes + ((at * TILES + w // PER) * BS + t) * PER + w % PER, (w < TILES * PER) & (t >= 0), other=0
-    )
-    if KIND == "f16":
-        return x, x
-    s = tl.load(scale + (at * TILES + tile) * BS + t, (tile < TILES) & (t >= 0), other=0.0)
-    if BY_COLUMN:  # a scale is read once, and spread over its columns in registers
-        return x, tl.reshape(tl.broadcast_to(tl.expand_dims(s, 1), [W // PER, PER, BS]), [W, BS])
-    else:
-        return x, tl.reshape(tl.broadcast_to(tl.expand_dims(s, 2), [BS, W // PER, PER]), [BS, W])
+        here = (row[:, None] < GP) & (w >= 0)[None, :]
+    here &= (row % GP < n)[:, None]
+    queries, zero = (), tl.zeros([GROUPS * GP], tl.float32)
+    for i in tl.static_range(n_parts(KIND)):
+        d = dims(w, i, KIND)[None, :]
+        x = tl.load(q + (r + row % GP)[:, None] * DIM + d, here & (d < DIM), other=0.0)
+        x = (x * (factor / unit(i, KIND))).to(tl.float16)
+        zero -= tl.sum(x.to(tl.float32), 1) * (unit(i, KIND) * zero_code(KIND) / _lift(KIND))
+        queries = queries + (x,)  # type: ignore[assignment]
+    return queries, zero
 
 
 @triton.jit
-def operand(x, scale, part: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr):
-    """Operand `part` of a tile, float16; `unit` is what its numbers count."""
-    if KIND == "f16":
-        return x
-    elif KIND == "q8_0":
-        return (biased_byte(x, part, PLAIN) - 1152.0) * scale
-    elif part < 4:
-        return (biased_nibble(x, part, False, PLAIN) - 1032.0) * scale
-    else:
-        return (biased_sixteenfold(x, part - 4, PLAIN) - 1152.0) * scale
-
-
-@triton.constexpr_function
-def unit(part, kind):
-    """Upper nibbles stay where they are in their bytes, and are sixteen times too large."""
-    return 1 / 16 if kind == "q4_0" and part >= 4 else 1.0
+def _scores(
+    queries, zero, keys, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr, GROUPS: tl.constexpr,
+    GP: tl.constexpr, NP: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """(NP queries, tokens) of the blocks `at`, without `_lift`. Queries are repeated where NP is more than GP."""
+    x = load_columns(keys, at, KIND, TILES, BS)
+    T: tl.constexpr = x.shape[1]
+    BYTES: tl.constexpr = 4 if is_words(KIND) else 1
+    EACH: tl.constexpr = n_parts(KIND) // BYTES
+    s = zero[:, None] + tl.zeros([GROUPS * GP, T], tl.float32)
+    for i in tl.static_range(BYTES):
+        parts = exact_parts(x, i, KIND, PLAIN)
+        for j in tl.static_range(EACH):
+            s = tl.dot(queries[i * EACH + j], parts[j], s)
+    s = tl.reshape(s, [GROUPS, GP, T])
+    if is_words(KIND):
+        s *= load_scales(keys, at, KIND, TILES, BS).to(tl.float32)[:, None, :]
+    s = tl.sum(s, 0)
+    if NP > GP:
+        s = tl.reshape(tl.broadcast_to(s[None, :, :], [NP // GP, GP, T]), [NP, T])
+    return s
 
 
 @triton.jit
-def _load_queries(q, r, g, scale, KIND: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, part: tl.constexpr):
-    W: tl.constexpr = part_width(KIND, DIM)
-    d = dims(tl.arange(0, W), part, KIND)
-    ok = (g < G)[:, None] & (tl.arange(0, W) < DIM // n_parts(KIND))[None, :]
-    return (tl.load(q + (r + g)[:, None] * DIM + d[None, :], ok, other=0.0) * scale).to(tl.float16)
+def _add_values(
+    acc, surplus, p, fade, values, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr,
+    PLAIN: tl.constexpr,
+):  # fmt: skip
+    """acc · fade + V · p, and the same of the surplus. acc: for each part (columns, NP); p (tokens, NP)."""
+    y = load_columns(values, at, KIND, TILES, BS)
+    scale, bias = y, y
+    if is_words(KIND):
+        scale = spread(load_scales(values, at, KIND, TILES, BS), KIND)
+        bias, extra = bias_of(scale, KIND, PLAIN)
+        surplus = tl.dot(extra, p, surplus * fade[None, :])
+    BYTES: tl.constexpr = 4 if is_words(KIND) else 1
+    EACH: tl.constexpr = n_parts(KIND) // BYTES
+    joined = ()
+    for i in tl.static_range(BYTES):
+        parts = scaled_parts(y, scale, bias, i, KIND, PLAIN)
+        for j in tl.static_range(EACH):
+            joined = joined + (tl.dot(parts[j], p, acc[i * EACH + j] * fade[None, :]),)  # type: ignore[assignment]
+    return joined, surplus
 
 
 @triton.jit
 def _attend(
-    q, k_codes, k_scale, v_codes, v_scale, tables, row_table, row_position, firsts,
+    q, keys, values, tables, row_table, row_position, firsts,
     out, peaks, sums, table_stride, head_rows, first_row, window, factor, n_splits, min_blocks,
-    K_KIND: tl.constexpr, V_KIND: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, BS: tl.constexpr,
-    PLAIN: tl.constexpr,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BS: tl.constexpr,
+    G: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    row, head, split = tl.program_id(2), tl.program_id(0), tl.program_id(1)
-    n_heads = tl.num_programs(0)
+    CHUNKS: tl.constexpr = (GROUP + G - 1) // G
+    row, head, split = tl.program_id(2), tl.program_id(0) // CHUNKS, tl.program_id(1)
+    done = tl.program_id(0) % CHUNKS * G  # query heads of the group that other programs take
+    n = tl.minimum(GROUP - done, G)
     table, position = tl.load(row_table + row), tl.load(row_position + row)
     first = tl.load(firsts + table)  # the position that the table starts with
     lowest = tl.maximum(position - window + 1, first)
@@ -119,63 +178,48 @@ def _attend(
     begin, end = start + split * share, tl.minimum(start + (split + 1) * share, stop)
     if begin >= end:
         return
-    g, t = tl.arange(0, 16), tl.arange(0, BS)
-    r = (row * n_heads + head) * G
-    KW: tl.constexpr = part_width(K_KIND, DIM)
-    VW: tl.constexpr = part_width(V_KIND, DIM)
-    KP: tl.constexpr = n_parts(K_KIND)
-    VP: tl.constexpr = n_parts(V_KIND)
-    queries = ()
-    for i in tl.static_range(KP):
-        queries = queries + (_load_queries(q, r, g, factor * unit(i, K_KIND), K_KIND, G, DIM, i),)  # type: ignore[assignment]
-    acc = ()
-    for i in tl.static_range(VP):
-        acc = acc + (tl.zeros([16, VW], tl.float32),)  # type: ignore[assignment]
-    peak, total = tl.full([16], -float("inf"), tl.float32), tl.zeros([16], tl.float32)
-    for b in range(begin, end):
-        block = tl.load(tables + table * table_stride + b).to(tl.int64)
-        at = block * head_rows + first_row + head
-        # Keys are addressed as the product wants them, (column, token): a transposition would move them.
-        x, x_scale = load_tile(k_codes, k_scale, at, K_KIND, KW, BS, DIM, BY_COLUMN=True)
-        y, y_scale = load_tile(v_codes, v_scale, at, V_KIND, VW, BS, DIM, BY_COLUMN=False)
-        s = tl.zeros([16, BS], tl.float32)
-        for i in tl.static_range(KP):
-            s = tl.dot(queries[i], operand(x, x_scale, i, K_KIND, PLAIN), s)
-        key = first + b * BS + t
-        s = tl.where(((key >= lowest) & (key <= position))[None, :], s, -float("inf"))
+    TILES: tl.constexpr = (DIM + 31) // 32
+    GROUPS: tl.constexpr = _n_groups(K_KIND, TILES, G)
+    GP: tl.constexpr = _n_queries(K_KIND, TILES, G)
+    NP: tl.constexpr = _n_query_columns(GP)
+    LIFT: tl.constexpr = _lift(K_KIND)
+    N: tl.constexpr = _n_blocks(K_KIND, V_KIND, TILES, BS)
+    T: tl.constexpr = N * BS
+    W: tl.constexpr = n_columns(V_KIND, TILES)
+    r = row * (tl.num_programs(0) // CHUNKS * GROUP) + head * GROUP + done
+    queries, zero = _load_queries(q, r, n, factor, K_KIND, DIM, TILES, GROUPS, GP)
+    acc, surplus = (), tl.zeros([W, NP], tl.float32)
+    for i in tl.static_range(n_parts(V_KIND)):
+        acc = acc + (tl.zeros([W, NP], tl.float32),)  # type: ignore[assignment]
+    peak, total = tl.full([NP], -float("inf"), tl.float32), tl.zeros([NP, T], tl.float32)
+    tables += table * table_stride
+    last = tl.minimum(position, first + end * BS - 1) - lowest
+    blocks = _blocks(tables, begin, end, N)
+    for b in range(begin, end, N):
+        at = ()
+        for i in tl.static_range(N):
+            at = at + (blocks[i].to(tl.int64) * head_rows + first_row + head,)  # type: ignore[assignment]
+        blocks = _blocks(tables, b + N, end, N)
+        s = _scores(queries, zero, keys, at, K_KIND, TILES, BS, GROUPS, GP, NP, PLAIN)
+        key = (first - lowest + b * BS + tl.arange(0, T)).to(tl.uint32)  # one comparison for both ends
+        s = tl.where((key <= last.to(tl.uint32))[None, :], s, -float("inf"))
         top = tl.maximum(peak, tl.max(s, 1))
-        fade = tl.exp2(peak - top)
-        p = tl.exp2(s - top[:, None])
-        total = total * fade + tl.sum(p, 1)
+        fade = tl.exp2((peak - top) * LIFT)
+        p = tl.exp2(s * LIFT - (top * LIFT)[:, None])
+        total = total * fade[:, None] + p
         peak = top
-        p = p.to(tl.float16)
-        joined = ()
-        for i in tl.static_range(VP):
-            joined = joined + (tl.dot(p, operand(y, y_scale, i, V_KIND, PLAIN), acc[i] * fade[:, None]),)  # type: ignore[assignment]
-        acc = joined
+        p = tl.trans(p).to(tl.float16)
+        acc, surplus = _add_values(acc, surplus, p, fade, values, at, V_KIND, TILES, BS, PLAIN)
+    g, w = tl.arange(0, NP), tl.arange(0, W)[:, None]
     place = (r + g) * n_splits + split
-    w = tl.arange(0, VW)
-    ok = (g < G)[:, None] & (w < DIM // VP)[None, :]
-    for i in tl.static_range(VP):
-        at = place[:, None].to(tl.int64) * DIM + dims(w, i, V_KIND)[None, :]
-        tl.store(out + at, acc[i] * unit(i, V_KIND), ok)
-    tl.store(peaks + place, peak, g < G)
-    tl.store(sums + place, total, g < G)
-
-
-@dataclass(frozen=True, eq=False)
-class CachePlanes:
-    """K or V of all blocks: what kvcache.store.Store holds, as the kernels read it."""
-
-    kind: str
-    codes: torch.Tensor  # f16 values, or int32 words: (block, head row, tile, token, columns)
-    scale: torch.Tensor  # float16 (block, head row, tile, token, 1); of f16 the values themselves
-
-    @staticmethod
-    def of(kind: str, planes: Mapping[str, torch.Tensor]) -> CachePlanes:
-        if kind == "f16":
-            return CachePlanes(kind, planes["values"], planes["values"])
-        return CachePlanes(kind, planes["codes"].view(torch.int32), planes["scale"])
+    for i in tl.static_range(n_parts(V_KIND)):
+        v = acc[i]  # type: ignore[var-annotated]
+        if is_words(V_KIND):
+            v = v * (8.0 / unit(i, V_KIND)) - surplus * 8.0
+        d = dims(w, i, V_KIND)
+        tl.store(out + place[None, :].to(tl.int64) * DIM + d, v, (g < n)[None, :] & (d < DIM))
+    tl.store(peaks + place, peak * LIFT, g < n)
+    tl.store(sums + place, tl.sum(total, 1), g < n)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,18 +234,20 @@ class Tables:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is launched: programs in all, and registers of a thread where the compiler would take more."""
+    """How the kernel is launched: programs in all, registers of a thread where the compiler would take more."""
 
     n_programs: int
     registers: int | None = None
     stages: int = 3
+    warps: int = 1
 
     def n_splits(self, n_rows: int, n_kv_heads: int) -> int:
         return max(1, self.n_programs // max(1, n_rows * n_kv_heads))
 
 
-# One wave on an H200, at blocks of 32 tokens; measured by benchmarks/cuda_model.py.
-TUNINGS = {"f16": Tuning(512, 168), "q8_0": Tuning(1024, 168), "q4_0": Tuning(1024, 168)}
+# Four programs for each multiprocessor of an H200; more are as fast, and leave more to combine. Measured with
+# benchmarks/cuda_kernels.py. Values that are unpacked one by one are not worth the memory of a pipeline.
+TUNINGS = {kind: Tuning(512) if is_fast(kind) else Tuning(512, stages=1, warps=4) for kind in KINDS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,12 +269,8 @@ class Shares:
 
 
 def supports(k_kind: str, v_kind: str, head_dim: int, group: int, block_size: int) -> str | None:
-    if k_kind not in KINDS or v_kind not in KINDS:
-        return f"no kernel for a cache of {k_kind} and {v_kind}"
-    if head_dim % 32 or head_dim & (head_dim - 1) or head_dim < 64:
-        return f"head dim {head_dim} is no power of two from 64"
-    if group > ROWS:
-        return f"{group} query heads share a KV head, more than {ROWS}"
+    if unknown := {k_kind, v_kind} - set(KINDS):
+        return f"no kernel for a cache of {' and '.join(sorted(unknown))}"
     if block_size < 16 or block_size & (block_size - 1):
         return f"blocks of {block_size} tokens are no power of two from 16"
     return None
@@ -248,20 +290,22 @@ def attend(
 ) -> Shares:
     """q (rows, heads, dim) float32 over the KV heads `head_rows` of the cache → shares."""
     n_rows, n_heads, dim = q.shape
-    n_kv_heads, block_size = head_rows.stop - head_rows.start, keys.codes.shape[3]
-    reason = supports(keys.kind, values.kind, dim, n_heads // n_kv_heads, block_size)
+    n_kv_heads, block_size = head_rows.stop - head_rows.start, keys.block_size
+    group = n_heads // n_kv_heads
+    reason = supports(keys.kind, values.kind, dim, group, block_size)
     assert reason is None, reason
+    assert keys.n_tiles == values.n_tiles == triton.cdiv(dim, TILE)
     assert q.dtype == torch.float32
     assert q.is_contiguous()
     n_splits = out.peaks.shape[2]
-    tuning = tuning or TUNINGS[values.kind]
+    tuning = tuning or TUNINGS[values.kind if is_fast(keys.kind) else keys.kind]
     limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
-    _attend[(n_kv_heads, n_splits, n_rows)](
-        q, keys.codes, keys.scale, values.codes, values.scale,
+    _attend[(n_kv_heads * triton.cdiv(group, MOST_QUERIES), n_splits, n_rows)](
+        q, keys.pointers, values.pointers,
         tables.blocks, tables.row_table, tables.row_position, tables.firsts,
         out.values, out.peaks, out.sums, tables.blocks.shape[1], keys.codes.shape[1], head_rows.start,
         window or 2**30, scale * LOG2E, n_splits, out.min_blocks,
-        K_KIND=keys.kind, V_KIND=values.kind, G=n_heads // n_kv_heads, DIM=dim, BS=block_size,
-        PLAIN=INTERPRETED, num_warps=1, num_stages=tuning.stages, **limits,
+        K_KIND=keys.kind, V_KIND=values.kind, GROUP=group, DIM=dim, BS=block_size, G=min(group, MOST_QUERIES),
+        PLAIN=INTERPRETED, num_warps=tuning.warps, num_stages=tuning.stages, **limits,
     )  # fmt: skip
     return out

@@ -50,17 +50,6 @@ def biased_nibble(word, i: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexp
 
 
 @triton.jit
-def biased_sixteenfold(word, i: tl.constexpr, PLAIN: tl.constexpr):
-    """1024 + 16 times the upper nibble of byte i of each word, as float16: a shift less."""
-    if PLAIN:
-        return (((word >> (8 * i)) & 0xF0) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
-    else:
-        return tl.inline_asm_elementwise(
-            _pick_bytes(i, 0, 0x00F0, 0x6400), "=r,r,r", [word], dtype=tl.float16, is_pure=True, pack=2
-        )
-
-
-@triton.jit
 def biased_byte(word, i: tl.constexpr, PLAIN: tl.constexpr):
     """1152 + the signed byte i of each word, as float16: 0x6400 | (c ^ 0x80) is 1024 + 128 + c."""
     if PLAIN:
@@ -69,6 +58,60 @@ def biased_byte(word, i: tl.constexpr, PLAIN: tl.constexpr):
         return tl.inline_asm_elementwise(
             _pick_bytes(i, 0, 0x00FF, 0x6480), "=r,r,r", [word], dtype=tl.float16, is_pure=True, pack=2
         )
+
+
+@triton.constexpr_function
+def _pick_nibbles(i, bits):
+    """Both nibbles of byte i of two words, each pair as two float16: one permutation for both."""
+    both = bits << 16 | bits
+    return f"""{{ .reg .b32 t; prmt.b32 t, $2, $3, {i | (4 + i) << 8};
+        lop3.b32 $0, t, 0x000F000F, {both}, 0xEA; lop3.b32 $1, t, 0x00F000F0, {both}, 0xEA; }}"""
+
+
+@triton.jit
+def nibbles_as_halves(word, i: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr):
+    """The nibbles of byte i of each word where they are, over BITS, as float16: low | BITS, upper << 4 | BITS.
+
+    Over 0 they are subnormal: n · 2⁻²⁴ and n · 2⁻²⁰. Over 0x5800 they are 128 + n / 8 and 128 + 2 n.
+    """
+    if PLAIN:
+        byte = word >> (8 * i)
+        low, high = (byte & 0x0F) | BITS, (byte & 0xF0) | BITS
+        return low.to(tl.int16).to(tl.float16, bitcast=True), high.to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        return tl.inline_asm_elementwise(
+            _pick_nibbles(i, BITS),
+            "=r,=r,r,r",
+            [word],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def byte_as_half(word, i: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr):
+    """128 + the signed byte i of each word, over BITS, as float16: times 2⁻²⁴ over 0, an eighth + 128 over 0x5800."""
+    if PLAIN:
+        return ((((word >> (8 * i)) & 0xFF) ^ 0x80) | BITS).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        return tl.inline_asm_elementwise(
+            _pick_bytes(i, 0, 0x00FF, BITS | 0x0080),
+            "=r,r,r",
+            [word],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def multiply_add(a, b, c, PLAIN: tl.constexpr):
+    """a · b + c of float16, rounded once."""
+    if PLAIN:
+        return (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(tl.float16)
+    else:
+        return tl.fma(a, b, c)
 
 
 @triton.jit

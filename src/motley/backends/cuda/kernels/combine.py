@@ -11,7 +11,8 @@ import triton.language as tl
 
 from motley.backends.cuda.kernels.attention import Shares, Tables
 from motley.backends.cuda.kernels.hadamard import hadamard
-from motley.backends.cuda.kernels.rows import HALVES, Rows, store_rows
+from motley.backends.cuda.kernels.rows import HALVES, PLAIN, Rows, convert, store_rows
+from motley.backends.cuda.kernels.tiles import TILE
 
 
 @triton.jit
@@ -25,22 +26,28 @@ def _combine(
     start = (tl.maximum(position - window + 1, first) - first) // BS
     n_blocks = (position - first) // BS + 1 - start
     n_used = tl.cdiv(n_blocks, tl.maximum(tl.cdiv(n_blocks, n_splits), min_blocks))
-    base, d = (row * HEADS + head) * n_splits, tl.arange(0, DIM)
-    top, weight, acc = -float("inf"), 0.0, tl.zeros([DIM], tl.float32)
+    D: tl.constexpr = triton.next_power_of_2(DIM)
+    base, d = (row * HEADS + head) * n_splits, tl.arange(0, D)
+    top, weight, acc = -float("inf"), 0.0, tl.zeros([D], tl.float32)
     for s0 in range(0, n_used, SPLITS):
         s = s0 + tl.arange(0, SPLITS)
         peak = tl.load(peaks + base + s, s < n_used, other=-float("inf"))
         new_top = tl.maximum(top, tl.max(peak, 0))
         factor, fade = tl.exp2(peak - new_top), tl.exp2(top - new_top)
-        part = tl.load(shares + (base + s)[:, None] * DIM + d[None, :], (s < n_used)[:, None], other=0.0)
+        ok = (s < n_used)[:, None] & (d < DIM)[None, :]
+        part = tl.load(shares + (base + s)[:, None] * DIM + d[None, :], ok, other=0.0)
         acc = acc * fade + tl.sum(part * factor[:, None], 0)
         weight = weight * fade + tl.sum(tl.load(sums + base + s, s < n_used, other=0.0) * factor, 0)
         top = new_top
-    x = tl.reshape(acc / weight, [1, DIM])
+    x = acc / weight
     if ROTATE:
-        x = hadamard(x, 1, DIM, LOG_DIM)
-    b = head * (DIM // 32) + tl.arange(0, DIM // 32)
-    store_rows(tl.reshape(x, [DIM // 32, 32]), values, scale, total, row, b, HEADS * DIM // 32, FORM)
+        x = tl.reshape(hadamard(tl.reshape(x, [1, D]), 1, D, LOG_DIM), [D])
+    if DIM % 32:  # heads do not start with blocks
+        tl.store(values + (row * HEADS + head) * DIM + d, x, d < DIM)
+    else:
+        tile = tl.arange(0, D // 32)
+        b = tl.where(tile < DIM // 32, head * (DIM // 32) + tile, HEADS * DIM // 32)
+        store_rows(tl.reshape(x, [D // 32, 32]), values, scale, total, row, b, HEADS * DIM // 32, FORM)
 
 
 def combine(
@@ -50,10 +57,15 @@ def combine(
     n_rows, n_heads, n_splits, dim = shares.values.shape
     assert out.form != HALVES, "a program has one head, not the whole row"
     assert (out.n_rows, out.n_columns) == (n_rows, n_heads * dim)
+    assert not rotate or dim & (dim - 1) == 0, "only powers of two have a Hadamard matrix"
+    if dim % TILE and out.form != PLAIN:
+        plain = Rows.empty(PLAIN, out.n_rows, out.n_columns, out.values.device)
+        return convert(combine(shares, tables, block_size, plain, rotate=rotate, window=window).values, out)
+    n_at_once, n_warps = (32, 1) if n_splits <= 64 else (128, 4)  # measured: benchmarks/cuda_kernels.py
     _combine[(n_rows, n_heads)](
         shares.values, shares.peaks, shares.sums, tables.row_table, tables.row_position, tables.firsts,
         out.bytes_or_values, out.scale, out.total, window or 2**30, n_splits, shares.min_blocks,
-        DIM=dim, LOG_DIM=dim.bit_length() - 1, BS=block_size, SPLITS=min(128, triton.next_power_of_2(n_splits)),
-        HEADS=n_heads, ROTATE=rotate, FORM=out.form, num_warps=16 if n_splits > 32 else 4,
+        DIM=dim, LOG_DIM=dim.bit_length() - 1, BS=block_size, SPLITS=min(n_at_once, triton.next_power_of_2(n_splits)),
+        HEADS=n_heads, ROTATE=rotate, FORM=out.form, num_warps=n_warps,
     )  # fmt: skip
     return out
