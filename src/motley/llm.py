@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
@@ -287,15 +287,21 @@ class Stream(Iterator[str]):
         self._request = request
 
     def __next__(self) -> str:
-        while True:
-            piece = self._request.text.take()
-            if piece:
-                return piece
-            if self._request.is_finished:
-                if self._request.error is not None:
-                    raise self._request.error
-                raise StopIteration
-            self.step()
+        for piece in self.until(lambda: False):
+            return piece
+        raise StopIteration
+
+    def until(self, is_enough: Callable[[], bool]) -> Iterator[str]:
+        """The pieces until `is_enough()`, which is asked between passes through the model: in a long prompt, too."""
+        while not is_enough():
+            if piece := self._request.text.take():
+                yield piece
+            elif not self._request.is_finished:
+                self.step()
+            elif self._request.error is not None:
+                raise self._request.error
+            else:
+                return
 
     def step(self) -> None:
         """One pass through the model; a piece may or may not come of it."""

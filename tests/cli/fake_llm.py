@@ -24,8 +24,10 @@ class FakeStream:
         self._n_read = 0
         self._before_piece = before_piece
 
-    def __iter__(self) -> Iterator[str]:
+    def until(self, is_enough: Callable[[], bool]) -> Iterator[str]:
         for index, piece in enumerate(self._pieces):
+            if is_enough():
+                return
             self._before_piece(index)
             self._n_read += 1
             yield piece

@@ -157,3 +157,15 @@ def test_absurd_options_are_refused_at_once(path: Path, options: dict[str, Any])
 def test_a_context_beyond_the_model_s_is_noticed(path: Path) -> None:
     with LLM(path, n_ctx=512) as llm:
         assert any("trained with 128" in notice for notice in llm.notices)
+
+
+def test_a_stream_can_be_left_within_its_prompt(path: Path) -> None:
+    """Whoever presses Ctrl-C does not wait for the first token of a long prompt."""
+    with LLM(path, n_ctx=256, n_batch=16) as llm:
+        stream = llm.stream([5] * 200, max_tokens=20)
+        asked = iter([False, False, True])
+        assert list(stream.until(lambda: next(asked))) == []
+        stream.close()
+        assert stream.completion.tokens == ()
+        assert stream.completion.finish_reason == "cancelled"
+        assert llm.kv_stats().use.n_sequences == 0

@@ -16,12 +16,10 @@ def print_stream(stream: Stream) -> Completion:
     """Write the pieces to standard output until the stream ends, or Ctrl-C ends it."""
     last = ""
     with catching_interrupt() as is_interrupted:
-        for piece in stream:
+        for piece in stream.until(is_interrupted):
             last = piece
             sys.stdout.write(piece)
             sys.stdout.flush()
-            if is_interrupted():
-                break
     stream.close()
     if not last.endswith("\n"):
         sys.stdout.write("\n")
@@ -31,7 +29,7 @@ def print_stream(stream: Stream) -> Completion:
 
 @contextmanager
 def catching_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C once asks, and is heard between two tokens: no step is cut in half. Twice, it insists."""
+    """Ctrl-C once asks, and is heard between two passes: no step is cut in half. Twice, it insists."""
     is_interrupted = False
     before = signal.getsignal(signal.SIGINT)
 
