@@ -148,7 +148,11 @@ def test_the_command_gives_a_row_for_each_type_and_workload(path: Path, tmp_path
     ]
     result = CliRunner().invoke(app, ["bench", str(path), *flags, "--json"])
     assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)["rows"]
+    found = json.loads(result.stdout)
+    rows = found["rows"]
+    assert found["device"] == "cpu"
+    assert found["hardware"]
+    assert found["bandwidth"] > 0
     assert [(r["type_k"], r["type_v"], r["test"]) for r in rows][:2] == [
         ("f16", "f16", "pp8"),
         ("f16", "f16", "tg2"),

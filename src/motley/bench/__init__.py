@@ -1,6 +1,7 @@
 """Measuring speed: random models of known shapes, prefill and decode at depth, and the roofline above them."""
 
 from motley.bench.bandwidth import read_bandwidth
+from motley.bench.environment import environment
 from motley.bench.measure import Measurement, Workload, measure
 from motley.bench.shapes import SHAPES, random_model_path, write_random_model
 
@@ -8,6 +9,7 @@ __all__ = [
     "SHAPES",
     "Measurement",
     "Workload",
+    "environment",
     "measure",
     "random_model_path",
     "read_bandwidth",

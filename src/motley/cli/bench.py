@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import platform
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich import box
 from rich.table import Table
@@ -19,6 +16,7 @@ from motley.bench import (
     SHAPES,
     Measurement,
     Workload,
+    environment,
     measure,
     random_model_path,
     read_bandwidth,
@@ -138,7 +136,7 @@ def bench(
         if plot is not None:
             write_file(plot, draw(_series(rows), name))
     if as_json:
-        head = {"model": name, **_environment(chosen.device), "bandwidth": bandwidth}
+        head = {"model": name, "motley": __version__, **environment(crew), "bandwidth": bandwidth}
         typer.echo(json.dumps(head | {"rows": [r.as_json() for r in rows]}))
     else:
         stdout().print(_table(rows, name, bandwidth))
@@ -188,19 +186,6 @@ def _measure(files: dict[str, Path], trial: Trial, chosen: CrewOptions, bandwidt
                         rows.append(row)
                         advance(f"{weights} {row.cache} {workload.name}: {measurement.rate:.1f} t/s")
     return rows
-
-
-def _environment(device: str) -> dict[str, str]:
-    """What a figure has to be read with."""
-    is_gpu = "cuda" in device
-    hardware = torch.cuda.get_device_name() if is_gpu else platform.processor() or platform.machine()
-    return {
-        "date": date.today().isoformat(),
-        "device": device,
-        "hardware": hardware,
-        "motley": __version__,
-        "torch": torch.__version__,
-    }
 
 
 def _series(rows: list[Row]) -> list[Series]:

@@ -66,13 +66,13 @@ def _curve(series: Series, scale: _Scale) -> Iterator[str]:
 
 
 def _names(series: Sequence[Series], scale: _Scale) -> Iterator[str]:
-    """Each line's name beside its end, those that would overlap moved down."""
-    ends = sorted((scale.y(each.points[-1][1]) - 5, each.name, each.colour) for each in series)
+    """Each line's name and last rate beside its end, those that would overlap moved down."""
     free = 0.0
-    for y, name, colour in ends:
-        free = max(y, free)
-        yield label(_RIGHT + 10, free, name, anchor="start", colour=colour)
-        free += ROW
+    for each in sorted(series, key=lambda each: -each.points[-1][1]):
+        rate = each.points[-1][1]
+        y = max(scale.y(rate) - 5, free)
+        yield label(_RIGHT + 10, y, f"{each.name}: {rate:.3g}", anchor="start", colour=each.colour)
+        free = y + ROW
 
 
 def _step(fastest: float) -> float:

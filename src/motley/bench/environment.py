@@ -1,0 +1,31 @@
+"""What a figure has to be read with: date, hardware, versions."""
+
+from __future__ import annotations
+
+import platform
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from motley.runtime.crew import Crew
+
+
+def environment(crew: Crew) -> dict[str, str]:
+    names = {device.name for device in crew.devices}
+    hardware = {torch.cuda.get_device_name(n) if n.startswith("cuda") else _processor() for n in names}
+    return {
+        "date": date.today().isoformat(),
+        "device": ",".join(device.name for device in crew.devices),
+        "hardware": ", ".join(sorted(hardware)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    """As Linux calls it; elsewhere at least its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
