@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -184,14 +185,18 @@ class LLM:
         self, messages: Sequence[Mapping[str, Any]], *, params: SamplingParams | None = None, **sampling: Any
     ) -> Stream:
         resolved = _sampling_params(params, sampling)
+        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError(
+                "a chat is a list of messages", hint='for example [{"role": "user", "content": "Hello"}]'
+            )
         tokens = self.tokenizer.encode(self.chat_template.render(messages))
         engine = self._open_engine()
         request = engine.add(tokens, resolved.with_stops(self.chat_template.stops), continues_prompt=False)
         return Stream(engine, request)
 
-    def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    def logits(self, tokens: Prompt) -> npt.NDArray[np.float32]:
         """Raw logits (tokens, vocab): row i predicts what follows token i."""
-        result: npt.NDArray[np.float32] = self._open_engine().logits([int(t) for t in tokens]).numpy()
+        result: npt.NDArray[np.float32] = self._open_engine().logits(self._tokens(tokens)).numpy()
         return result
 
     def bare_sequence(self) -> BareSequence:
@@ -276,7 +281,12 @@ class LLM:
         return self._engine
 
     def _tokens(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r:.60}") from None
 
 
 class Stream(Iterator[str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,3 +136,15 @@ def test_memory_is_given_by_purpose(llm: LLM) -> None:
         memory["kv_cache"] == 4 * 256 * 5 * 4 * 2 * 32 * 2
     )  # sequences, tokens, layers, heads, K+V, padded dim, f16
     assert memory["activations"] > 0
+
+
+@pytest.mark.parametrize("prompt", [3, None, [1.5], [[1], 3], ["Once", None]])
+def test_a_prompt_is_text_or_token_ids(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError, match="text or a list of token ids"):
+        llm.generate(prompt, max_tokens=1)
+
+
+@pytest.mark.parametrize("messages", ["hi", [3]])
+def test_a_chat_is_a_list_of_messages(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match="list of messages"):
+        llm.chat(messages, max_tokens=1)

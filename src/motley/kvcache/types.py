@@ -82,7 +82,7 @@ CACHE_TYPES: Mapping[str, CacheType] = MappingProxyType(
 
 def get_cache_type(name: str) -> CacheType:
     """The type of that name, in any case; ConfigError with the list otherwise."""
-    kind = CACHE_TYPES.get(name.lower())
+    kind = CACHE_TYPES.get(str(name).lower())
     if kind is None:
         raise ConfigError(f"unknown KV cache type {name!r}", hint=f"there are: {', '.join(CACHE_TYPES)}")
     return kind

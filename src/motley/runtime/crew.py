@@ -137,14 +137,8 @@ def _shares(
 
 def parse_bytes(value: str | int) -> int:
     """`2GiB`, `512M`, `1.5 GB` (all powers of 1024) or a number of bytes."""
-    if isinstance(value, int):
-        number, unit = Fraction(value), ""
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-        if match is None:
-            raise ConfigError(f"{value!r} is no amount of memory", hint="for example 2GiB or 512MiB")
-        number, unit = Fraction(match[1]), match[2]
-    n_bytes = int(number * _UNITS.get(unit.upper(), 0))
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    n_bytes = 0 if match is None else int(Fraction(match[1]) * _UNITS.get(match[2].upper(), 0))
     if n_bytes <= 0:
         raise ConfigError(f"{value!r} is no amount of memory", hint="for example 2GiB or 512MiB")
     return n_bytes
@@ -155,4 +149,6 @@ def _listed(value: str | Sequence[object] | None) -> list[str]:
         return []
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, Sequence):
+        return [str(value)]
     return [str(part) for part in value]
