@@ -44,6 +44,22 @@ def test_a_dense_layer_needs_two_all_reduces_and_the_model_one_gather(
     assert sum(row["bytes_per_token"] for row in rows) == contents["bytes_per_token"]
 
 
+def test_the_rotation_of_keys_and_values_is_shown_and_needs_no_word_between_devices(shared: Path) -> None:
+    path = shared / "golden" / "llama" / "model.gguf"
+    plain, rotated = (
+        explained(path, "--device", "cpu,cpu", "-sm", "tensor", "-ctk", kind, "-ctv", kind)
+        for kind in ("f16", "q4_0")
+    )
+
+    def n_activations(contents: dict[str, Any]) -> int:
+        return sum(
+            row["kind"] == "activation" for section in contents["sections"] for row in section["tensors"]
+        )
+
+    assert n_activations(rotated) > n_activations(plain)
+    assert rotated["collectives"] == plain["collectives"]
+
+
 def test_bytes_on_devices_follow_the_proportions(shared: Path) -> None:
     path = shared / "golden" / "llama" / "model.gguf"
     contents = explained(path, "--device", "cpu,cpu", "-sm", "tensor", "-ts", "3,1")

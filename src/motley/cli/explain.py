@@ -17,8 +17,9 @@ from motley.cli.console import reporting_errors, size, stdout
 from motley.cli.inputs import resolve_model, write_file
 from motley.cli.picture import draw
 from motley.gguf import read_spec
-from motley.models import GraphOptions, read_params
-from motley.runtime import ModelSplit, default_context, make_crew
+from motley.kvcache.types import get_cache_type
+from motley.models import read_params
+from motley.runtime import CacheConfig, default_context, make_crew, split_model
 from motley.runtime.explain import Explanation, Section, explain
 
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the split as a picture.")]
@@ -35,6 +36,9 @@ def explain_command(
     tensor_split: options.TensorSplit = None,
     device_memory: options.DeviceMemory = None,
     ctx_size: options.CtxSize = 0,
+    cache_type_k: options.CacheTypeK = "f16",
+    cache_type_v: options.CacheTypeV = "f16",
+    kv_rotation: options.KvRotation = True,
     show_all: All = False,
     svg: Svg = None,
     as_json: options.Json = False,
@@ -48,12 +52,15 @@ def explain_command(
     \b
     [bold]motley explain model.gguf --device cpu,cpu -sm tensor -ts 3,1[/]
     [bold]motley explain model.gguf --device cpu,cpu,cpu -sm layer --svg split.svg[/]
+    [bold]motley explain model.gguf --device cpu,cpu -sm tensor -ctk q8_0 -ctv q4_0 --all[/]  with K and V rotated
     """
     with reporting_errors(debug):
         spec = read_spec(resolve_model(model, model_flag))
         params = read_params(spec)
         crew = make_crew(device, split_mode, tensor_split, device_memory)
-        contents = explain(ModelSplit(spec, params, crew, GraphOptions(ctx_size or default_context(params))))
+        cache = CacheConfig(get_cache_type(cache_type_k), get_cache_type(cache_type_v))
+        n_ctx = ctx_size or default_context(params)
+        contents = explain(split_model(spec, params, crew, cache, n_ctx=n_ctx, rotate=kv_rotation))
         if svg is not None:
             write_file(svg, draw(contents))
     if as_json:
