@@ -6,10 +6,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#if defined(__linux__)
-#include <sys/mman.h>
-#include <unistd.h>
-#endif
 
 #include "dispatch.hpp"
 #include "program.hpp"
@@ -192,15 +188,6 @@ void unpack(Pool& pool, Address weight, Address out, int format, int64_t n_rows,
     pool.run_kernel(pool.kernels().unpack, UnpackArgs{at<uint8_t>(weight), at(out), format, n_rows, n_columns});
 }
 
-// For the whole pages inside of a range of memory.
-void want_huge_pages([[maybe_unused]] Address start, [[maybe_unused]] int64_t n_bytes) {
-#if defined(__linux__)
-    const auto page = static_cast<Address>(sysconf(_SC_PAGESIZE));
-    const Address first = (start + page - 1) / page * page, stop = (start + n_bytes) / page * page;
-    if (first < stop) madvise(at<void>(first), stop - first, MADV_HUGEPAGE);
-#endif
-}
-
 }  // namespace
 }  // namespace motley
 
@@ -210,7 +197,6 @@ NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);  // what still lives when the interpreter ends is not lost
     m.def("instruction_sets", &instruction_sets, "What this machine can run, best first.");
     m.def("quantized_bytes", &quantized_bytes, "n_rows"_a, "n_columns"_a, "Bytes of rows quantized for a matrix product.");
-    m.def("want_huge_pages", &want_huge_pages, "address"_a, "n_bytes"_a, "Ask for large pages, before memory is first used.");
     nb::class_<Pool>(m, "Pool", "Threads that run programs together; the caller is one of them.")
         .def(nb::init<int, const std::string&, std::vector<int>>(), "n_threads"_a, "instruction_set"_a = "", "cores"_a = std::vector<int>{})
         .def_prop_ro("n_threads", &Pool::n_threads)

@@ -1,16 +1,15 @@
-"""Threads that keep to their cores and let their caller go; memory that is cut from large pieces."""
+"""Threads that keep to their cores, and let their caller go."""
 
 from __future__ import annotations
 
 import os
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from motley.backends.cpu.native import core
-from motley.backends.cpu.weights import RepackedTensor, Slab
+from motley.backends.cpu.weights import RepackedTensor
 from motley.formats import FORMATS, PackedTensor
 
 pytestmark = [
@@ -33,16 +32,7 @@ def test_workers_stay_on_their_cores_and_the_caller_only_while_it_works() -> Non
     before = allowed_cores()
     pool = core.Pool(3, "", [min(own), last, last])
     weight = PackedTensor.pack(torch.randn(40, 64), FORMATS["Q8_0"])
-    assert RepackedTensor.of(weight, pool, Slab()).unpack().equal(weight.unpack())
+    assert RepackedTensor.of(weight, pool).unpack().equal(weight.unpack())
     started = {task: cores for task, cores in allowed_cores().items() if task not in before}
     assert list(started.values()) == [str(last)] * 2
     assert os.sched_getaffinity(0) == own
-
-
-def test_a_slab_gives_every_byte_once() -> None:
-    slab, sizes = Slab(), [1, 100, 0, 64, 300 << 20, 5, 255 << 20, 2 << 20]
-    taken = [slab.take(n_bytes) for n_bytes in sizes]
-    assert [t.numel() for t in taken] == sizes
-    places = sorted((t.data_ptr(), t.numel()) for t in taken if t.numel())
-    assert all(place % 64 == 0 for place, _ in places)
-    assert all(place + size <= after for (place, size), (after, _) in pairwise(places))

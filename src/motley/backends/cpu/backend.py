@@ -17,7 +17,7 @@ from motley.backends.cpu.fusion import Linear, Meeting, Stage, fuse
 from motley.backends.cpu.kernels import NativeKernel
 from motley.backends.cpu.memory import lay_out_stages
 from motley.backends.cpu.native import core
-from motley.backends.cpu.weights import RepackedTensor, Slab, can_repack
+from motley.backends.cpu.weights import RepackedTensor, can_repack
 from motley.backends.paged import PagedLayer
 from motley.backends.reference.backend import ReferenceKernel
 from motley.errors import ConfigError
@@ -41,7 +41,6 @@ class CpuBackend(Backend):
         self._instruction_set = instruction_set
         self._n_threads = torch.get_num_threads()
         self._cores: Sequence[int] = ()
-        self._memory = Slab()
         self._scratch = Scratch()
 
     @property
@@ -58,7 +57,7 @@ class CpuBackend(Backend):
 
     def load(self, weight: PackedTensor) -> PackedTensor:
         if can_repack(weight):
-            return RepackedTensor.of(weight, self._pool, self._memory)
+            return RepackedTensor.of(weight, self._pool)
         return PackedTensor(weight.data.clone(), weight.format)
 
     def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable:

@@ -7,30 +7,8 @@ from typing import Any
 
 import torch
 
-from motley.backends.cpu.native import FORMATS, GROUP_ROWS, address, core
+from motley.backends.cpu.native import FORMATS, GROUP_ROWS, address
 from motley.formats import PackedTensor
-
-
-_SLAB_BYTES = 256 << 20  # of addresses: memory is taken when it is first written
-_ALIGNMENT = 64
-
-
-class Slab:
-    """Memory for weights, cut from large pieces on large pages: with small pages, the system would take longer to
-    provide the memory than the threads to fill it.
-    """
-
-    def __init__(self) -> None:
-        self._rest = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, n_bytes: int) -> torch.Tensor:
-        """Bytes of any value; their memory goes when nobody uses the piece any more that they were cut from."""
-        n_taken = -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
-        if n_taken > self._rest.numel():
-            self._rest = torch.empty(max(n_taken, _SLAB_BYTES), dtype=torch.uint8)
-            core.want_huge_pages(address(self._rest), self._rest.numel())
-        taken, self._rest = self._rest[:n_bytes], self._rest[n_taken:]
-        return taken
 
 
 def can_repack(weight: PackedTensor) -> bool:
@@ -48,12 +26,13 @@ class RepackedTensor(PackedTensor):
     pool: Any
 
     @staticmethod
-    def of(weight: PackedTensor, pool: Any, memory: Slab) -> RepackedTensor:
+    def of(weight: PackedTensor, pool: Any) -> RepackedTensor:
         n_rows, n_columns = weight.shape
         source = weight.data.contiguous()
         row_bytes = source.shape[1]
-        n_groups, group_bytes = -(-n_rows // GROUP_ROWS), row_bytes * GROUP_ROWS
-        data = memory.take(n_groups * group_bytes).view(n_groups, group_bytes)
+        # Pages are of the size that the system chooses. On large ones decoding would be 1 % faster, but a virtual machine
+        # that has handed its free memory back to the host gets them several times as slowly.
+        data = torch.empty(-(-n_rows // GROUP_ROWS), row_bytes * GROUP_ROWS, dtype=torch.uint8)
         pool.repack(address(source), address(data), FORMATS[weight.format.name], n_rows, n_columns, row_bytes)
         return RepackedTensor(data, weight.format, n_rows, n_columns, pool)
 
