@@ -32,10 +32,11 @@ from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.kernels.unpack import unpack_by_value
 from motley.backends.cuda.planes import WeightPlanes
+from motley.formats.grids import IQ4_GRID
 
 GPU = "cuda"
 SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (128256, 4096))
-KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4")
 HEADS, KV_HEADS, DIM = 32, 8, 128
 Result = dict[str, Any]
 
@@ -47,7 +48,7 @@ def random_planes(kind: str, n_rows: int, n_columns: int) -> WeightPlanes:
     def words(per_block: int) -> torch.Tensor:
         return torch.randint(-(2**31), 2**31 - 1, (n_rows, per_block * blocks), dtype=torch.int32, device=GPU)
 
-    halves = 1 if kind in ("Q8_0", "Q4_0") else 2
+    halves = 2 if kind in ("Q4_K", "Q6_K") else 1
     scale = (torch.rand(n_rows, blocks * halves, device=GPU) * 0.01 + 0.001).half()
     return WeightPlanes(
         kind,
@@ -65,6 +66,10 @@ def reference_values(w: WeightPlanes) -> torch.Tensor:
     words = w.codes.view(n, -1, blocks).mT.contiguous().view(torch.uint8)  # (rows, blocks, bytes)
     if w.kind == "Q8_0":
         return (words.view(torch.int8).float() * w.scale.float()[..., None]).flatten(1)
+    if w.kind == "IQ4":
+        nibbles = torch.stack([words & 15, words >> 4], -1).view(n, blocks, 4, 2, 4)  # word, half, value
+        levels = IQ4_GRID.levels(nibbles.transpose(2, 3).flatten(2))
+        return (levels * w.scale.float()[..., None]).flatten(1)
     codes = torch.cat([words & 15, words >> 4], -1).float()  # (rows, blocks, 32)
     if w.kind == "Q4_0":
         return ((codes - 8) * w.scale.float()[..., None]).flatten(1)
@@ -224,7 +229,7 @@ def matmul_case(kind: str, n: int, k: int, m: int) -> Result:
 
 
 def bench_matmul() -> list[Result]:
-    sizes = itertools.product(SHAPES[:3], ("Q4_K", "Q8_0"), (16, 64))
+    sizes = itertools.product(SHAPES[:3], ("Q4_K", "Q8_0", "IQ4"), (16, 64))
     return [matmul_case(kind, n, k, m) for (n, k), kind, m in sizes]
 
 
@@ -349,7 +354,7 @@ def main() -> None:
     ]
     cases += [
         ("matmul", kind, k, m, t)
-        for kind in ("Q4_K", "Q8_0")
+        for kind in ("Q4_K", "Q8_0", "IQ4")
         for k in (4096, 14336)
         for m in (16, 64)
         for t in matmul_tiles()

@@ -13,7 +13,7 @@ from motley.backends.cuda.kernels.enter import RopeTable, enter
 from motley.backends.cuda.kernels.gather import gather
 from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
 from motley.backends.cuda.kernels.tiles import CachePlanes
-from motley.graph.ops import Rope
+from motley.graph.ops import Hadamard, Rope
 from motley.kvcache.store import Store
 from motley.kvcache.types import CACHE_TYPES, get_cache_type
 
@@ -111,6 +111,28 @@ def test_heads_are_stored_as_the_store_would(kind: str, dim: int) -> None:
         tolerance = 8e-3 if kind == "bf16" else 1e-3  # the interpreter cuts off where a GPU rounds
         # A value on the border of two codes may fall to either side.
         assert ((read - wanted).abs() > tolerance * wanted.abs()).float().mean() < 1e-3
+
+
+def test_heads_of_three_tiles_are_rotated_tile_by_tile() -> None:
+    torch.manual_seed(4)
+    dim, turn = 96, Hadamard(32).reference([])
+    slots, positions = torch.tensor([7]), torch.zeros(1, dtype=torch.int32)
+    q, k, v = (torch.randn(1, KV_HEADS, dim) for _ in range(3))
+    stores = [make_store("q8_0", dim) for _ in range(2)]
+    table = RopeTable(Rope(dim, 1e4, "halves").frequencies(), dim, True, 1.0)
+    out = enter(
+        q, k, v, positions, slots.int(), table, *map(planes, stores), HEADS, torch.empty(q.shape),
+        rotate_k=True, rotate_v=True, turn=32,
+    )  # fmt: skip
+    q_turned, k_turned, v_turned = ((x.unflatten(-1, (3, 32)) @ turn).flatten(-2) for x in (q, k, v))
+    assert torch.allclose(out, q_turned, atol=1e-5)
+    for store, expected in zip(stores, (k_turned, v_turned), strict=True):
+        assert error(store.read(HEADS, slots), expected) < 1e-2
+    shares = Shares(v_turned.unsqueeze(2), torch.zeros(1, 2, 1), torch.ones(1, 2, 1), 1)
+    tables = Tables(positions[None], positions, positions, positions)
+    rows = Rows.empty(PLAIN, 1, 2 * dim, "cpu")
+    back = combine(shares, tables, BLOCK, rows, rotate=True, turn=32).values.view(v.shape)
+    assert torch.allclose(back, v, atol=1e-5)
 
 
 def test_every_pair_of_types_is_supported() -> None:

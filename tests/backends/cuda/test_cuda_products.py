@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -13,9 +15,10 @@ from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
 from motley.backends.cuda.planes import join_rows, to_planes
 from motley.backends.cuda.products import library_product, plain_values, unpacked_product
+from motley.backends.cuda.weights import UnpackedWarning, load
 from motley.formats import PackedTensor, get_format
 
-KINDS = ["Q8_0", "Q4_0", "Q4_K", "Q6_K"]
+KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "IQ4_XS", "IQ4_NL"]
 
 
 def packed(kind: str, n_rows: int, n_columns: int = 256) -> PackedTensor:
@@ -78,6 +81,16 @@ def test_matrices_on_top_of_each_other_can_be_taken_apart(kind: str) -> None:
     assert joined.n_rows == 5
     assert joined.n_bytes == sum(part.n_bytes for part in parts)
     assert torch.equal(joined.rows(3, 5).codes, parts[1].codes)
+
+
+def test_a_format_without_a_packed_kernel_is_unpacked_with_a_warning() -> None:
+    weight = packed("Q5_K", 5)
+    with pytest.warns(UnpackedWarning, match="Q5_K weights have no packed kernel"):
+        loaded = load(weight, torch.device("cpu"))
+    assert loaded.nbytes == 5 * 256 * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(packed("IQ4_XS", 5), torch.device("cpu")).nbytes == 5 * 256 * 18 // 32
 
 
 def test_a_matrix_of_which_a_device_has_no_columns() -> None:

@@ -10,7 +10,11 @@ Per block of 32 values of a row (values 0-15 are its low half, 16-31 its high ha
     Q6_K   the same, and in `high` two words: bits      two float16: of the low and      28      s · (c - 32)
            2j, 2j+1 of each byte of word 0 belong to    of the high half
            values 4j … 4j+3, of word 1 to the high half
+    IQ4    word j: values 4j … in the nibbles of its    float16                          18      s · level(c)
+           low half, 16+4j … in those of its high half
     F16, BF16: plain values, no scale.
+
+IQ4_XS and IQ4_NL are IQ4, Q4_1 is Q4_K with a minimum of the other sign. Formats without planes become BF16.
 
 Within a row, word j of all blocks comes before word j+1 of any (word, block): a thread loads the same word of four
 neighbouring blocks at once, next to their four scales, and no value has to change threads. A K-quant's scale of a
@@ -28,9 +32,9 @@ from motley.errors import PlanError
 from motley.formats import PackedTensor
 from motley.formats.bits import join_bits, split_bits
 from motley.formats.layout import SixBitPairs
+from motley.formats.numeric import to_half
 
 BLOCK = 32  # values of a row that the kernels take together
-_HALF_MAX = 65504.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,27 +83,29 @@ def join_rows(parts: Sequence[WeightPlanes]) -> WeightPlanes:
     return WeightPlanes(first.kind, first.n_columns, codes, scale, high)
 
 
-PLANE_KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "F16", "BF16")
-
-
 def to_planes(weight: PackedTensor) -> WeightPlanes:
-    """The matrix `weight` (rows, columns) in planes, on its own device. Formats without planes become BF16."""
+    """The matrix `weight` (rows, columns) in planes, on its own device."""
     if len(weight.shape) != 2:
         raise PlanError(f"only matrices have planes, not {weight.shape}")
     n_rows, n_columns = weight.shape
-    if weight.format.name not in PLANE_KINDS or n_columns % BLOCK or not weight.data.numel():
+    name = weight.format.name
+    if name in ("F16", "BF16") and weight.data.numel() and not n_columns % BLOCK:
+        return WeightPlanes(name, n_columns, weight.data.contiguous().view(torch.int16))
+    if not has_planes(name, n_columns) or not weight.data.numel():
         return WeightPlanes("BF16", n_columns, weight.unpack().to(torch.bfloat16).view(torch.int16))
-    if weight.format.name in ("F16", "BF16"):
-        return WeightPlanes(weight.format.name, n_columns, weight.data.contiguous().view(torch.int16))
-    blocks = weight.data.reshape(-1, weight.format.block_bytes)
-    codes, scale, high = _REPACK[weight.format.name](blocks)
+    codes, scale, high = _REPACK[name](weight.data.reshape(-1, weight.format.block_bytes))
     return WeightPlanes(
-        weight.format.name,
+        _KIND.get(name, name),
         n_columns,
         _by_word(codes, n_rows, n_columns // BLOCK),
         scale.reshape(n_rows, -1).contiguous(),
         None if high is None else _by_word(high, n_rows, n_columns // BLOCK),
     )
+
+
+def has_planes(name: str, n_columns: int) -> bool:
+    """Whether a matrix of that format stays packed."""
+    return name in _REPACK and n_columns % BLOCK == 0
 
 
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes, scale, high; per GGUF block
@@ -111,6 +117,11 @@ def _q8_0(blocks: torch.Tensor) -> _Parts:
 
 def _q4_0(blocks: torch.Tensor) -> _Parts:
     return blocks[:, 2:], _halves(blocks[:, :2]), None
+
+
+def _q4_1(blocks: torch.Tensor) -> _Parts:
+    scale, minimum = _halves(blocks[:, :2]).float(), _halves(blocks[:, 2:4]).float()
+    return blocks[:, 4:], _pairs(scale, -minimum), None
 
 
 def _q4_k(blocks: torch.Tensor) -> _Parts:
@@ -132,7 +143,33 @@ def _q6_k(blocks: torch.Tensor) -> _Parts:
     return join_bits(nibbles, bits=4, width=16), _pairs(scales[..., 0], scales[..., 1]), high
 
 
-_REPACK = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q6_K": _q6_k}
+def _iq4_nl(blocks: torch.Tensor) -> _Parts:
+    return _by_halves(split_bits(blocks[:, 2:], bits=4, width=16)), _halves(blocks[:, :2]), None
+
+
+def _iq4_xs(blocks: torch.Tensor) -> _Parts:
+    scale, upper, lower, codes = torch.split(blocks, [2, 2, 4, 128], -1)
+    whole = split_bits(lower, bits=4, width=1) | split_bits(upper, bits=2, width=1) << 4  # (blocks, 8)
+    scales = _halves(scale).float() * (whole.float() - 32)
+    return _by_halves(split_bits(codes, bits=4, width=16)), to_half(scales), None
+
+
+_REPACK = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+}
+_KIND = {"Q4_1": "Q4_K", "IQ4_NL": "IQ4", "IQ4_XS": "IQ4"}
+
+
+def _by_halves(nibbles: torch.Tensor) -> torch.Tensor:
+    """Codes in the order of values → words of four values of a block's low half and four of its high half."""
+    runs = torch.unflatten(nibbles, -1, (-1, 2, 4, 4)).transpose(-3, -2)  # (…, blocks, words, halves, 4)
+    return join_bits(runs.flatten(1), bits=4, width=1)
 
 
 def _by_word(data: torch.Tensor, n_rows: int, n_blocks: int) -> torch.Tensor:
@@ -147,5 +184,5 @@ def _halves(data: torch.Tensor) -> torch.Tensor:
 
 def _pairs(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Two float32 tensors as one int32 tensor of float16 pairs, the first in the low bits."""
-    both = torch.stack([first, second], -1).clamp(-_HALF_MAX, _HALF_MAX).half()
+    both = to_half(torch.stack([first, second], -1))
     return both.contiguous().view(torch.int32).squeeze(-1)

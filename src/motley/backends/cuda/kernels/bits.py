@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from motley.formats.grids import IQ4_GRID
+
 INTERPRETED = knobs.runtime.interpret  # whether kernels run on the CPU, under TRITON_INTERPRET=1
 
 
@@ -102,6 +104,42 @@ def byte_as_half(word, i: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr)
             dtype=tl.float16,
             is_pure=True,
             pack=2,
+        )
+
+
+@triton.constexpr_function
+def _level_as_byte(code, i):
+    """The level of a code as byte i of an int32."""
+    bits = (IQ4_GRID.table[code] & 255) << 8 * i
+    return bits - 2**32 if bits >= 2**31 else bits
+
+
+@triton.constexpr_function
+def _look_up_nibbles(first):
+    """Levels of four nibbles by byte permutations: of the lower and of the upper eight levels, then one of both."""
+    words = [
+        sum((level & 255) << 8 * i for i, level in enumerate(IQ4_GRID.table[n : n + 4]))
+        for n in (0, 4, 8, 12)
+    ]
+    return f"""{{ .reg .b32 n, a, b, c; shr.b32 n, $1, {first}; and.b32 c, n, 0x7777;
+        prmt.b32 a, {words[0]}, {words[1]}, c; prmt.b32 b, {words[2]}, {words[3]}, c;
+        shr.b32 n, n, 1; lop3.b32 c, n, 0x4444, 0x3210, 0xEA; prmt.b32 $0, a, b, c; }}"""
+
+
+@triton.jit
+def iq4_levels(word, UPPER: tl.constexpr, PLAIN: tl.constexpr):
+    """The levels of a word's four low or upper nibbles (its two halves), as four signed bytes."""
+    FIRST: tl.constexpr = 16 if UPPER else 0
+    if PLAIN:
+        levels = tl.zeros(word.shape, tl.int32)
+        for i in tl.static_range(4):
+            for code in tl.static_range(16):
+                is_code = ((word >> (FIRST + 4 * i)) & 15) == code
+                levels |= tl.where(is_code, _level_as_byte(code, i), 0)
+        return levels
+    else:
+        return tl.inline_asm_elementwise(
+            _look_up_nibbles(FIRST), "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
         )
 
 

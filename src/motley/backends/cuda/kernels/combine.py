@@ -1,6 +1,7 @@
 """Join what the splits of `attention` left: out = Σ 2^(peak_s - peak) · values_s / Σ 2^(peak_s - peak) · sum_s.
 
-With `rotate`, the result is turned back by the Hadamard matrix of the whole head: quantized values are stored turned.
+With `rotate`, the result is turned back by the Hadamard matrix, of the whole head or of runs of it: quantized values
+are stored turned.
 The output is INT8 (for a product with one row) or PLAIN. Reference: the last steps of graph.ops.Attention.
 """
 
@@ -18,8 +19,8 @@ from motley.backends.cuda.kernels.tiles import TILE
 @triton.jit
 def _combine(
     shares, peaks, sums, row_table, row_position, firsts, values, scale, total, window, n_splits, min_blocks,
-    DIM: tl.constexpr, LOG_DIM: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr,
-    ROTATE: tl.constexpr, FORM: tl.constexpr,
+    DIM: tl.constexpr, TURN: tl.constexpr, LOG_TURN: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, ROTATE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, position = tl.load(firsts + tl.load(row_table + row)), tl.load(row_position + row)
@@ -41,7 +42,7 @@ def _combine(
         top = new_top
     x = acc / weight
     if ROTATE:
-        x = tl.reshape(hadamard(tl.reshape(x, [1, D]), 1, D, LOG_DIM), [D])
+        x = tl.reshape(hadamard(tl.reshape(x, [D // TURN, TURN]), D // TURN, TURN, LOG_TURN), [D])
     if DIM % 32:  # heads do not start with blocks
         tl.store(values + (row * HEADS + head) * DIM + d, x, d < DIM)
     else:
@@ -51,21 +52,31 @@ def _combine(
 
 
 def combine(
-    shares: Shares, tables: Tables, block_size: int, out: Rows, *, rotate: bool, window: int | None = None
+    shares: Shares,
+    tables: Tables,
+    block_size: int,
+    out: Rows,
+    *,
+    rotate: bool,
+    turn: int | None = None,
+    window: int | None = None,
 ) -> Rows:
-    """→ out (rows, heads · dim)."""
+    """→ out (rows, heads · dim). `turn`: the size of the rotation, where it is not the head's."""
     n_rows, n_heads, n_splits, dim = shares.values.shape
     assert out.form != HALVES, "a program has one head, not the whole row"
     assert (out.n_rows, out.n_columns) == (n_rows, n_heads * dim)
-    assert not rotate or dim & (dim - 1) == 0, "only powers of two have a Hadamard matrix"
+    turn = (turn or dim) if rotate else 1
+    assert dim % turn == turn & (turn - 1) == 0, "only powers of two have a Hadamard matrix"
     if dim % TILE and out.form != PLAIN:
         plain = Rows.empty(PLAIN, out.n_rows, out.n_columns, out.values.device)
-        return convert(combine(shares, tables, block_size, plain, rotate=rotate, window=window).values, out)
+        combine(shares, tables, block_size, plain, rotate=rotate, turn=turn, window=window)
+        return convert(plain.values, out)
     n_at_once, n_warps = (32, 1) if n_splits <= 64 else (128, 4)  # measured: benchmarks/cuda_kernels.py
     _combine[(n_rows, n_heads)](
         shares.values, shares.peaks, shares.sums, tables.row_table, tables.row_position, tables.firsts,
         out.bytes_or_values, out.scale, out.total, window or 2**30, n_splits, shares.min_blocks,
-        DIM=dim, LOG_DIM=dim.bit_length() - 1, BS=block_size, SPLITS=min(n_at_once, triton.next_power_of_2(n_splits)),
+        DIM=dim, TURN=turn, LOG_TURN=turn.bit_length() - 1, BS=block_size,
+        SPLITS=min(n_at_once, triton.next_power_of_2(n_splits)),
         HEADS=n_heads, ROTATE=rotate, FORM=out.form, num_warps=n_warps,
     )  # fmt: skip
     return out

@@ -39,9 +39,9 @@ def _rope(
 
 
 @triton.jit
-def _turned(x, DIM: tl.constexpr, LOG_DIM: tl.constexpr, D: tl.constexpr):
-    """x (D,) with its first DIM values turned by H; the others are zeros."""
-    return tl.reshape(hadamard(tl.reshape(x, [D // DIM, DIM]), D // DIM, DIM, LOG_DIM), [D])
+def _turned(x, TURN: tl.constexpr, LOG_TURN: tl.constexpr, D: tl.constexpr):
+    """x (D,), each run of TURN values turned by H."""
+    return tl.reshape(hadamard(tl.reshape(x, [D // TURN, TURN]), D // TURN, TURN, LOG_TURN), [D])
 
 
 @triton.jit
@@ -49,8 +49,8 @@ def _enter(
     q, k, v, q_stride, k_stride, v_stride, positions, slots, frequencies, magnitude,
     q_out, keys, values, head_rows, first_row,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr, LOG_DIM: tl.constexpr, BS: tl.constexpr, N_DIMS: tl.constexpr, HALVES: tl.constexpr,
-    TURN_K: tl.constexpr, TURN_V: tl.constexpr,
+    DIM: tl.constexpr, BS: tl.constexpr, N_DIMS: tl.constexpr, HALVES: tl.constexpr,
+    TURN: tl.constexpr, LOG_TURN: tl.constexpr, TURN_K: tl.constexpr, TURN_V: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, slot = tl.load(positions + row), tl.load(slots + row).to(tl.int64)
@@ -60,7 +60,7 @@ def _enter(
     if head < Q_HEADS:
         x = _rope(q, row * q_stride + head * DIM, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES)
         if TURN_K:
-            x = _turned(x, DIM, LOG_DIM, D)
+            x = _turned(x, TURN, LOG_TURN, D)
         d = tl.arange(0, D)
         tl.store(q_out + (row * Q_HEADS + head) * DIM + d, x, d < DIM)
     elif slot < 0:
@@ -69,14 +69,14 @@ def _enter(
         kv = head - Q_HEADS
         x = _rope(k, row * k_stride + kv * DIM, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES)
         if TURN_K:
-            x = _turned(x, DIM, LOG_DIM, D)
+            x = _turned(x, TURN, LOG_TURN, D)
         store_head(x, keys, slot, first_row + kv, head_rows, K_KIND, TILES, N, BS)
     else:
         kv = head - Q_HEADS - KV_HEADS
         d = tl.arange(0, D)
         x = tl.load(v + row * v_stride + kv * DIM + d, d < DIM, other=0.0)
         if TURN_V:
-            x = _turned(x, DIM, LOG_DIM, D)
+            x = _turned(x, TURN, LOG_TURN, D)
         store_head(x, values, slot, first_row + kv, head_rows, V_KIND, TILES, N, BS)
 
 
@@ -104,20 +104,25 @@ def enter(
     *,
     rotate_k: bool,
     rotate_v: bool,
+    turn: int | None = None,
 ) -> torch.Tensor:
-    """q, k, v (rows, heads, dim) float32, each row contiguous → q_out, and K and V in the cache at `slots` (int32)."""
+    """q, k, v (rows, heads, dim) float32, each row contiguous → q_out, and K and V in the cache at `slots` (int32).
+
+    `turn`: the size of the rotation, where it is not the head's.
+    """
     n_rows, n_heads, dim = q.shape
     assert all(x.stride()[1:] == (dim, 1) and x.dtype == torch.float32 for x in (q, k, v))
     assert k.shape == v.shape == (n_rows, head_rows.stop - head_rows.start, dim)
     assert q_out.is_contiguous()
     assert q_out.shape == q.shape
-    assert not (rotate_k or rotate_v) or dim & (dim - 1) == 0, "only powers of two have a Hadamard matrix"
+    turn = (turn or dim) if rotate_k or rotate_v else 1
+    assert dim % turn == turn & (turn - 1) == 0, "only powers of two have a Hadamard matrix"
     n_kv_heads = k.shape[1]
     _enter[(n_rows, n_heads + 2 * n_kv_heads)](
         q, k, v, q.stride(0), k.stride(0), v.stride(0), positions, slots, rope.frequencies, rope.magnitude,
         q_out, keys.writable, values.writable, keys.codes.shape[1], head_rows.start,
         K_KIND=keys.kind, V_KIND=values.kind, Q_HEADS=n_heads, KV_HEADS=n_kv_heads, DIM=dim,
-        LOG_DIM=dim.bit_length() - 1, BS=keys.block_size, N_DIMS=rope.n_dims, HALVES=rope.halves,
+        BS=keys.block_size, N_DIMS=rope.n_dims, HALVES=rope.halves, TURN=turn, LOG_TURN=turn.bit_length() - 1,
         TURN_K=rotate_k, TURN_V=rotate_v, num_warps=1,
     )  # fmt: skip
     return q_out

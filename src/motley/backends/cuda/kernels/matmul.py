@@ -14,7 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-from motley.backends.cuda.kernels.bits import INTERPRETED, biased_byte, biased_nibble, high_half, low_half
+from motley.backends.cuda.kernels.bits import (
+    INTERPRETED,
+    biased_byte,
+    biased_nibble,
+    high_half,
+    iq4_levels,
+    low_half,
+)
 from motley.backends.cuda.kernels.rows import HALVES, Rows
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
 
@@ -29,6 +36,8 @@ def tile_values(
     """
     if KIND == "Q8_0":
         return (biased_byte(word, i, PLAIN) - 1152.0) * w0
+    elif KIND == "IQ4":
+        return (biased_byte(iq4_levels(word, UPPER, PLAIN), i, PLAIN) - 1152.0) * w0
     elif KIND == "Q4_0":
         return (biased_nibble(word, i, UPPER, PLAIN) - 1032.0) * w0
     elif KIND == "Q4_K":
@@ -57,7 +66,7 @@ def _matmul(
         inside = b < BLOCKS
         word = tl.load(codes + (n * WORDS + j) * BLOCKS + b[None, :], inside[None, :], other=0)
         w = tl.load(scale + n * BLOCKS + b[None, :], inside[None, :], other=0)
-        if KIND == "Q8_0" or KIND == "Q4_0":
+        if scale.dtype.element_ty == tl.float16:
             w0, w1 = w, w
         else:
             w0, w1 = low_half(w), high_half(w)
@@ -99,7 +108,7 @@ def tile_for(weight: WeightPlanes) -> Tile:
     return Tile(128, 32, 8, stages) if weight.n_rows >= 16384 else Tile(64, 32, 4, stages)
 
 
-KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4")
 _MULTIPROCESSORS = 132  # of an H200; fewer programs share their columns out
 MAX_TOKENS = 128  # above, unpacking once and the library's product are faster
 

@@ -3,7 +3,7 @@
 The vector comes as int8 per 32 values (`rows`): codes c, scale s, and total t = s · Σ c. With a block's integer
 dot product d (by dp4a, four values an instruction) and the weight's scale w, a block adds
 
-    Q8_0  w · s · d      Q4_0  w · (s · d - 8 · t)      Q4_K  w · s · d - m · t      Q6_K  s · (w₀ · d₀ + w₁ · d₁)
+    Q8_0, IQ4  w · s · d    Q4_0  w · (s · d - 8 · t)    Q4_K  w · s · d - m · t    Q6_K  s · (w₀ · d₀ + w₁ · d₁)
 
 All tensors of a program are (BN rows, BB blocks), a thread has four neighbouring blocks: 16-byte loads of each word
 plane, and nothing moves between threads before the last sum. Reference: graph.ops.MatMul on the unpacked weight.
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from motley.backends.cuda.kernels.bits import INTERPRETED, dp4a, high_half, low_half
+from motley.backends.cuda.kernels.bits import INTERPRETED, dp4a, high_half, iq4_levels, low_half
 from motley.backends.cuda.kernels.rows import INT8, Rows
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
 
@@ -57,7 +57,10 @@ def _matvec(
                 upper = tl.load(codes + (n * 8 + j + 4) * BLOCKS + b, inside, other=0)
             else:
                 word = tl.load(codes + (n * 4 + j) * BLOCKS + b, inside, other=0)
-                low, upper = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
+                if KIND == "IQ4":
+                    low, upper = iq4_levels(word, False, PLAIN), iq4_levels(word, True, PLAIN)
+                else:
+                    low, upper = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
             if KIND == "Q6_K":
                 low, upper = _with_high_bits(low, h0, 2 * j), _with_high_bits(upper, h1, 2 * j)
                 e = dp4a(upper, x_high + zero, e, PLAIN)
@@ -68,7 +71,7 @@ def _matvec(
             acc += s * (
                 low_half(w).to(tl.float32) * d.to(tl.float32) + high_half(w).to(tl.float32) * e.to(tl.float32)
             )
-        elif KIND == "Q8_0":
+        elif KIND == "Q8_0" or KIND == "IQ4":
             acc += w.to(tl.float32) * (s * d.to(tl.float32))
         elif KIND == "Q4_0":
             acc += w.to(tl.float32) * (s * d.to(tl.float32) - 8.0 * tl.load(xt + b, inside, other=0.0))
@@ -90,7 +93,7 @@ class Tile:
     warps: int
 
 
-KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4")
 
 
 def tile_for(n_columns: int) -> Tile:

@@ -34,7 +34,7 @@ def _unpack(
     known = ok & (n >= 0)
     word = tl.load(codes + (n * WORDS + j) * BLOCKS + b, known, other=0)
     w = tl.load(scale + n * BLOCKS + b, known, other=0)
-    if KIND == "Q8_0" or KIND == "Q4_0":
+    if scale.dtype.element_ty == tl.float16:
         w0, w1 = w, w
     else:
         w0, w1 = low_half(w), high_half(w)
