@@ -58,6 +58,10 @@ class Backend(ABC):
         """Why it cannot attend over such a cache; None if it can."""
         return None
 
+    def bucket(self, n_rows: int) -> int:
+        """How many rows a plan for a batch of `n_rows` has; more than that are inert. The whole crew must agree."""
+        return n_rows
+
     def use_threads(self, n_threads: int, cores: Sequence[int] = ()) -> None:
         """What its device may use, and the cores that its threads keep to; said once, before anything is loaded."""
         return

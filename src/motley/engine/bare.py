@@ -37,7 +37,7 @@ class BareSequence:
             copies = self._reserve(len(part))
             n_rows = len(part) if n_outputs is None else min(n_outputs, len(part))
             chunk = Chunk(self._sequence, self._cache.n_tokens(self._sequence), part, n_rows)
-            rows.append(self._runner.run(Batch.of([chunk]), self._cache, copies).clone())
+            rows.append(self._runner.run(Batch.of([chunk]), self._cache, copies).to("cpu", copy=True))
             self._cache.commit(self._sequence, part)
         return torch.cat(rows)
 

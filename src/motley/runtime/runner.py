@@ -48,6 +48,7 @@ class Runner:
         progress: Progress | None = None,
     ) -> None:
         n_devices = len(split.crew)
+        self._backends = backends
         shares = [split.share(device, BatchShape(1, 1)) for device in range(n_devices)]
         is_native = all(backend.device.type == "cpu" for backend in backends)
         threads, cores = split.crew.threads(n_threads), [device.cores for device in split.crew.devices]
@@ -71,7 +72,10 @@ class Runner:
         self._steps: OrderedDict[BatchShape, _Step] = OrderedDict()
 
     def run(self, batch: Batch, manager: CacheManager, copies: Iterable[BlockCopy]) -> torch.Tensor:
-        """Logits (outputs, vocab) of the rows that want them. Slots have been reserved; `copies` are made first."""
+        """Logits (outputs, vocab) of the rows that want them, on their device, until the next run.
+
+        Slots have been reserved; `copies` are made first.
+        """
         copies = list(copies)
         extents = [Extent(c.sequence, c.start, len(c.tokens)) for c in batch.chunks]
         inputs = {
@@ -85,14 +89,21 @@ class Runner:
             tuple(group_batches(manager, extents)),
             copies,
         )
-        step = self._step(work.shape)
+        step = self._step(self._padded(work.shape))
         if step.joint is not None:
             outputs = step.joint.run([device.inputs(work) for device in self._devices])
         else:
             outputs = self._group.run(
                 lambda device: step.executables[device].run(self._devices[device].inputs(work))
             )
-        return outputs[0][0].cpu()
+        return outputs[0][0][: batch.n_outputs]
+
+    def _padded(self, shape: BatchShape) -> BatchShape:
+        """The shape that plans are made for: rows as the devices like them, where they like them alike."""
+        n_tokens, n_outputs = (
+            {b.bucket(n) for b in self._backends} for n in (shape.n_tokens, shape.n_outputs)
+        )
+        return BatchShape(*n_tokens, *n_outputs) if len(n_tokens) == len(n_outputs) == 1 else shape
 
     def _step(self, shape: BatchShape) -> _Step:
         if shape in self._steps:

@@ -2,101 +2,59 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from cuda_models import DIM, SIZE, inputs_of, make_batch, make_spec, use_few_programs
+
 from motley.backends import ReferenceBackend
 from motley.backends.cuda.backend import CudaBackend
-from motley.backends.cuda.kernels import attention, matvec
 from motley.backends.cuda.lowering import Attend, Embed, Gate, Linear, Lowering, Norm, Single
-from motley.formats import PackedTensor, get_format
-from motley.gguf import ModelSpec
-from motley.gguf.metadata import Metadata
-from motley.gguf.tensors import TensorInfo
+from motley.formats import PackedTensor
 from motley.graph import CACHE, Graph
-from motley.kvcache.arena import Arena, GroupBatch, LayerGroup, SequenceTable
-from motley.kvcache.types import get_cache_type
+from motley.kvcache.arena import Arena, GroupBatch, LayerGroup
+from motley.kvcache.types import CacheType, get_cache_type
 from motley.models import BatchShape, GraphOptions, build_graph, read_params
 from motley.plan import DevicePlan
 
-EMBD, HEADS, KV_HEADS, DIM, FF, VOCAB, SIZE = 128, 2, 1, 64, 256, 40, 16
 
-
-def make_spec(matrices: str) -> tuple[ModelSpec, dict[str, PackedTensor]]:
-    """A llama of one layer, without a file."""
-    shapes = {
-        "token_embd.weight": (VOCAB, EMBD),
-        "output_norm.weight": (EMBD,),
-        "output.weight": (VOCAB, EMBD),
-        "blk.0.attn_norm.weight": (EMBD,),
-        "blk.0.ffn_norm.weight": (EMBD,),
-        "blk.0.attn_q.weight": (HEADS * DIM, EMBD),
-        "blk.0.attn_k.weight": (KV_HEADS * DIM, EMBD),
-        "blk.0.attn_v.weight": (KV_HEADS * DIM, EMBD),
-        "blk.0.attn_output.weight": (EMBD, HEADS * DIM),
-        "blk.0.ffn_gate.weight": (FF, EMBD),
-        "blk.0.ffn_up.weight": (FF, EMBD),
-        "blk.0.ffn_down.weight": (EMBD, FF),
-    }
-    numbers: dict[str, Any] = {
-        "general.architecture": "llama",
-        "llama.block_count": 1,
-        "llama.embedding_length": EMBD,
-        "llama.attention.head_count": HEADS,
-        "llama.attention.head_count_kv": KV_HEADS,
-        "llama.feed_forward_length": FF,
-        "llama.context_length": 128,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    }
-    generator = torch.Generator().manual_seed(3)
-    weights = {
-        name: PackedTensor.pack(
-            torch.rand(shape, generator=generator) + 0.5
-            if len(shape) == 1
-            else torch.randn(shape, generator=generator) * shape[-1] ** -0.5,
-            get_format("F32" if len(shape) == 1 else matrices),
-        )
-        for name, shape in shapes.items()
-    }
-    infos = {
-        name: TensorInfo(name, weight.shape, weight.format.name, weight.nbytes, 0, 0)
-        for name, weight in weights.items()
-    }
-    return ModelSpec(Path("small"), Metadata(numbers, Path("small")), infos, ()), weights
-
-
-def make_batch(n_contexts: list[int], n_new: list[int]) -> GroupBatch:
-    """Sequences with `n_contexts` tokens in the cache, the last `n_new` of which are the batch's."""
-    tables, row = [], 0
-    for number, (n, new) in enumerate(zip(n_contexts, n_new, strict=True)):
-        blocks = np.arange(-(-n // SIZE), dtype=np.int32) + 4 * (len(n_contexts) - 1 - number)
-        tables.append(SequenceTable(row, new, n - new, 0, blocks))
-        row += new
-    return GroupBatch.of(tables, SIZE)
+def filled_arena(kind: CacheType, batch: GroupBatch) -> Arena:
+    """One with random contexts."""
+    arena = Arena(kind, kind, [LayerGroup((0,), (1,), 8)], block_size=SIZE, head_dim=DIM)
+    past = torch.cat([table.slots(SIZE) for table in batch.tables])
+    noise = torch.randn(2, len(past), 1, DIM, generator=torch.Generator().manual_seed(5))
+    layer = arena.layer(0)
+    layer.keys.write(layer.rows, past, noise[0])
+    layer.values.write(layer.rows, past, noise[1])
+    return arena
 
 
 def run(
-    backend: Any, graph: Graph, weights: dict[str, PackedTensor], arena: Arena, batch: GroupBatch
+    backend: Any,
+    graph: Graph,
+    weights: dict[str, PackedTensor],
+    arena: Arena,
+    batch: GroupBatch,
+    rows: list[int],
 ) -> torch.Tensor:
-    runnable = backend.prepare(DevicePlan.of(graph, backend.kernels), weights)
-    n_tokens = len(batch.slots)
-    inputs: dict[str, Any] = {
-        "tokens": torch.arange(n_tokens, dtype=torch.int32) + 3,
-        "positions": torch.cat(
-            [torch.arange(table.position, table.position + table.n_rows) for table in batch.tables]
-        ).int(),
-        "output_rows": torch.tensor([n_tokens - 1], dtype=torch.int32),
-    }
+    loaded = {name: backend.load(weight) for name, weight in weights.items()}
+    loaded["token_embd.weight"] = weights["token_embd.weight"]  # as the runtime leaves it, in the file
+    runnable = backend.prepare(DevicePlan.of(graph, backend.kernels), loaded)
     arena.begin([batch], [])
-    inputs |= {node.name: arena.layer(0) for node in graph.inputs if node.dtype == CACHE}
-    (logits,) = runnable.run(inputs)
+    layers = {node.name: arena.layer(0) for node in graph.inputs if node.dtype == CACHE}
+    (logits,) = runnable.run(inputs_of(batch, rows) | layers)
     return logits.clone()
+
+
+def small_graph(matrices: str, kind: CacheType, shape: BatchShape) -> tuple[Graph, dict[str, PackedTensor]]:
+    spec, weights = make_spec(matrices)
+    rotation = DIM if kind.is_quantized else 0
+    options = GraphOptions(128, k_rotation=rotation, v_rotation=rotation)
+    return build_graph(spec, read_params(spec), shape, options), weights
 
 
 @pytest.mark.parametrize(
@@ -110,39 +68,47 @@ def run(
 def test_a_model_by_stages_gives_the_reference_s_logits(
     matrices: str, cache: str, contexts: list[int], new: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # An interpreted program takes its time, however small: few, large ones.
-    monkeypatch.setattr(matvec, "tile_for", lambda n_columns: matvec.Tile(256, n_columns // 32, 1))
-    monkeypatch.setattr(attention, "TUNINGS", dict.fromkeys(attention.KINDS, attention.Tuning(4)))
-    spec, weights = make_spec(matrices)
+    use_few_programs(monkeypatch)
     kind = get_cache_type(cache)
-    rotation = DIM if kind.is_quantized else 0
-    graph = build_graph(
-        spec,
-        read_params(spec),
-        BatchShape(sum(new), 1),
-        GraphOptions(128, k_rotation=rotation, v_rotation=rotation),
-    )
+    graph, weights = small_graph(matrices, kind, BatchShape(sum(new), 1))
     batch = make_batch(contexts, new)
-    results = []
-    for backend in (ReferenceBackend(), CudaBackend("cpu")):
-        arena = Arena(kind, kind, [LayerGroup((0,), (KV_HEADS,), 8)], block_size=SIZE, head_dim=DIM)
-        past = torch.cat([table.slots(SIZE) for table in batch.tables])
-        generator = torch.Generator().manual_seed(5)
-        noise = torch.randn(2, len(past), KV_HEADS, DIM, generator=generator)
-        layer = arena.layer(0)
-        layer.keys.write(layer.rows, past, noise[0])
-        layer.values.write(layer.rows, past, noise[1])
-        loaded = {name: backend.load(weight) for name, weight in weights.items()}
-        loaded["token_embd.weight"] = weights["token_embd.weight"]  # as the runtime leaves it, in the file
-        results.append(run(backend, graph, loaded, arena, batch))
-    expected, got = results
+    expected, got = (
+        run(backend, graph, weights, filled_arena(kind, batch), batch, [sum(new) - 1])
+        for backend in (ReferenceBackend(), CudaBackend("cpu"))
+    )
     assert float((got - expected).norm() / expected.norm()) < 2e-2
 
 
+@pytest.mark.parametrize(
+    ("matrices", "contexts", "new"), [("Q4_0", [9, 21, 4], [1, 1, 1]), ("F16", [6, 17], [2, 1])]
+)
+def test_rows_that_pad_a_batch_change_nothing(
+    matrices: str, contexts: list[int], new: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_few_programs(monkeypatch)
+    kind, batch = get_cache_type("q8_0"), make_batch(contexts, new)
+    logits, arenas = [], []
+    for shape in (BatchShape(3, 2), BatchShape(4, 4)):
+        graph, weights = small_graph(matrices, kind, shape)
+        arenas.append(filled_arena(kind, batch))
+        logits.append(run(CudaBackend("cpu"), graph, weights, arenas[-1], batch, [1, 2]))
+    assert logits[1].shape[0] == 4
+    assert torch.equal(logits[1][:2], logits[0])
+    planes, padded = (arena.layer(0).values.planes for arena in arenas)
+    assert all(torch.equal(planes[name], padded[name]) for name in planes)
+
+
+def test_buckets_hold_what_they_are_for_and_are_few() -> None:
+    bucket = CudaBackend("cpu").bucket
+    assert [bucket(n) for n in (0, 1, 2, 3, 5, 16, 17, 64, 65, 500, 512, 513)] == [
+        0, 1, 2, 4, 8, 16, 32, 64, 80, 512, 512, 576,
+    ]  # fmt: skip
+    assert all(n <= bucket(n) < 1.15 * n + 16 for n in range(1, 3000))
+    assert len({bucket(n) for n in range(1, 2049)}) < 50
+
+
 def test_stages_of_a_layer() -> None:
-    spec, _ = make_spec("Q8_0")
-    options = GraphOptions(128, k_rotation=DIM, v_rotation=DIM)
-    graph = build_graph(spec, read_params(spec), BatchShape(1, 1), options)
+    graph, _ = small_graph("Q8_0", get_cache_type("q8_0"), BatchShape(1, 1))
     kinds = [type(stage) for stage in Lowering(graph).stages if not isinstance(stage, Single)]
     layer = [Norm, Linear, Attend, Linear, Norm, Linear, Gate, Linear]
     assert kinds == [Embed, *layer, Norm, Linear]

@@ -8,8 +8,10 @@ from typing import ClassVar
 import torch
 
 from motley.backends.base import Backend, Executable
+from motley.backends.cuda.capture import GraphPool
 from motley.backends.cuda.executable import CudaExecutable
 from motley.backends.cuda.kernels.attention import supports
+from motley.backends.cuda.program import Program
 from motley.backends.cuda.weights import Matrices, load
 from motley.formats import PackedTensor
 from motley.graph import Tensor
@@ -37,6 +39,7 @@ class CudaBackend(Backend):
         self.device = torch.device(device)
         self._captures = captures
         self._matrices = Matrices(self.device)
+        self._pool = GraphPool()
 
     @property
     def kernels(self) -> Sequence[Kernel]:
@@ -45,8 +48,15 @@ class CudaBackend(Backend):
     def refuses_cache(self, k_type: str, v_type: str, head_dim: int, block_size: int) -> str | None:
         return supports(k_type, v_type, head_dim, group=1, block_size=block_size)
 
+    def bucket(self, n_rows: int) -> int:
+        """Powers of two up to 16, then eighths between them: few plans and few captured graphs, little waste."""
+        if n_rows <= 16:
+            return 1 << max(0, n_rows - 1).bit_length() if n_rows else 0
+        step = max(16, 1 << (n_rows - 1).bit_length() - 4)
+        return -(-n_rows // step) * step
+
     def load(self, weight: PackedTensor) -> PackedTensor:
         return load(weight, self.device)
 
     def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable:
-        return CudaExecutable(plan, weights, self._matrices, captures=self._captures)
+        return CudaExecutable(Program(plan, weights, self._matrices, self._pool, captures=self._captures))

@@ -1,43 +1,73 @@
-"""A decode batch as a CUDA graph."""
+"""A decode batch as CUDA graphs: captured once, replayed with other numbers in the same memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from motley.backends.cuda.paged import Place
-from motley.graph import Tensor
+Work = Callable[[], None]
 
-Execute = Callable[[Mapping[Tensor, Any], dict[int, Place]], tuple[torch.Tensor, ...]]
+
+class GraphPool:
+    """Memory that all captured graphs of a model on a GPU share: one batch runs at a time, so one may write over
+    another's. What holds a graph's outputs is its own.
+    """
+
+    @cached_property
+    def handle(self) -> Any:
+        return torch.cuda.graph_pool_handle()
 
 
 class Captured:
-    """One decode batch as a CUDA graph, with the memory that its inputs are copied to."""
+    """Work as CUDA graphs, and what has to be done between them by other means (talking to other devices)."""
 
-    def __init__(
-        self,
-        execute: Execute,
-        given: Mapping[Tensor, Any],
-        places: dict[int, Place],
-    ) -> None:
-        self._given = dict(given)
-        self._places = places
-        self._graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph):
-            self._outputs = execute(self._given, places)
+    def __init__(self, parts: Iterable[tuple[Work, Callable[[], Work] | None]], pool: GraphPool) -> None:
+        """Captures and runs. `parts`: what to capture, and what then has to happen now, and in each replay."""
+        self._steps: list[Work] = []
+        for work, between in parts:
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            # Other devices' threads go on meanwhile; only this one's calls must be fit for capture.
+            with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
+                work()
+            graph.replay()
+            self._steps.append(graph.replay)
+            if between is not None:
+                self._steps.append(between())
 
-    def fits(self, places: Mapping[int, Place]) -> bool:
-        return all(place.is_decode for place in places.values())
+    def replay(self) -> None:
+        for step in self._steps:
+            step()
 
-    def replay(self, given: Mapping[Tensor, Any], places: Mapping[int, Place]) -> tuple[torch.Tensor, ...]:
-        for node, value in given.items():
-            if isinstance(value, torch.Tensor):
-                self._given[node].copy_(value)
-        for number, place in places.items():
-            if place is not self._places[number]:
-                self._places[number].copy_from(place)
-        self._graph.replay()
-        return self._outputs
+
+class Lanes:
+    """Streams side by side, so that several devices' kernels run at the same time; lane 0 is the current stream.
+    Without any, everything goes to the current stream, one after the other.
+    """
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream] = ()) -> None:
+        self._streams = streams
+
+    @staticmethod
+    def side_by_side(n_lanes: int, device: torch.device) -> Lanes:
+        return Lanes([torch.cuda.Stream(device) for _ in range(n_lanes - 1)])  # type: ignore[no-untyped-call]
+
+    def fork(self) -> None:
+        """What the lanes do from now on comes after what the current stream has been given."""
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream())
+
+    def join(self) -> None:
+        """What the current stream is given from now on comes after what the lanes have been given."""
+        for stream in self._streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def run(self, lane: int, work: Work) -> None:
+        if lane == 0 or not self._streams:
+            work()
+            return
+        with torch.cuda.stream(self._streams[lane - 1]):
+            work()

@@ -1,19 +1,35 @@
-"""One device's plan as segments of steps between collectives, run on a thread of its own (see `joint` for more)."""
+"""One device's plan, ready to run: on a thread of its own, or joined with the others of its GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from motley.backends.base import Executable, Joint
-from motley.backends.cuda.capture import Captured, GraphPool, Work
-from motley.backends.cuda.joint import Crew
-from motley.backends.cuda.lowering import Lowering, Stage
-from motley.backends.cuda.segments import Segment, segments_of
-from motley.backends.cuda.staging import Staged, Staging
-from motley.backends.cuda.values import Values
+from motley.backends.cuda.program import Program
+from motley.backends.cuda.runs import JointRun, ThreadRun
+
+
+class CudaExecutable(Executable):
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    @classmethod
+    def join(cls, members: Sequence[CudaExecutable]) -> Joint | None:
+        """On one GPU, devices run in lockstep, from one thread."""
+        programs = [member._program for member in members]
+        return JointRun(programs) if len({program.device for program in programs}) == 1 else None
+
+    @cached_property
+    def _own_run(self) -> ThreadRun:
+        return ThreadRun([self._program])
+
+    def run(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        return self._own_run.run([inputs])[0]
+
+    @property
+    def n_activation_bytes(self) -> int:
+        return self._program.n_activation_bytes

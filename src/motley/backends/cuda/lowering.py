@@ -7,6 +7,7 @@ A stage covers one or several nodes. What the matchers below do not know runs by
     Linear     products of one input with one or several packed matrices, plus a residual
     Gate       activation(gate) · up
     Attend     rope, rotation, cache and attention, up to the rotation back
+    Choose     rows of an activation
     Single     any other node
 """
 
@@ -80,6 +81,11 @@ class Attend(Stage):
 
 
 @dataclass(frozen=True)
+class Choose(Stage):
+    """inputs: rows, ids (of -1: zeros)"""
+
+
+@dataclass(frozen=True)
 class Single(Stage):
     """inputs: the node's"""
 
@@ -122,6 +128,8 @@ class Lowering:
         op = node.op
         if isinstance(op, GetRows) and isinstance(node.inputs[0].op, Weight):
             return Embed(node.inputs, (node,))
+        if isinstance(op, GetRows):
+            return Choose(node.inputs, (node,))
         if isinstance(op, RmsNorm) and len(node.inputs) == 2 and len(node.shape) == 2:
             return self._norm(node, op)
         if isinstance(op, Add):
@@ -144,7 +152,8 @@ class Lowering:
 
     def _norm(self, node: Tensor, op: RmsNorm) -> Stage:
         x, weight = node.inputs
-        if isinstance(x.op, GetRows) and not isinstance(x.inputs[0].op, Weight) and self._cover(x):
+        is_chosen = isinstance(x.op, GetRows) and not isinstance(x.inputs[0].op, Weight)
+        if is_chosen and isinstance(x.inputs[1].op, Input) and self._cover(x):  # other ids may be -1
             return Norm((x.inputs[0], weight, x.inputs[1]), (node,), op.eps)
         return Norm((x, weight), (node,), op.eps)
 

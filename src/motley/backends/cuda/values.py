@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
@@ -32,7 +32,8 @@ class Values:
             self._rows[node, form] = convert(x, Rows.empty(form, x.shape[0], x.shape[1], x.device))
         return self._rows[node, form]
 
-    def forget(self, node: Tensor) -> None:
-        self._plain.pop(node, None)
-        for form in (INT8, HALVES):
-            self._rows.pop((node, form), None)
+    def forget(self, nodes: Iterable[Tensor]) -> None:
+        for node in nodes:
+            self._plain.pop(node, None)
+            for form in (INT8, HALVES):
+                self._rows.pop((node, form), None)

@@ -1,0 +1,43 @@
+"""Collectives of devices that share one memory: everybody's part is at hand, and what is mirrored is made once.
+
+Sums are made in the order of devices, as runtime.group does it: the same bits, whoever adds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from motley.graph import Tensor
+from motley.split.collectives import AllGather, AllReduce, Broadcast, ReduceScatter, put, take
+
+
+def meet(nodes: Sequence[Tensor], parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Each device's result of a collective, of which `nodes` are the devices' own; results may share memory."""
+    match nodes[0].op:
+        case AllReduce():
+            return [_sum(parts)] * len(nodes)
+        case ReduceScatter(axis, word, _):
+            total = _sum(parts)
+            return [take(total, axis, word, device) for device in range(len(nodes))]
+        case AllGather(axis, word):
+            whole = _some(parts[0]).new_empty(nodes[0].shape)
+            for device, part in enumerate(parts):
+                put(whole, _some(part), axis, word, device)
+            return [whole] * len(nodes)
+        case Broadcast(root, _, _):
+            return [_some(parts[root]).clone()] * len(nodes)  # the root may write over its own
+    raise AssertionError(f"{nodes[0].op.name} is no collective of all devices")
+
+
+def _sum(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    total = _some(parts[0])
+    for part in parts[1:]:
+        total = total + _some(part)
+    return total
+
+
+def _some(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None, "a device has brought nothing"
+    return tensor

@@ -1,0 +1,198 @@
+"""Batches of programs, one after the other: brought to the GPU by one copy, computed, and where they only decode,
+captured the second time and replayed from then on (the first time has compiled the kernels).
+
+A `ThreadRun` is one device's, whose neighbours are on other hardware and run on threads of their own: its segments are
+captured one by one, and between them it talks through its plan's collective kernels. A `JointRun` is that of all
+devices of a crew, where they lie on one GPU (also of a single one): this thread drives them in lockstep. What they
+exchange are tensors of the same memory: a sum is made once, in the order of devices, and all read it. A decode batch
+is one CUDA graph, in which the devices' kernels stand side by side between collectives.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from motley.backends.cuda.capture import Captured, Lanes, Work
+from motley.backends.cuda.meeting import meet
+from motley.backends.cuda.program import Program, Segment
+from motley.backends.cuda.staging import Staged, Staging
+from motley.backends.cuda.values import Values
+from motley.errors import DeviceError, MotleyError
+from motley.graph import I32, Tensor
+from motley.split.collectives import Receive, Send
+
+Outputs = list[tuple[torch.Tensor, ...]]  # of each program
+
+
+class Run(ABC):
+    """Runs batches of programs that lie on one GPU."""
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self._programs = programs
+        self._device = programs[0].device
+        self._captures = all(program.captures for program in programs)
+        self._staging: Staging | None = None
+        self._n_decodes = 0
+        self._captured: Captured | None = None
+        self._captured_at = 0  # the staging's address
+        self._outputs: Outputs = []  # of the captured batch
+
+    @abstractmethod
+    def execute(self, values: Sequence[Values]) -> None:
+        """Launch everything."""
+
+    @abstractmethod
+    def parts(self, values: Sequence[Values]) -> Iterator[tuple[Work, Callable[[], Work] | None]]:
+        """Everything, for `Captured`."""
+
+    def run(self, inputs: Sequence[Mapping[str, Any]]) -> Outputs:
+        """Each program's outputs from its inputs. The results are valid until the next run."""
+        try:
+            with torch.inference_mode(), _current(self._device):
+                return self._run(inputs)
+        except (MotleyError, KeyboardInterrupt):
+            raise
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise DeviceError(
+                f"{self._device} has run out of memory: {str(error).splitlines()[0]}",
+                hint="lower --batch-size, the context (-c) or the cache's limit, or free memory on the GPU",
+            ) from error
+        except RuntimeError as error:  # of torch, Triton or the driver
+            raise DeviceError(f"{self._device} has failed: {str(error).splitlines()[0]}") from error
+
+    def _run(self, inputs: Sequence[Mapping[str, Any]]) -> Outputs:
+        staged = self._stage(inputs)
+        if staged.is_decode and self._captured is not None and self._captured_at == staged.address:
+            self._captured.replay()
+            return self._outputs
+        self._n_decodes += staged.is_decode
+        values = [program.begin(own, staged) for program, own in zip(self._programs, inputs, strict=True)]
+        if staged.is_decode and self._captures and self._n_decodes > 1:
+            self._captured = None  # the memory of an earlier one is free now
+            self._captured = Captured(self.parts(values), self._programs[0].pool)
+            self._captured_at = staged.address
+            self._outputs = self._take(values)
+            return self._outputs
+        self.execute(values)
+        return self._take(values)
+
+    def _take(self, values: Sequence[Values]) -> Outputs:
+        return [program.outputs(own) for program, own in zip(self._programs, values, strict=True)]
+
+    def _stage(self, inputs: Sequence[Mapping[str, Any]]) -> Staged:
+        layers = [
+            layer
+            for program, own in zip(self._programs, inputs, strict=True)
+            for layer in program.layers(own)
+        ]
+        batches = {id(layer.batch): layer.batch for layer in layers}
+        if self._staging is None:
+            sizes = {name: size for program in self._programs for name, size in program.sizes.items()}
+            block_size = layers[0].keys.block_size if layers else 0
+            self._staging = Staging(sizes, len(batches), block_size, self._device)
+        given = {name: values for own in inputs for name, values in own.items()}
+        return self._staging.write(given, list(batches.values()))
+
+
+class ThreadRun(Run):
+    """One program, whose neighbours are elsewhere."""
+
+    def execute(self, values: Sequence[Values]) -> None:
+        for segment in self._programs[0].segments:
+            segment.run(values[0])
+            self._meet(segment, values[0])
+
+    def parts(self, values: Sequence[Values]) -> Iterator[tuple[Work, Callable[[], Work] | None]]:
+        for segment in self._programs[0].segments:
+            is_last = segment.meeting is None
+            yield (
+                partial(segment.run, values[0]),
+                None if is_last else partial(self._meet, segment, values[0]),
+            )
+
+    def _meet(self, segment: Segment, values: Values) -> Work:
+        """Take part in the collective; gives what does so again, in the same memory."""
+        node = segment.meeting
+        if node is None:
+            return lambda: None
+        inputs = [values.plain(tensor) for tensor in node.inputs]
+        dtype = torch.int32 if node.dtype == I32 else torch.float32
+        out = torch.empty(node.shape, dtype=dtype, device=self._device)
+        again = partial(self._programs[0].launches[node], inputs, out)
+        again()
+        values.put(node, out)
+        values.forget(segment.dead)
+        return again
+
+
+class JointRun(Run):
+    """All programs of a crew, in lockstep."""
+
+    def execute(self, values: Sequence[Values]) -> None:
+        self._drive(values, Lanes())
+
+    def parts(self, values: Sequence[Values]) -> Iterator[tuple[Work, Callable[[], Work] | None]]:
+        # Who waits for a message has nothing to do meanwhile. And a message lies in its sender's memory, which
+        # another lane could not tell when to write over.
+        has_mail = any(
+            segment.meeting is not None and isinstance(segment.meeting.op, Send | Receive)
+            for program in self._programs
+            for segment in program.segments
+        )
+        n_lanes = 1 if has_mail else len(self._programs)
+        yield partial(self._drive, values, Lanes.side_by_side(n_lanes, self._device)), None
+
+    def _drive(self, values: Sequence[Values], lanes: Lanes) -> None:
+        """Run each program's segments up to its next meeting, hold the meetings that can be held, and so on."""
+        todo = [deque(program.segments) for program in self._programs]
+        mail: _Mail = defaultdict(deque)
+        ready = list(range(len(todo)))
+        while ready:
+            lanes.fork()
+            for device in ready:
+                lanes.run(device, partial(todo[device][0].run, values[device]))
+            lanes.join()
+            nodes = [segments[0].meeting for segments in todo]
+            ready = _meet(nodes, values, mail)
+            assert ready or not any(nodes), "devices wait for each other"
+            for device in ready:
+                values[device].forget(todo[device].popleft().dead)
+
+
+_Mail = dict[tuple[int, int], deque[torch.Tensor]]  # by sender and receiver
+
+
+def _meet(nodes: Sequence[Tensor | None], values: Sequence[Values], mail: _Mail) -> list[int]:
+    """Hold the meetings that everybody concerned has come to; gives the devices that were there."""
+    waiting = {device: node for device, node in enumerate(nodes) if node is not None}
+    results: dict[int, torch.Tensor] = {}
+    for device, node in waiting.items():
+        if isinstance(node.op, Send):
+            message = values[device].plain(node.inputs[0])
+            mail[device, node.op.target].append(message)
+            results[device] = message.new_empty(0)
+    for device, node in waiting.items():
+        if isinstance(node.op, Receive) and mail[node.op.source, device]:
+            results[device] = mail[node.op.source, device].popleft()
+    everybody = [node for node in waiting.values() if not isinstance(node.op, Send | Receive)]
+    if len(everybody) == len(values):
+        parts = [
+            own.plain(n.inputs[0]) if n.inputs else None for own, n in zip(values, everybody, strict=True)
+        ]
+        results = dict(enumerate(meet(everybody, parts)))
+    for device, result in results.items():
+        values[device].put(waiting[device], result)
+    return sorted(results)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

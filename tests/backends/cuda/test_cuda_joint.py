@@ -1,0 +1,127 @@
+"""Virtual devices of one GPU in lockstep, under Triton's interpreter: the same answer as one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from cuda_models import DIM, SIZE, inputs_of, make_batch, make_spec, use_few_programs
+
+from motley.backends import Executable, join
+from motley.backends.cuda.backend import CudaBackend
+from motley.backends.cuda.meeting import meet
+from motley.graph import CACHE, F32, Tensor
+from motley.graph.ops import Input
+from motley.kvcache.arena import Arena, GroupBatch, LayerGroup
+from motley.kvcache.types import get_cache_type
+from motley.models import BatchShape, GraphOptions, read_params
+from motley.ownership import Word
+from motley.plan import DevicePlan, Kernel
+from motley.runtime.crew import make_crew
+from motley.runtime.group import CollectiveKernel
+from motley.runtime.loading import part_of
+from motley.runtime.splitting import ModelSplit
+from motley.split.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
+
+N_LAYERS = 2
+
+
+class Echo:
+    """A line to somebody who always has the same as this device."""
+
+    device = 0
+
+    def exchange(self, part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        return [part, part]
+
+
+class Member:
+    """One device of a crew: its executable and its cache."""
+
+    def __init__(self, split: ModelSplit, weights: dict[str, Any], device: int, shape: BatchShape) -> None:
+        backend = CudaBackend("cpu")
+        share = split.share(device, shape)
+        loaded = {
+            node.name: backend.load(part_of(weights[node.op.source], share.layouts[node.name], device))
+            for node in share.graph.weights
+        }
+        heads = {int(n.name[6:]): n.shape[0] for n in share.graph.inputs if n.dtype == CACHE}
+        group = LayerGroup(tuple(range(N_LAYERS)), tuple(heads.get(i, 0) for i in range(N_LAYERS)), 8)
+        kind = get_cache_type("q8_0")
+        self.arena = Arena(kind, kind, [group], block_size=SIZE, head_dim=DIM)
+        self.layers = {f"cache.{i}": self.arena.layer(i) for i in heads}
+        kernels: tuple[Kernel, ...] = (CollectiveKernel(Echo()), *backend.kernels)  # type: ignore[arg-type]
+        self.executable: Executable = backend.prepare(DevicePlan.of(share.graph, kernels), loaded)
+
+    def inputs(self, batch: GroupBatch, rows: list[int]) -> dict[str, Any]:
+        self.arena.begin([batch], [])
+        return {**self.layers, **inputs_of(batch, rows)}
+
+
+def make_members(devices: str, mode: str | None, shape: BatchShape) -> list[Member]:
+    spec, weights = make_spec("F16", n_layers=N_LAYERS, n_heads=4, n_kv_heads=2)
+    options = GraphOptions(128, k_rotation=DIM, v_rotation=DIM)
+    split = ModelSplit(spec, read_params(spec), make_crew(devices, mode), options)
+    return [Member(split, weights, device, shape) for device in range(len(split.crew))]
+
+
+def answers(devices: str, mode: str | None) -> list[list[torch.Tensor]]:
+    """Of each device, the logits of a prompt of three tokens and of one after it."""
+    prompt, tail = (make_members(devices, mode, BatchShape(n, 1)) for n in (3, 1))
+    for first, second in zip(prompt, tail, strict=True):
+        second.arena, second.layers = first.arena, first.layers
+    found: list[list[torch.Tensor]] = [[] for _ in prompt]
+    for members, n_context, n_new in ((prompt, 3, 3), (tail, 4, 1)):
+        joint = join([member.executable for member in members])
+        assert joint is not None
+        batch = make_batch([n_context], [n_new])
+        outputs = joint.run([member.inputs(batch, [n_new - 1]) for member in members])
+        for own, (logits,) in zip(found, outputs, strict=True):
+            own.append(logits.clone())
+    return found
+
+
+@pytest.mark.parametrize("mode", ["tensor", "layer"])
+def test_devices_in_lockstep_answer_as_one(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_few_programs(monkeypatch)
+    (expected,) = answers("cpu", None)
+    first, second = answers("cpu,cpu", mode)
+    for alone, one, other in zip(expected, first, second, strict=True):
+        assert torch.equal(one, other)
+        assert float((one - alone).norm() / alone.norm()) < 2e-2
+
+
+def test_a_device_with_neighbours_elsewhere_talks_through_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that compute the same: what one alone gets if its line echoes, lockstep gets as well."""
+    use_few_programs(monkeypatch)
+    batch = make_batch([1], [1])
+    member = make_members("cpu,cpu", "tensor", BatchShape(1, 1))[0]
+    (echoed,) = member.executable.run(member.inputs(batch, [0]))
+    twins = [make_members("cpu,cpu", "tensor", BatchShape(1, 1))[0] for _ in range(2)]
+    joint = join([twin.executable for twin in twins])
+    assert joint is not None
+    together = joint.run([twin.inputs(batch, [0]) for twin in twins])
+    assert torch.equal(together[0][0], echoed)
+
+
+def test_collectives_in_one_memory() -> None:
+    parts = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 30.0])]
+    word = Word.run([1, 2])
+
+    def nodes(*ops: Any) -> list[Tensor]:
+        return [op(Input((3,), F32)(name="x")) for op in ops]
+
+    total = torch.tensor([11.0, 22.0, 33.0])
+    assert all(torch.equal(result, total) for result in meet(nodes(AllReduce(), AllReduce()), parts))
+    scattered = meet(nodes(ReduceScatter(0, word, 0), ReduceScatter(0, word, 1)), parts)
+    assert [result.tolist() for result in scattered] == [[11.0], [22.0, 33.0]]
+    pieces = [torch.tensor([5.0]), torch.tensor([6.0, 7.0])]
+    gathered = meet([AllGather(0, word)(Input((n,), F32)(name="x")) for n in (1, 2)], pieces)
+    assert [result.tolist() for result in gathered] == [[5.0, 6.0, 7.0]] * 2
+    shared = meet([Broadcast(1, (3,))(), Broadcast(1, (3,))(Input((3,), F32)(name="x"))], [None, parts[1]])
+    assert all(torch.equal(result, parts[1]) for result in shared)
