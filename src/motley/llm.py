@@ -83,7 +83,8 @@ class LLM:
 
         `n_parallel`: requests that run at the same time. `progress(done, total)` is called with bytes while loading.
         `devices="cpu,cpu"`, `split_mode="tensor"` (or "layer"), `tensor_split=(3, 1)`: share the model over devices;
-        `device_memory=("2GiB", "1GiB")`: what each may use at most.
+        `device_memory=("2GiB", "1GiB")`: what each may use at most. `devices="cpu:0-7,cpu:8+10"` or `"cpu:node0"`: each
+        keeps to these cores, or to a NUMA node's. `n_threads`: over all devices that name no cores.
         `cache_type_k`, `cache_type_v`: f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl; quantized ones are rotated
         unless `kv_rotation=False`. `kv_cache_tokens` or `kv_cache_bytes`: a hard limit of the cache.
         """

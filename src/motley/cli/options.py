@@ -41,7 +41,8 @@ Backend = Annotated[
     ),
 ]
 Threads = Annotated[
-    int | None, _flag("-t", "--threads", text="CPU threads. Default: all cores.", panel=_MODEL, min=1)
+    int | None,
+    _flag("-t", "--threads", text="CPU threads, over all devices. Default: all cores.", panel=_MODEL, min=1),
 ]
 
 # --- the crew -----------------------------------------------------------------------------------------------
@@ -53,7 +54,8 @@ Device = Annotated[
     _flag(
         "-dev",
         "--device",
-        text="Devices that share the model, by comma; the same one twice makes two virtual devices.",
+        text="Devices that share the model, by comma: cpu, cuda:0; the same one twice makes two virtual devices. "
+        "cpu:0-7, cpu:0+2+4 and cpu:node0 keep to those cores, with a thread on each.",
         panel=_CREW,
         metavar="NAMES",
     ),
