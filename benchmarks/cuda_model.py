@@ -1,13 +1,15 @@
-"""Decode and prefill of Llama-3-8B's shapes on one GPU, with random weights made there: the table of tokens per second.
+"""Llama-3-8B's shapes on one GPU, with random weights: the whole table of tokens per second, in one call.
 
-    python benchmarks/cuda_model.py [--out FILE.json] [--layers 32]
+    python benchmarks/cuda_model.py [--out FILE.json] [--layers 32] [--only steps,engine]
 
 First a small model's logits are compared with the reference backend's, through prefill and captured decode steps.
 
-The model is the ordinary llama graph, run by the cuda backend's executable (CUDA graphs for decode); only the file, the
-tokenizer and the engine's bookkeeping are left out. A step's time is the median of graph replays, host copies of block
-tables excluded. Depth is the number of cached tokens; percent are of the time that reading the packed weights (in this
-backend's planes) and the cache would take at the measured read bandwidth.
+`steps`: the ordinary llama graph, run by the cuda backend; only the file, the tokenizer and the engine's bookkeeping
+are left out. A step's time (`ms`) is the median of graph replays; `run_ms` is the median wall time of a whole run with
+the copy of ids and block tables, until the GPU is done. Depth is the number of cached tokens; percent are of the time
+that reading the packed weights (in this backend's planes) and the cache would take at the measured read bandwidth.
+
+`engine`: requests through `Engine`, one device against two virtual ones: see cuda_engine.py.
 """
 
 from __future__ import annotations
@@ -16,16 +18,18 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
+from cuda_engine import bench_engine
 from cuda_kernels import PAIRS, bench_attention, random_planes, read_bandwidth
 
-from motley.backends import Backend, Executable, ReferenceBackend
+from motley.backends import Backend, Executable, Joint, ReferenceBackend, join
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.kernels import attention
 from motley.backends.cuda.weights import DeviceWeight, Home
@@ -117,7 +121,7 @@ class Cache:
                 return torch.randint(0, 256, size, dtype=dtype, device=device)
             return torch.empty(size, dtype=dtype, device=device).uniform_(-0.1, 0.1)
 
-        self.stores = [
+        keys, values = (
             Store(
                 self.kind,
                 n_blocks=self.n_blocks,
@@ -127,65 +131,81 @@ class Cache:
                 allocate=allocate,
             )
             for _ in range(2)
-        ]
+        )
+        self.group = ArenaGroup(keys, values)
         self.order = torch.randperm(self.n_blocks, generator=torch.Generator().manual_seed(2))
 
     def batch(self, depths: list[int], n_new: int) -> GroupBatch:
         """Sequences with `depths` tokens before, and `n_new` new ones each."""
         tables, row, block = [], 0, 0
         for depth in depths:
-            n = depth + n_new
-            blocks = self.order[block : block + -(-n // SIZE)].int().numpy()
-            block += len(blocks)
+            n_blocks = -(-(depth + n_new) // SIZE)
+            blocks = self.order[block : block + n_blocks].numpy().astype(np.int32)
             tables.append(SequenceTable(row, n_new, depth, 0, blocks))
-            row += n_new
+            row, block = row + n_new, block + n_blocks
         return GroupBatch.of(tables, SIZE)
 
-    def layer(self, number: int, batch: GroupBatch) -> ArenaLayer:
-        rows = slice(number * self.n_heads, (number + 1) * self.n_heads)
-        return ArenaLayer(ArenaGroup(*self.stores, batch), rows)
+    def layer(self, number: int) -> ArenaLayer:
+        return ArenaLayer(self.group, slice(number * self.n_heads, (number + 1) * self.n_heads))
 
 
 def prepare(
     spec: ModelSpec, backend: Backend, weights: Mapping[str, PackedTensor], cache: Cache, shape: BatchShape
-) -> tuple[Graph, Executable]:
+) -> tuple[Graph, Joint]:
     rotation = cache.head_dim if cache.kind.is_quantized else 0
     graph = build_graph(spec, read_params(spec), shape, GraphOptions(SHAPE.n_ctx, 1, rotation, rotation))
-    return graph, backend.prepare(DevicePlan.of(graph, backend.kernels), weights)
+    executable = backend.prepare(DevicePlan.of(graph, backend.kernels), weights)
+    return graph, join([executable]) or _Alone(executable)
 
 
-def inputs_of(graph: Graph, cache: Cache, batch: GroupBatch, tokens: torch.Tensor) -> dict[str, Any]:
+class _Alone:
+    """An executable of a backend that joins none."""
+
+    def __init__(self, executable: Executable) -> None:
+        self._executable = executable
+
+    def run(self, inputs: Sequence[Mapping[str, Any]]) -> list[tuple[torch.Tensor, ...]]:
+        return [self._executable.run(inputs[0])]
+
+
+def inputs_of(graph: Graph, cache: Cache, batch: GroupBatch, tokens: torch.Tensor) -> list[dict[str, Any]]:
     """Every sequence wants the logits of its last row."""
+    cache.group.batch = batch
+    positions = [torch.arange(t.position, t.position + t.n_rows) for t in batch.tables]
     inputs: dict[str, Any] = {
         "tokens": tokens,
-        "positions": torch.cat([torch.arange(t.position, t.position + t.n_rows) for t in batch.tables]).int(),
+        "positions": torch.cat(positions).int(),
         "output_rows": torch.tensor([t.first_row + t.n_rows - 1 for t in batch.tables], dtype=torch.int32),
     }
     caches = {node.name for node in graph.inputs if node.dtype == CACHE}
-    return inputs | {name: cache.layer(int(name.removeprefix("cache.")), batch) for name in caches}
+    return [inputs | {name: cache.layer(int(name.removeprefix("cache."))) for name in caches}]
 
 
-def step_ms(model: Model, cache: Cache, depths: list[int], n_new: int) -> float:
-    """Milliseconds of a pass over `n_new` tokens of each sequence."""
+def step_ms(model: Model, cache: Cache, depths: list[int], n_new: int) -> tuple[float, float]:
+    """Milliseconds of a pass over `n_new` tokens of each sequence: on the GPU, and of a whole run."""
     n_tokens = len(depths) * n_new
-    graph, executable = prepare(
-        model.spec, model.backend, model.weights, cache, BatchShape(n_tokens, len(depths))
-    )
+    graph, joint = prepare(model.spec, model.backend, model.weights, cache, BatchShape(n_tokens, len(depths)))
     tokens = torch.randint(0, SHAPE.n_vocab, (n_tokens,), dtype=torch.int32)
     inputs = inputs_of(graph, cache, cache.batch(depths, n_new), tokens)
     for _ in range(3):
-        (logits,) = executable.run(inputs)
+        ((logits,),) = joint.run(inputs)
     if not bool(logits.isfinite().all()):
         raise ArithmeticError("logits are not finite")
-    captured = getattr(executable, "_captured", None)
-    work = captured._graph.replay if captured is not None else lambda: executable.run(inputs)
+    captured = getattr(joint, "_captured", None)
+    work = captured.replay if captured is not None else lambda: joint.run(inputs)
     if PROFILE and n_new > 1:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             work()
             torch.cuda.synchronize()
         print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=18, max_name_column_width=60))
     ms: float = triton.testing.do_bench(work, warmup=20, rep=120, return_mode="median")
-    return ms
+    walls = []
+    for _ in range(20):
+        start = time.perf_counter()
+        joint.run(inputs)
+        torch.cuda.synchronize()
+        walls.append(time.perf_counter() - start)
+    return ms, sorted(walls)[10] * 1e3
 
 
 def check(matrices: str, kind: str, n_prompt: int = 150, n_steps: int = 4) -> float:
@@ -214,7 +234,7 @@ def check(matrices: str, kind: str, n_prompt: int = 150, n_steps: int = 4) -> fl
             graph, executable = executables[n_new]
             batch = cache.batch([start], n_new)
             inputs = inputs_of(graph, cache, batch, tokens[start : start + n_new])
-            logits.append(executable.run(inputs)[0].cpu().clone())
+            logits.append(executable.run(inputs)[0][0].cpu().clone())
             start += n_new
         results.append(torch.cat(logits))
     return float(((results[1] - results[0]).norm(dim=1) / results[0].norm(dim=1)).max())
@@ -227,11 +247,12 @@ def kv_bytes(cache: Cache, depths: list[int], n_layers: int) -> int:
 def measure(model: Model, case: Mapping[str, Any], n_layers: int, gbps: float) -> dict[str, Any]:
     depths, n_new = [case["depth"]] * case["batch"], case["new"]
     cache = Cache(case["cache"], sum(depths) + len(depths) * (n_new + SIZE), SHAPE, n_layers, GPU)
-    ms = step_ms(model, cache, depths, n_new)
+    ms, run_ms = step_ms(model, cache, depths, n_new)
     read = model.n_bytes + kv_bytes(cache, depths, n_layers)
     tokens = len(depths) * n_new
     return dict(case) | {
         "ms": ms,
+        "run_ms": run_ms,
         "tokens_per_s": tokens / ms * 1e3,
         "gigabytes_read": read / 1e9,
         "percent_of_roofline": read / gbps / 1e4 / ms,
@@ -249,15 +270,53 @@ def cases(weights: str) -> list[dict[str, Any]]:
     return [case("f16", 0), case("q4_0", 0), *depths, *batches, case("f16", 0, new=2048)]
 
 
+def bench_steps(report: dict[str, Any], options: argparse.Namespace) -> None:
+    """Add results to `report`, and save it after each."""
+    for weights, output in (("Q4_K", "Q6_K"), ("Q8_0", "Q8_0")):
+        model = Model(weights, output, options.layers)
+        for case in cases(weights):
+            if options.only_new not in (None, case["new"]):
+                continue
+            try:
+                result = measure(model, case, options.layers, report["read_gbps"])
+            except Exception as problem:  # the other cases still count
+                print(f"{case}: {problem!r}"[:400], flush=True)
+                continue
+            report["results"].append(result)
+            print(
+                f"{weights} {case['cache']:5} depth {case['depth']:6} batch {case['batch']:3} new {case['new']:4}: "
+                f"{result['ms']:8.3f} ms ({result['run_ms']:.3f} a run) {result['tokens_per_s']:8.0f} t/s "
+                f"{result['percent_of_roofline']:5.1f} %",
+                flush=True,
+            )
+            save(report, options)
+        del model
+        torch.cuda.empty_cache()
+
+
+def check_all(report: dict[str, Any]) -> None:
+    for matrices, kind in (("Q4_K", "f16"), ("Q8_0", "q8_0"), ("Q6_K", "q4_0"), ("Q4_0", "f16")):
+        wrong = check(matrices, kind)
+        report["checks"].append({"weights": matrices, "cache": kind, "error": wrong})
+        print(f"check {matrices} {kind}: {wrong:.1e}", flush=True)
+        if not wrong < 0.05:
+            raise ArithmeticError(f"{matrices} with a cache of {kind} differs from the reference by {wrong}")
+
+
+def save(report: Mapping[str, Any], options: argparse.Namespace) -> None:
+    if options.out:
+        Path(options.out).write_text(json.dumps(report, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out")
     parser.add_argument("--tune", action="store_true", help="choose the attention kernel's tuning first")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--only", default="steps,engine")
     parser.add_argument("--only-new", type=int, help="only cases with that many new tokens")
     parser.add_argument("--layers", type=int, default=SHAPE.n_layers)
     options = parser.parse_args()
-    gbps = read_bandwidth()
     report: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -265,43 +324,23 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "model": "llama-8b shapes",
         "layers": options.layers,
-        "read_gbps": gbps,
+        "read_gbps": read_bandwidth(),
         "attention": [],
         "checks": [],
         "results": [],
     }
-    print(f"read bandwidth {gbps:.0f} GB/s", flush=True)
+    print(f"read bandwidth {report['read_gbps']:.0f} GB/s", flush=True)
     if options.tune:
         for result in bench_attention((131072,), PAIRS[:3]):
             attention.TUNINGS[result["kinds"][1]] = attention.Tuning(**result["tuning"])
             report["attention"].append(result)
     report["tunings"] = {kind: asdict(tuning) for kind, tuning in attention.TUNINGS.items()}
-    for matrices, kind in (("Q4_K", "f16"), ("Q8_0", "q8_0"), ("Q6_K", "q4_0"), ("Q4_0", "f16")):
-        wrong = check(matrices, kind)
-        report["checks"].append({"weights": matrices, "cache": kind, "error": wrong})
-        print(f"check {matrices} {kind}: {wrong:.1e}", flush=True)
-        if not wrong < 0.05:
-            raise ArithmeticError(f"{matrices} with a cache of {kind} differs from the reference by {wrong}")
-    for weights, output in (("Q4_K", "Q6_K"), ("Q8_0", "Q8_0")):
-        model = Model(weights, output, options.layers)
-        for case in cases(weights):
-            if options.only_new not in (None, case["new"]):
-                continue
-            try:
-                result = measure(model, case, options.layers, gbps)
-            except Exception as problem:  # the other cases still count
-                print(f"{case}: {problem!r}"[:400], flush=True)
-                continue
-            report["results"].append(result)
-            print(
-                f"{weights} {case['cache']:5} depth {case['depth']:6} batch {case['batch']:3} new {case['new']:4}: "
-                f"{result['ms']:8.3f} ms {result['tokens_per_s']:8.0f} t/s {result['percent_of_roofline']:5.1f} %",
-                flush=True,
-            )
-            if options.out:
-                Path(options.out).write_text(json.dumps(report, indent=1))
-        del model
-        torch.cuda.empty_cache()
+    check_all(report)
+    if "steps" in options.only:
+        bench_steps(report, options)
+    if "engine" in options.only:
+        report["engine"] = bench_engine(options.layers)
+    save(report, options)
 
 
 if __name__ == "__main__":

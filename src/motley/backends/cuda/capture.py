@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 Work = Callable[[], None]
+Part = tuple[Work | None, Callable[[], Work] | None]
 
 
 class GraphPool:
@@ -24,19 +25,25 @@ class GraphPool:
 class Captured:
     """Work as CUDA graphs, and what has to be done between them by other means (talking to other devices)."""
 
-    def __init__(self, parts: Iterable[tuple[Work, Callable[[], Work] | None]], pool: GraphPool) -> None:
+    def __init__(self, parts: Iterable[Part], pool: GraphPool) -> None:
         """Captures and runs. `parts`: what to capture, and what then has to happen now, and in each replay."""
         self._steps: list[Work] = []
         for work, between in parts:
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            # Other devices' threads go on meanwhile; only this one's calls must be fit for capture.
-            with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
-                work()
-            graph.replay()
-            self._steps.append(graph.replay)
+            if work is not None:
+                self._steps.append(self._capture(work, pool))
+                self._steps[-1]()
             if between is not None:
                 self._steps.append(between())
+
+    @staticmethod
+    def _capture(work: Work, pool: GraphPool) -> Work:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Other devices' threads go on meanwhile; only this one's calls must be fit for capture.
+        with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
+            work()
+        replay: Work = graph.replay
+        return replay
 
     def replay(self) -> None:
         for step in self._steps:

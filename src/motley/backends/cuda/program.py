@@ -14,7 +14,6 @@ from motley.backends.cuda.staging import Staged
 from motley.backends.cuda.steps import Step, Steps
 from motley.backends.cuda.values import Values
 from motley.backends.cuda.weights import Matrices
-from motley.backends.paged import PagedLayer
 from motley.formats import PackedTensor
 from motley.graph import CACHE, Tensor
 from motley.graph.ops import Input
@@ -57,6 +56,7 @@ class Program:
         self.n_activation_bytes = plan.layout.n_bytes
         self._inputs, self._outputs = graph.inputs, graph.outputs
         self.sizes = {node.name: node.shape[0] for node in graph.inputs if node.dtype != CACHE}
+        self.cache_names = [node.name for node in graph.inputs if node.dtype == CACHE]
         self._fixed: dict[Tensor, Any] = {
             node: node.op.reference([]).to(self.device) for node in graph.nodes if node.op.is_constant
         }
@@ -68,10 +68,6 @@ class Program:
             for step in plan.steps
             if isinstance(step.node.op, Collective)
         }
-
-    def layers(self, inputs: Mapping[str, Any]) -> list[PagedLayer]:
-        """The cache layers among the inputs."""
-        return [inputs[node.name] for node in self._inputs if node.dtype == CACHE]
 
     def begin(self, inputs: Mapping[str, Any], staged: Staged) -> Values:
         """Values to run with: what is given, before the first step."""

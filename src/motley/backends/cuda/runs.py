@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
-from motley.backends.cuda.capture import Captured, Lanes, Work
+from motley.backends.cuda.capture import Captured, Lanes, Part, Work
 from motley.backends.cuda.meeting import meet
 from motley.backends.cuda.program import Program, Segment
 from motley.backends.cuda.staging import Staged, Staging
@@ -39,6 +39,10 @@ class Run(ABC):
         self._device = programs[0].device
         self._captures = all(program.captures for program in programs)
         self._staging: Staging | None = None
+        self._givers: dict[str, int] = {}  # which program's inputs have a name
+        self._groups: list[
+            tuple[int, str]
+        ] = []  # of each group of layers: a program, and the name of a layer
         self._n_decodes = 0
         self._captured: Captured | None = None
         self._captured_at = 0  # the staging's address
@@ -49,7 +53,7 @@ class Run(ABC):
         """Launch everything."""
 
     @abstractmethod
-    def parts(self, values: Sequence[Values]) -> Iterator[tuple[Work, Callable[[], Work] | None]]:
+    def parts(self, values: Sequence[Values]) -> Iterator[Part]:
         """Everything, for `Captured`."""
 
     def run(self, inputs: Sequence[Mapping[str, Any]]) -> Outputs:
@@ -88,18 +92,24 @@ class Run(ABC):
         return [program.outputs(own) for program, own in zip(self._programs, values, strict=True)]
 
     def _stage(self, inputs: Sequence[Mapping[str, Any]]) -> Staged:
-        layers = [
-            layer
-            for program, own in zip(self._programs, inputs, strict=True)
-            for layer in program.layers(own)
-        ]
-        batches = {id(layer.batch): layer.batch for layer in layers}
         if self._staging is None:
-            sizes = {name: size for program in self._programs for name, size in program.sizes.items()}
-            block_size = layers[0].keys.block_size if layers else 0
-            self._staging = Staging(sizes, len(batches), block_size, self._device)
-        given = {name: values for own in inputs for name, values in own.items()}
+            self._prepare_staging(inputs)
+        assert self._staging is not None
+        batches = {id(batch): batch for batch in (inputs[p][name].batch for p, name in self._groups)}
+        given = {name: inputs[p][name] for name, p in self._givers.items()}
         return self._staging.write(given, list(batches.values()))
+
+    def _prepare_staging(self, inputs: Sequence[Mapping[str, Any]]) -> None:
+        """All devices get the same numbers: find out once who has which."""
+        self._givers = {name: p for p, program in enumerate(self._programs) for name in program.sizes}
+        groups: dict[int, tuple[int, str]] = {}  # a program's layer for each group's batch
+        for p, (program, own) in enumerate(zip(self._programs, inputs, strict=True)):
+            for name in program.cache_names:
+                groups.setdefault(id(own[name].batch), (p, name))
+        self._groups = list(groups.values())
+        sizes = {name: self._programs[p].sizes[name] for name, p in self._givers.items()}
+        block_size = max((inputs[p][name].keys.block_size for p, name in self._groups), default=0)
+        self._staging = Staging(sizes, len(groups), block_size, self._device)
 
 
 class ThreadRun(Run):
@@ -110,13 +120,10 @@ class ThreadRun(Run):
             segment.run(values[0])
             self._meet(segment, values[0])
 
-    def parts(self, values: Sequence[Values]) -> Iterator[tuple[Work, Callable[[], Work] | None]]:
+    def parts(self, values: Sequence[Values]) -> Iterator[Part]:
         for segment in self._programs[0].segments:
-            is_last = segment.meeting is None
-            yield (
-                partial(segment.run, values[0]),
-                None if is_last else partial(self._meet, segment, values[0]),
-            )
+            work = partial(segment.run, values[0]) if segment.steps else None
+            yield work, None if segment.meeting is None else partial(self._meet, segment, values[0])
 
     def _meet(self, segment: Segment, values: Values) -> Work:
         """Take part in the collective; gives what does so again, in the same memory."""
@@ -139,7 +146,7 @@ class JointRun(Run):
     def execute(self, values: Sequence[Values]) -> None:
         self._drive(values, Lanes())
 
-    def parts(self, values: Sequence[Values]) -> Iterator[tuple[Work, Callable[[], Work] | None]]:
+    def parts(self, values: Sequence[Values]) -> Iterator[Part]:
         # Who waits for a message has nothing to do meanwhile. And a message lies in its sender's memory, which
         # another lane could not tell when to write over.
         has_mail = any(
