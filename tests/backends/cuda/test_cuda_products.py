@@ -45,18 +45,20 @@ def test_rows_stand_for_what_they_were_made_of(form: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_matvec(kind: str) -> None:
+    torch.manual_seed(1)
     weight, x_residual = packed(kind, 5, 512), torch.randn(1, 5)
     x = convert(torch.randn(1, 512), Rows.empty(INT8, 1, 512, "cpu"))
     expected = x.unpack() @ weight.unpack().T
     out = matvec(to_planes(weight), x, poisoned(1, 5), tile=Tile(4, 8, 1))
-    assert error(out, expected) < 1e-3
+    assert error(out, expected) < 2e-3  # scales of scales are multiplied out, to float16
     in_place = x_residual.clone()
     matvec(to_planes(weight), x, in_place, residual=in_place, tile=Tile(2, 32, 1))
-    assert error(in_place, expected + x_residual) < 1e-3
+    assert error(in_place, expected + x_residual) < 2e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_matmul_adds_a_residual(kind: str) -> None:
+    torch.manual_seed(1)
     weight, x, residual = packed(kind, 5), torch.randn(3, 256), torch.randn(3, 5)
     rows = convert(x, Rows.empty(HALVES, 3, 256, "cpu"))
     out = matmul(to_planes(weight), rows, poisoned(3, 5), residual=residual)
@@ -65,6 +67,7 @@ def test_matmul_adds_a_residual(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_unpacking_by_value_and_by_row(kind: str) -> None:
+    torch.manual_seed(1)
     weight = packed(kind, 5)
     planes = to_planes(weight)
     by_value = unpack_by_value(planes, torch.empty(5, 256, dtype=torch.float16))
@@ -102,6 +105,7 @@ def test_a_matrix_of_which_a_device_has_no_columns() -> None:
 
 
 def test_many_rows_go_through_unpacked_weights() -> None:
+    torch.manual_seed(1)
     weight, x, residual = packed("Q6_K", 5), torch.randn(3, 256), torch.randn(3, 5)
     rows = convert(x, Rows.empty(HALVES, 3, 256, "cpu"))
     out = unpacked_product(to_planes(weight), rows, residual)
