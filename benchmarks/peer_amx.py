@@ -2,9 +2,10 @@
 
 llama.cpp built with its defaults (-march=native) dies there of an illegal instruction, and so does torch in bfloat16.
 Nothing else is taken from the peers: run as a program, this prints CMAKE_ARGS for llama-cpp-python with every other
-instruction set that it has an option for and the processor has, or nothing where its defaults work. (AVX-512-FP16, which
--march=native implies, has no option. With it, f16 attention is 2.6 times slower where heads have 64 dims: its loop
-takes 128 at a time and leaves the rest to scalar code.)
+instruction set that it has an option for and the processor has, or nothing where its defaults work.
+
+There is no option for AVX-512-FP16, which -march=native implies. With it, f16 attention is 2.6 times slower where heads
+have 64 dims: its loop takes 128 at a time and leaves the rest to scalar code.
 """
 
 from __future__ import annotations
