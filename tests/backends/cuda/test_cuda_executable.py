@@ -50,27 +50,34 @@ def run(
     return logits.clone()
 
 
-def small_graph(matrices: str, kind: CacheType, shape: BatchShape) -> tuple[Graph, dict[str, PackedTensor]]:
+def small_graph(
+    matrices: str, kind: CacheType, shape: BatchShape, rotation: int = DIM
+) -> tuple[Graph, dict[str, PackedTensor]]:
     spec, weights = make_spec(matrices)
-    rotation = DIM if kind.is_quantized else 0
+    rotation = rotation if kind.is_quantized else 0
     options = GraphOptions(128, k_rotation=rotation, v_rotation=rotation)
     return build_graph(spec, read_params(spec), shape, options), weights
 
 
 @pytest.mark.parametrize(
-    ("matrices", "cache", "contexts", "new"),
+    ("matrices", "cache", "rotation", "contexts", "new"),
     [
-        ("Q4_0", "q8_0", [20], [1]),
-        ("Q8_0", "f16", [9, 21], [1, 1]),
-        ("F16", "q4_0", [6, 17], [5, 1]),  # a sequence with several rows beside one that decodes
+        ("Q4_0", "q8_0", DIM, [20], [1]),
+        ("Q8_0", "f16", DIM, [9, 21], [1, 1]),
+        ("F16", "q4_0", DIM // 2, [6, 17], [5, 1]),  # a sequence with several rows beside one that decodes
     ],
 )
 def test_a_model_by_stages_gives_the_reference_s_logits(
-    matrices: str, cache: str, contexts: list[int], new: list[int], monkeypatch: pytest.MonkeyPatch
+    matrices: str,
+    cache: str,
+    rotation: int,
+    contexts: list[int],
+    new: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_few_programs(monkeypatch)
     kind = get_cache_type(cache)
-    graph, weights = small_graph(matrices, kind, BatchShape(sum(new), 1))
+    graph, weights = small_graph(matrices, kind, BatchShape(sum(new), 1), rotation)
     batch = make_batch(contexts, new)
     expected, got = (
         run(backend, graph, weights, filled_arena(kind, batch), batch, [sum(new) - 1])

@@ -25,14 +25,14 @@ class Attending:
     """One `Attend` stage on a device. Its output is in the form that its reader wants, where it can be."""
 
     def __init__(self, stage: Attend, divisors: list[torch.Tensor], form: str, device: torch.device) -> None:
-        rope, dim = stage.rope, stage.inputs[0].shape[2]
+        rope = stage.rope
         self._stage = stage
         self._device = device
         self._rope = RopeTable(
             rope.frequencies(*divisors).to(device), rope.n_dims, rope.style == ROPE_HALVES, rope.magnitude
         )
         self._form = INT8 if form == INT8 else PLAIN
-        self._turn = Hadamard(dim).reference([]).to(device) if stage.rotates_v else None
+        self._turn = Hadamard(stage.turn).reference([]).to(device) if stage.rotates_v else None
 
     def __call__(self, values: Values) -> None:
         stage = self._stage
@@ -46,7 +46,7 @@ class Attending:
         turned = torch.empty(q.shape, device=self._device)
         enter(
             values.plain(q), values.plain(k), values.plain(v), values.plain(positions), place.slots, self._rope,
-            keys, stored, layer.rows, turned, rotate_k=stage.rotates_k, rotate_v=stage.rotates_v,
+            keys, stored, layer.rows, turned, rotate_k=stage.rotates_k, rotate_v=stage.rotates_v, turn=stage.turn,
         )  # fmt: skip
         if place.is_decode:
             rows = Rows.empty(self._form, out.shape[0], out.shape[1], self._device)
@@ -71,7 +71,7 @@ class Attending:
             q, keys, values, layer.rows, place.tables, shares, scale=op.scale, window=op.window
         )
         size, turns = layer.keys.block_size, self._stage.rotates_v
-        return combine(shares, place.tables, size, out, rotate=turns, window=op.window)
+        return combine(shares, place.tables, size, out, rotate=turns, turn=self._stage.turn, window=op.window)
 
     def _mixed(self, q: torch.Tensor, layer: PagedLayer, place: Place) -> torch.Tensor:
         """Sequences with several rows by the library's attention on unpacked K and V, the others as in decode."""
@@ -103,7 +103,9 @@ class Attending:
             is_causal=is_whole, scale=op.scale, enable_gqa=q.shape[1] != keys.shape[0],
         )  # fmt: skip
         turned = out[0].transpose(0, 1).float()
-        return turned if self._turn is None else turned @ self._turn
+        if self._turn is None:
+            return turned
+        return (torch.unflatten(turned, -1, (-1, len(self._turn))) @ self._turn).flatten(-2)
 
 
 def _planes(store: Store) -> CachePlanes:

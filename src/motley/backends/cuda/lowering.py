@@ -78,6 +78,7 @@ class Attend(Stage):
     attention: Attention
     rotates_k: bool
     rotates_v: bool
+    turn: int  # dims that are rotated together: a head's, or a power of two that divides them
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,7 @@ class Lowering:
             self._covered.update((rotation, rotation.inputs[0], rotation.inputs[0].inputs[0]))
         q, stored = node.inputs
         cache, k, v = stored.inputs
+        turns = {_turn(tensor) for tensor in (q, k, v)} - {0}
         (q, turned_q), (k, turned_k), (v, turned_v) = (self._unrotated(tensor) for tensor in (q, k, v))
         is_known = (
             isinstance(q.op, Rope)
@@ -171,15 +173,15 @@ class Lowering:
             and q.inputs[1:] == k.inputs[1:]
             and turned_q == turned_k
             and turned_v == turned
+            and len(turns) <= 1
             and all(len(self._users[tensor]) == 1 for tensor in (q, k, stored, node))
         )
         if not is_known or not isinstance(q.op, Rope):
             raise PlanError(f"cuda: attention at {node.name!r} is of a kind that has no kernel")
         self._covered.update((q, k, stored, node))
         x_q, positions, *divisors = q.inputs
-        return Attend(
-            (x_q, k.inputs[0], v, positions, cache, *divisors), (out,), q.op, op, turned_k, turned_v
-        )
+        inputs = x_q, k.inputs[0], v, positions, cache, *divisors
+        return Attend(inputs, (out,), q.op, op, turned_k, turned_v, turns.pop() if turns else 0)
 
     def _unrotated(self, tensor: Tensor) -> tuple[Tensor, bool]:
         source = _rotated(tensor)
@@ -194,15 +196,22 @@ def _is_product(node: Tensor) -> bool:
 
 
 def _rotated(node: Tensor) -> Tensor | None:
-    """x, if `node` is x with each head turned by the Hadamard matrix of its whole size."""
+    """x, if `node` is x with each head, or each run of it, turned by a Hadamard matrix."""
     if not isinstance(node.op, Reshape) or not isinstance(node.inputs[0].op, MatMul):
         return None
     rows, matrix = node.inputs[0].inputs
     if not (isinstance(matrix.op, Hadamard) and isinstance(rows.op, Reshape)):
         return None
     source = rows.inputs[0]
-    is_whole = source.shape == node.shape and len(source.shape) == 3 and matrix.shape[0] == source.shape[2]
+    is_whole = (
+        source.shape == node.shape and len(source.shape) == 3 and source.shape[2] % matrix.shape[0] == 0
+    )
     return source if is_whole else None
+
+
+def _turn(node: Tensor) -> int:
+    """The size of the rotation that made `node`; 0 if none did."""
+    return 0 if _rotated(node) is None else node.inputs[0].inputs[1].shape[0]
 
 
 def _join_products(stages: Sequence[Stage], graph: Graph) -> list[Stage]:
