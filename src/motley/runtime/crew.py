@@ -144,7 +144,7 @@ def parse_bytes(value: str | int) -> int:
     return n_bytes
 
 
-def _listed(value: str | Sequence[object] | None) -> list[str]:
+def _listed(value: object) -> list[str]:
     if value is None:
         return []
     if isinstance(value, str):
