@@ -114,7 +114,7 @@ class LLM:
             _require_cache(device.name, runs, cache, params.head_dim)
         self.n_ctx = n_ctx or default_context(params)
         self.tokenizer = Tokenizer.from_spec(self.spec)
-        self.notices = _notices(cache, params, self.n_ctx, kv_rotation)
+        self.notices = _notices(cache, params, self.n_ctx, kv_rotation, backends)
         self._split = split_model(self.spec, params, crew, cache, n_ctx=self.n_ctx, rotate=kv_rotation)
         self._fit = fit_cache(self._split, cache, n_batch=n_batch, n_parallel=n_parallel)
         self._cache = CacheManager(
@@ -353,7 +353,9 @@ class Stream(Iterator[str]):
         return self._request.completion()
 
 
-def _notices(cache: CacheConfig, params: DecoderParams, n_ctx: int, kv_rotation: bool) -> tuple[str, ...]:
+def _notices(
+    cache: CacheConfig, params: DecoderParams, n_ctx: int, kv_rotation: bool, backends: Sequence[Backend]
+) -> tuple[str, ...]:
     """What was asked for and is done another way, or may not be wise."""
     notices, head_dim = [], params.head_dim
     if n_ctx > params.n_ctx_train:
@@ -364,11 +366,10 @@ def _notices(cache: CacheConfig, params: DecoderParams, n_ctx: int, kv_rotation:
             f"the {'/'.join(dict.fromkeys(quantized))} KV cache is not rotated: a head's {head_dim} dims "
             "are no multiple of 32"
         )
-    if cache.demand_paged and not can_page_on_demand():
-        notices.append(
-            "the KV cache is not demand-paged: this system cannot reserve addresses without memory, "
-            "so all of it is taken now"
-        )
+    for device in dict.fromkeys(backend.device for backend in backends):
+        if cache.demand_paged and not can_page_on_demand(device):
+            why = "cuda-bindings is not installed" if device.type == "cuda" else "this system cannot do it"
+            notices.append(f"the KV cache on {device} is not demand-paged, all of it is taken now: {why}")
     return tuple(notices)
 
 

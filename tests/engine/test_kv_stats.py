@@ -131,7 +131,7 @@ def test_where_paging_on_demand_is_impossible_a_notice_says_so(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("motley.llm", "motley.runtime.caching"):
-        monkeypatch.setattr(f"{module}.can_page_on_demand", lambda: False)
+        monkeypatch.setattr(f"{module}.can_page_on_demand", lambda device: False)
     with open_llm(path, kv_cache_demand_paged=True) as llm:
         assert any("not demand-paged" in notice for notice in llm.notices)
         (device,) = llm.kv_stats().devices

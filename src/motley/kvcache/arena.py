@@ -12,6 +12,7 @@ import torch
 
 from motley.graph.values import CachedSequence
 from motley.kvcache.blocks import slots_of
+from motley.kvcache.gpu_paging import GpuPagedMemory, cuda_driver
 from motley.kvcache.paging import PagedMemory
 from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.kvcache.store import Store, allocate_zeroed
@@ -77,7 +78,7 @@ class ArenaGroup:
     keys: Store
     values: Store
     batch: GroupBatch = field(default_factory=lambda: GroupBatch(torch.empty(0, dtype=torch.int64), ()))
-    memory: PagedMemory | None = None  # if it is demand-paged
+    memory: PagedMemory | GpuPagedMemory | None = None  # if it is demand-paged
     empty: set[int] = field(
         default_factory=set
     )  # blocks that hold nothing; kept where memory can be given back
@@ -89,7 +90,13 @@ class ArenaGroup:
     def touch(self, slots: torch.Tensor) -> None:
         """Their blocks are about to hold something."""
         if self.memory is not None:
-            self.empty.difference_update((slots // self.keys.block_size).tolist())
+            self.fill((slots // self.keys.block_size).tolist())
+
+    def fill(self, blocks: Iterable[int]) -> None:
+        """These blocks are about to hold something."""
+        if self.memory is not None and (fresh := self.empty.intersection(blocks)):
+            self.memory.take(sorted(fresh))
+            self.empty -= fresh
 
 
 class Arena:
@@ -109,7 +116,7 @@ class Arena:
         self._groups: list[ArenaGroup] = []
         self._layers: dict[int, ArenaLayer] = {}
         for group in groups:
-            memory = PagedMemory() if demand_paged else None
+            memory = _paged_memory(device) if demand_paged else None
             keys, values = (
                 Store(
                     kind,
@@ -157,7 +164,7 @@ class Arena:
     def _copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         for copy in copies:
             group = self._groups[copy.group]
-            group.empty.discard(copy.dst)
+            group.fill([copy.dst])
             for store in (group.keys, group.values):
                 store.copy_block(copy.src, copy.dst, copy.n_tokens)
 
@@ -207,6 +214,11 @@ class Arena:
             if group.memory is not None and blocks:
                 group.empty.update(blocks)
                 group.memory.give_back(blocks, group.empty)
+
+
+def _paged_memory(device: torch.device | None) -> PagedMemory | GpuPagedMemory:
+    on_gpu = device is not None and device.type == "cuda"
+    return GpuPagedMemory(cuda_driver(device)) if device is not None and on_gpu else PagedMemory()
 
 
 class ArenaLayer:

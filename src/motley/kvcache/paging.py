@@ -11,12 +11,17 @@ from math import prod
 
 import torch
 
+from motley.kvcache.gpu_paging import can_page_gpus
+
 PAGE = mmap.PAGESIZE
+_CPU = torch.device("cpu")
 _PAGES_A_LOOK = 1 << 16  # of which `mincore` is asked at once
 
 
-def can_page_on_demand() -> bool:
-    """Whether this system can reserve addresses without memory, and give pages back."""
+def can_page_on_demand(device: torch.device = _CPU) -> bool:
+    """Whether addresses of a device can be reserved without memory, and memory be given back."""
+    if device.type == "cuda":
+        return can_page_gpus()
     return sys.platform == "linux" and hasattr(mmap.mmap, "madvise") and hasattr(mmap, "MADV_DONTNEED")
 
 
@@ -77,6 +82,9 @@ class PagedMemory:
         plane = torch.frombuffer(memory, dtype=dtype).view(shape)
         self._regions.append(_Region(memory, plane.data_ptr(), n_bytes // shape[0], shape[0]))
         return plane
+
+    def take(self, blocks: Iterable[int]) -> None:
+        """These blocks are about to be used; the system itself notices when they are."""
 
     def give_back(self, blocks: Iterable[int], empty: set[int]) -> None:
         """Return the pages of `blocks`, all of which are in `empty`: the blocks that hold nothing."""

@@ -86,7 +86,7 @@ class CachePlan:
             LayerGroup(group.layers, tuple(heads.get(layer, 0) for layer in group.layers), group.n_blocks)
             for group in self.groups
         ]
-        is_paged = self.config.demand_paged and can_page_on_demand() and place == CPU
+        is_paged = self.config.demand_paged and can_page_on_demand(place)
         return Arena(
             self.config.k_type,
             self.config.v_type,
