@@ -1,14 +1,19 @@
-"""What each device needs before anything is loaded, and whether its budget allows it."""
+"""What each device needs before anything is loaded, and whether its budget, or its GPU's free memory, allows it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
+from motley.backends.cuda.footprint import free_bytes, stored_bytes, workspace_bytes
 from motley.errors import DeviceError
 from motley.models import BatchShape
 from motley.plan import lay_out
 from motley.runtime.loading import weight_bytes
 from motley.runtime.splitting import ModelSplit
+
+_HINT = "give it a smaller share (-ts), raise --device-memory, or add a device"
 
 
 @dataclass(frozen=True)
@@ -17,31 +22,65 @@ class Needs:
 
     weights: int
     activations: int
+    workspace: int = 0  # of a GPU's kernels and libraries
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations
+        return self.weights + self.activations + self.workspace
+
+    def __str__(self) -> str:
+        parts = [f"{show_bytes(self.weights)} for weights", f"{show_bytes(self.activations)} for activations"]
+        if self.workspace:
+            parts.append(f"{show_bytes(self.workspace)} for its kernels' workspace")
+        return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def device_needs(split: ModelSplit, largest: BatchShape) -> list[Needs]:
     """Of each device, for batches up to `largest`. Loads nothing."""
-    shares = [split.share(device, largest) for device in range(len(split.crew))]
-    return [Needs(weight_bytes(share), lay_out(share.graph).n_bytes) for share in shares]
+    return [_needs(split, device, largest) for device in range(len(split.crew))]
 
 
-def room_for_cache(split: ModelSplit, needs: list[Needs]) -> list[int | None]:
-    """What each budget leaves for the KV cache; DeviceError, with numbers, where there is nothing left."""
+def _needs(split: ModelSplit, device: int, largest: BatchShape) -> Needs:
+    share = split.share(device, largest)
+    n_bytes = lay_out(share.graph).n_bytes
+    if not split.crew.devices[device].is_gpu:
+        return Needs(weight_bytes(share), n_bytes)
+    weights = sum(stored_bytes(node) for node in share.graph.weights)
+    # Twice: products read activations in forms of their own, which lie beside them for a while.
+    return Needs(weights, 2 * n_bytes, workspace_bytes(share.graph, split.options.n_ctx))
+
+
+def room_for_cache(split: ModelSplit, needs: Sequence[Needs]) -> list[int | None]:
+    """What is left for the KV cache on each device (None: no limit); DeviceError, with numbers, where nothing is."""
     room: list[int | None] = []
     for index, (device, need) in enumerate(zip(split.crew.devices, needs, strict=True)):
         if device.memory is not None and device.memory < need.total:
             raise DeviceError(
-                f"device {split.crew.label(index)} needs {show_bytes(need.weights)} for weights and "
-                f"{show_bytes(need.activations)} for activations, but may use {show_bytes(device.memory)}: "
+                f"device {split.crew.label(index)} needs {need}, but may use {show_bytes(device.memory)}: "
                 f"{show_bytes(need.total - device.memory)} are missing",
-                hint="give it a smaller share (-ts), raise --device-memory, or add a device",
+                hint=_HINT,
             )
         room.append(None if device.memory is None else device.memory - need.total)
+    for name in dict.fromkeys(device.name for device in split.crew.devices if device.is_gpu):
+        for index, n_bytes in _shared_room(split, needs, name).items():
+            own = room[index]
+            room[index] = n_bytes if own is None else min(own, n_bytes)
     return room
+
+
+def _shared_room(split: ModelSplit, needs: Sequence[Needs], gpu: str) -> dict[int, int]:
+    """What a GPU's free memory leaves for the caches of the devices that lie on it, by their shares."""
+    members = [index for index, device in enumerate(split.crew.devices) if device.name == gpu]
+    free, total = free_bytes(gpu), sum(needs[index].total for index in members)
+    if total > free:
+        wants = "; ".join(f"{split.crew.label(index)} needs {needs[index]}" for index in members)
+        raise DeviceError(
+            f"{gpu} has {show_bytes(free)} free: {show_bytes(total - free)} are missing. {wants}",
+            hint=f"free memory on the GPU, lower --batch-size or -c, or: {_HINT}",
+        )
+    shares = [split.crew.shares[index] for index in members]
+    whole = sum(shares) or Fraction(1)
+    return {index: int((free - total) * share / whole) for index, share in zip(members, shares, strict=True)}
 
 
 def show_bytes(n: int) -> str:

@@ -26,6 +26,10 @@ class Device:
         int, ...
     ] = ()  # one for each of its threads, which stay there; none: wherever the system likes
 
+    @property
+    def is_gpu(self) -> bool:
+        return self.name.startswith("cuda")
+
 
 @dataclass(frozen=True)
 class Crew:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ pytest.importorskip("triton")
 from cuda_models import DIM, SIZE, inputs_of, make_batch, make_spec, use_few_programs
 
 from motley.backends import Executable, join
+from motley.backends.cuda import steps
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.meeting import meet
+from motley.errors import DeviceError
 from motley.graph import CACHE, F32, Tensor
 from motley.graph.ops import Input
 from motley.kvcache.arena import Arena, GroupBatch, LayerGroup
@@ -107,6 +110,26 @@ def test_a_device_with_neighbours_elsewhere_talks_through_its_line(monkeypatch: 
     assert joint is not None
     together = joint.run([twin.inputs(batch, [0]) for twin in twins])
     assert torch.equal(together[0][0], echoed)
+
+
+def test_a_step_that_runs_out_of_memory_ends_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_few_programs(monkeypatch)
+    members = make_members("cpu,cpu", "tensor", BatchShape(1, 1))
+    joint = join([member.executable for member in members])
+    assert joint is not None
+    batch = make_batch([1], [1])
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            steps, "rms_norm", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. 9 GiB"))
+        )
+        with pytest.raises(DeviceError, match="cpu has run out of memory: CUDA out of memory"):
+            joint.run([member.inputs(batch, [0]) for member in members])
+        broken.setattr(steps, "rms_norm", Mock(side_effect=RuntimeError("an illegal access")))
+        with pytest.raises(DeviceError, match="cpu has failed: an illegal access"):
+            joint.run([member.inputs(batch, [0]) for member in members])
+    ((one,), (other,)) = joint.run([member.inputs(batch, [0]) for member in members])
+    assert bool(one.isfinite().all())
+    assert torch.equal(one, other)
 
 
 def test_collectives_in_one_memory() -> None:

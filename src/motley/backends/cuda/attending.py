@@ -95,8 +95,8 @@ class Attending:
         is_whole = len(q) == n_context and chunk.first == 0 and op.window is None
         mask = None
         if not is_whole:
-            rows = torch.arange(n_context - len(q), n_context, device=self._device)[:, None]
-            distance = rows - torch.arange(n_context, device=self._device)
+            keys_at = torch.arange(n_context, device=self._device, dtype=torch.int32)
+            distance = keys_at[n_context - len(q) :, None] - keys_at
             mask = (distance >= 0) & (distance < (op.window or 2**30))
         out = F.scaled_dot_product_attention(
             q.half().transpose(0, 1)[None], keys[None], values[None], mask,

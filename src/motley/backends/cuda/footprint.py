@@ -1,0 +1,49 @@
+"""What a plan will need on a GPU, and what the GPU has, before anything is loaded. Needs no Triton."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+
+import torch
+
+from motley.backends.cuda.planes import to_planes
+from motley.formats import PackedTensor, get_format
+from motley.graph import CACHE, Graph, Tensor
+
+RESERVE = (
+    512 << 20
+)  # bytes: compiled kernels, the libraries' workspaces, what the allocator loses between its blocks
+_REPACKING = 6  # bytes of temporary memory for each value of a matrix that is repacked
+_MASK = 8  # bytes for each pair of a new token and a cached one, in attention of several rows of a sequence
+
+
+def free_bytes(device: str) -> int:
+    """Memory of a GPU that this process may still take, what torch keeps for later included."""
+    place = torch.device(device)
+    free, _ = torch.cuda.mem_get_info(place)
+    return free + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+
+
+def stored_bytes(weight: Tensor) -> int:
+    """Of a weight as it lies on the GPU."""
+    return _stored_bytes(weight.dtype, weight.shape)
+
+
+@cache
+def _stored_bytes(format_name: str, shape: tuple[int, ...]) -> int:
+    form = get_format(format_name)
+    size = (*shape[:-1], form.row_bytes(shape[-1]))
+    weight = PackedTensor(torch.empty(size, dtype=torch.uint8, device="meta"), form)
+    return to_planes(weight).n_bytes if len(shape) == 2 else weight.nbytes
+
+
+def workspace_bytes(graph: Graph, n_ctx: int) -> int:
+    """Beside activations: what one step takes for itself at most, or what loading does, whichever is more."""
+    largest = max((prod(weight.shape) for weight in graph.weights), default=0)
+    n_tokens = max((node.shape[0] for node in graph.inputs if node.dtype != CACHE), default=0)
+    heads = max((prod(node.shape) for node in graph.inputs if node.dtype == CACHE), default=0)
+    step = (
+        2 * largest + 2 * 2 * heads * n_ctx + _MASK * n_tokens * n_ctx
+    )  # a matrix, K and V in float16; masks
+    return RESERVE + max(step, _REPACKING * largest)

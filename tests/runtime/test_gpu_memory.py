@@ -1,0 +1,98 @@
+"""A GPU's free memory decides before anything is loaded, on a GPU that only says how much it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from motley.backends.cuda.footprint import stored_bytes
+from motley.backends.cuda.weights import load
+from motley.errors import DeviceError
+from motley.formats import PackedTensor, get_format
+from motley.gguf import read_spec
+from motley.graph.ops import Weight
+from motley.kvcache.types import get_cache_type
+from motley.models import BatchShape, read_params
+from motley.runtime import CacheConfig, CacheFit, fit_cache, make_crew, split_model
+from motley.runtime.budget import device_needs
+
+F16 = get_cache_type("f16")
+GIB = 1 << 30
+
+
+def fit(path: Path, n_ctx: int = 4096, **crew: str) -> CacheFit:
+    spec = read_spec(path)
+    config = CacheConfig(F16, F16)
+    split = split_model(spec, read_params(spec), make_crew(**crew), config, n_ctx=n_ctx, rotate=False)
+    return fit_cache(split, config, n_batch=64, n_parallel=8)
+
+
+def needs_of(path: Path, **crew: str) -> list[int]:
+    spec = read_spec(path)
+    config = CacheConfig(F16, F16)
+    split = split_model(spec, read_params(spec), make_crew(**crew), config, n_ctx=4096, rotate=False)
+    return [need.total for need in device_needs(split, BatchShape(64, 64))]
+
+
+@pytest.fixture
+def path(shared: Path) -> Path:
+    return shared / "golden" / "llama" / "model.gguf"
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Set `free["bytes"]`: what the one GPU has free. Of it, torch has kept a tenth for later."""
+    memory = {"bytes": 100 * GIB}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        torch.cuda,
+        "mem_get_info",
+        lambda device: (memory["bytes"] - memory["bytes"] // 10, 140 * GIB),
+    )
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: memory["bytes"] // 10 + 123)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 123)
+    return memory
+
+
+def test_the_cache_takes_what_the_gpu_has_left(path: Path, free: dict[str, int]) -> None:
+    whole = fit(path, devices="cuda").plan
+    (need,) = needs_of(path, devices="cuda")
+    free["bytes"] = need + whole.n_bytes(0) // 2
+    half = fit(path, devices="cuda")
+    assert half.room == (whole.n_bytes(0) // 2,)
+    assert 0.4 * whole.n_bytes(0) < half.plan.n_bytes(0) <= whole.n_bytes(0) // 2
+
+
+def test_a_model_that_does_not_fit_is_refused_with_numbers(path: Path, free: dict[str, int]) -> None:
+    (need,) = needs_of(path, devices="cuda")
+    free["bytes"] = need - 5 * 1024**2
+    with pytest.raises(DeviceError, match=r"cuda:0 has .* free: 5\.0 MiB are missing.*needs .* for weights"):
+        fit(path, devices="cuda")
+
+
+def test_virtual_devices_share_their_gpu_s_memory(path: Path, free: dict[str, int]) -> None:
+    crew = {"devices": "cuda:0,cuda:0", "split_mode": "tensor"}
+    needs = needs_of(path, **crew)
+    free["bytes"] = sum(needs) + 10_000_000
+    assert fit(path, **crew).room == (5_000_000, 5_000_000)
+    free["bytes"] = sum(needs) - 1  # enough for each, not for both
+    with pytest.raises(DeviceError, match=r"cuda:0#0 needs .*; cuda:0#1 needs"):
+        fit(path, **crew)
+
+
+def test_a_budget_is_not_more_than_there_is(path: Path, free: dict[str, int]) -> None:
+    (need,) = needs_of(path, devices="cuda")
+    free["bytes"] = need + 2_000_000
+    assert fit(path, devices="cuda", device_memory=str(need + 1_500_000)).room == (1_500_000,)
+    assert fit(path, devices="cuda", device_memory="90GiB").room == (2_000_000,)
+
+
+@pytest.mark.filterwarnings("ignore:cuda. Q5_K")
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "Q5_K", "F32"])
+def test_weights_count_as_they_lie_on_the_gpu(kind: str) -> None:
+    weight = PackedTensor.pack(torch.randn(3, 512), get_format(kind))
+    node = Weight((3, 512), kind, "w")(name="w")
+    assert stored_bytes(node) == load(weight, torch.device("cpu")).nbytes
