@@ -8,7 +8,14 @@ from motley.errors import ModelError
 from motley.gguf import ModelSpec
 from motley.graph import Graph, Tensor
 from motley.models import gemma3, llama, phi3, qwen2, qwen3
-from motley.models.builder import BatchShape, GraphOptions, ModelBuilder, rotation_size
+from motley.models.builder import (
+    BatchShape,
+    GraphOptions,
+    ModelBuilder,
+    cache_layer,
+    cache_name,
+    rotation_size,
+)
 from motley.models.params import DecoderParams
 
 ARCHITECTURES: dict[str, Callable[[ModelBuilder], Tensor]] = {
@@ -41,6 +48,8 @@ __all__ = [
     "DecoderParams",
     "GraphOptions",
     "build_graph",
+    "cache_layer",
+    "cache_name",
     "read_params",
     "rotation_size",
 ]

@@ -24,6 +24,16 @@ from motley.models.params import DecoderParams, tensor_info
 Ranges = tuple[tuple[int, int], ...]
 
 
+def cache_name(layer: int) -> str:
+    """Of a layer's cache among the graph's inputs."""
+    return f"cache.{layer}"
+
+
+def cache_layer(name: str) -> int:
+    """The layer whose cache has that name."""
+    return int(name.removeprefix("cache."))
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """All of a batch that shapes depend on; everything else in it is data."""
@@ -146,7 +156,7 @@ class LayerBuilder:
         options = self.model.options
         q, k = (self.model.rotate(t, options.k_rotation) for t in (q, k))
         v = self.model.rotate(v, options.v_rotation)
-        cache = Input(k.shape[1:], CACHE)(name=f"cache.{self.index}")
+        cache = Input(k.shape[1:], CACHE)(name=cache_name(self.index))
         stored = CacheStore()(cache, k, v, name=self.label("kv"))
         attended = Attention(self.params.attention_scale, window)(q, stored, name=self.label("attention"))
         return self.model.rotate(attended, options.v_rotation)

@@ -14,6 +14,7 @@ from motley.kvcache.arena import Arena, LayerGroup
 from motley.kvcache.paging import can_page_on_demand
 from motley.kvcache.sequences import GroupSpec
 from motley.kvcache.types import CacheType
+from motley.models import cache_layer
 from motley.split.localize import LocalGraph
 
 CPU = torch.device("cpu")
@@ -187,14 +188,10 @@ def _groups(graph: Graph) -> tuple[CacheGroup, ...]:
     for node in graph.nodes:
         if isinstance(node.op, Attention):
             cache = node.inputs[1].inputs[0]
-            windows.setdefault(node.op.window, []).append(_layer(cache.name))
+            windows.setdefault(node.op.window, []).append(cache_layer(cache.name))
     ordered = sorted(windows.items(), key=lambda item: (item[0] is not None, item[0] or 0))
     return tuple(CacheGroup(window, tuple(layers)) for window, layers in ordered)
 
 
 def _heads(graph: Graph) -> dict[int, int]:
-    return {_layer(node.name): node.shape[0] for node in graph.inputs if node.dtype == CACHE}
-
-
-def _layer(name: str) -> int:
-    return int(name.removeprefix("cache."))
+    return {cache_layer(node.name): node.shape[0] for node in graph.inputs if node.dtype == CACHE}

@@ -14,7 +14,7 @@ from motley.formats import PackedTensor
 from motley.graph import CACHE, Graph
 from motley.kvcache.arena import Arena, GroupBatch
 from motley.kvcache.sequences import BlockCopy, BlockShift
-from motley.models import BatchShape
+from motley.models import BatchShape, cache_layer
 from motley.plan import DevicePlan, Kernel
 from motley.runtime.shifting import KeyTurner
 
@@ -66,7 +66,7 @@ class DeviceRunner:
     def _layers(self) -> dict[str, Any]:
         """Cache layers by the name of the graph's input; the same for all batches."""
         names = [node.name for node in self._build(BatchShape(1, 1)).inputs if node.dtype == CACHE]
-        return {name: self.arena.layer(int(name.removeprefix("cache."))) for name in names}
+        return {name: self.arena.layer(cache_layer(name)) for name in names}
 
     @cached_property
     def key_turner(self) -> KeyTurner:

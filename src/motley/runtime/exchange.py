@@ -11,7 +11,7 @@ from motley.graph.ops import CacheStore, Rope, Weight
 from motley.kvcache.arena import Arena
 from motley.kvcache.session_file import Identity
 from motley.kvcache.types import TILE, CacheType
-from motley.models import BatchShape
+from motley.models import BatchShape, cache_layer
 from motley.ownership import Split
 from motley.runtime.caching import CachePlan
 from motley.runtime.splitting import ModelSplit
@@ -36,7 +36,7 @@ class CacheExchange:
         for node in whole.graph.nodes:
             if isinstance(node.op, CacheStore):
                 state = whole.ways[node].inputs[0]
-                layer = int(node.inputs[0].name.removeprefix("cache."))
+                layer = cache_layer(node.inputs[0].name)
                 self._words[layer] = state.word if isinstance(state, Split) else None
 
     def read(self, layer: int, slots: Sequence[int]) -> list[Planes]:

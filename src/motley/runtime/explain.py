@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from motley.graph import CACHE, Tensor
 from motley.graph.ops import Weight
-from motley.models import BatchShape
+from motley.models import BatchShape, cache_layer
 from motley.ownership import Mirrored, Split, State
 from motley.runtime.loading import lookup_tables, packed_bytes, weight_bytes
 from motley.runtime.splitting import ModelSplit
@@ -104,8 +104,8 @@ def _section(node: Tensor) -> str:
     """Where a tensor belongs by its name; "" if that does not say."""
     if node.name.startswith("blk."):
         return ".".join(node.name.split(".")[:2])
-    if node.name.startswith("cache."):
-        return f"blk.{node.name.removeprefix('cache.')}"
+    if node.dtype == CACHE:
+        return f"blk.{cache_layer(node.name)}"
     if node.name.startswith(("output", "logits")):
         return "output"
     return "input" if node.name.startswith(("token", "positions", "embedding")) else ""

@@ -16,6 +16,7 @@ from motley.errors import CacheError
 from motley.formats import PackedTensor
 from motley.graph import Graph, Tensor
 from motley.graph.ops import CacheStore, Hadamard, MatMul, Repeat, Reshape, Rope
+from motley.models import cache_layer
 from motley.split.collectives import Collective, Shard
 
 
@@ -47,7 +48,7 @@ class KeyTurner:
         """CacheError if a layer does something else to its keys after their rope."""
         stores = [node for node in graph.nodes if isinstance(node.op, CacheStore)]
         self._layers = {
-            int(node.inputs[0].name.removeprefix("cache.")): _layer_turn(node.inputs[1], weights)
+            cache_layer(node.inputs[0].name): _layer_turn(node.inputs[1], weights)
             for node in stores
             if node.inputs[0].shape[0]  # else the device has no heads of that layer
         }

@@ -15,7 +15,7 @@ from math import lcm
 from motley.errors import SplitError
 from motley.formats import get_format
 from motley.graph import Tensor
-from motley.models import DecoderParams
+from motley.models import DecoderParams, cache_name
 from motley.ownership import Split, State, Word
 from motley.split.apportion import Apportioner
 
@@ -115,7 +115,7 @@ class _TensorPlacement:
         self._bytes.record(counts, unit_bytes)
         heads = _word(counts, unit, p.n_kv_heads * repeat)
         q, kv = heads.stretch(group * p.head_dim), heads.stretch(p.head_dim)
-        self._states[f"cache.{layer}"] = Split(0, heads)
+        self._states[cache_name(layer)] = Split(0, heads)
         self._cut(f"{prefix}output.weight", 1, q)
         self._cut(f"{prefix}q.weight", 0, q)
         self._cut(f"{prefix}k.weight", 0, kv)
