@@ -26,7 +26,8 @@ from statistics import median
 from typing import IO, Any
 
 from benchmarks.peer_amx import WITHOUT_AMX, amx_is_broken
-from motley.bench.shapes import SHAPES, write_random_model
+from motley.bench import SHAPES, environment, write_random_model
+from motley.runtime.crew import make_crew
 
 FOLDER = Path(__file__).parent
 OURS = "motley"
@@ -211,8 +212,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every round's figures there")
     args = parser.parse_args()
     found: list[Comparison] = []
+    load = os.getloadavg()[0]  # engines that share their cores with others cannot be compared
     print(
-        f"Tokens/s and ratios: medians of {args.rounds} rounds, {args.threads} threads (range in brackets).\n"
+        f"Tokens/s and ratios: medians of {args.rounds} rounds, {args.threads} threads (range in brackets). "
+        f"Load average before: {load:.2f}\n"
     )
     for weights in [""] if args.model else args.weights.split(","):
         with tempfile.TemporaryDirectory() as folder:
@@ -222,7 +225,9 @@ def main() -> None:
                 write_random_model(path, args.shape, weights)
             found += run(args, path, name)
     if args.json:
-        args.json.write_text(json.dumps([asdict(comparison) for comparison in found], indent=1) + "\n")
+        head = {**environment(make_crew("cpu")), "n_threads": args.threads, "load_average": load}
+        figures = {"comparisons": [asdict(comparison) for comparison in found]}
+        args.json.write_text(json.dumps(head | figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
