@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from motley.backends.paged import Batch, Table
 
 _ALIGNMENT = 4  # numbers: parts begin at 16 bytes, so that kernels are compiled for one case
 _SPARE = 1024  # numbers for tables to begin with
+_GAP = np.zeros(1, dtype=np.int32)  # where a table's first position goes
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,16 +44,52 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Staged:
-    """A batch on the device. Valid until the next one is written."""
+class _Group:
+    """One group's part of a batch."""
 
-    values: Mapping[str, torch.Tensor]  # int32, by the input's name
-    places: Mapping[int, Place]  # by id of the group's batch
-    address: int  # of the memory; the next batch's is the same, unless tables have outgrown it
+    batch: int  # its id
+    parts: tuple[slice, ...]  # slots, positions, tables, rows
+    n_singles: int  # sequences with a single row
+    chunks: tuple[tuple[Table, slice], ...]  # the others, and where their block ids are
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """A batch on the device. Valid until the next one is written. Who replays a graph needs no more than `address`."""
+
+    memory: torch.Tensor  # int32: everything
+    names: Mapping[str, slice]
+    groups: tuple[_Group, ...]
+
+    @property
+    def address(self) -> int:
+        """The next batch's is the same, unless tables have outgrown the memory."""
+        return self.memory.data_ptr()
 
     @property
     def is_decode(self) -> bool:
-        return all(place.is_decode for place in self.places.values())
+        return not any(group.chunks for group in self.groups)
+
+    @cached_property
+    def values(self) -> dict[str, torch.Tensor]:
+        """int32, by the input's name."""
+        return {name: self.memory[part] for name, part in self.names.items()}
+
+    @cached_property
+    def places(self) -> dict[int, Place]:
+        """By id of the group's batch."""
+        return {group.batch: self._place(group) for group in self.groups}
+
+    def _place(self, group: _Group) -> Place:
+        slots, *columns = (self.memory[part] for part in group.parts)
+        positions, tables, rows = (column[: group.n_singles] for column in columns)
+        return Place(
+            slots,
+            Tables(self.memory[1:, None], self.memory, tables, positions),
+            rows,
+            tuple(table for table, _ in group.chunks),
+            tuple(self.memory[blocks] for _, blocks in group.chunks),
+        )
 
 
 class Staging:
@@ -90,43 +128,41 @@ class Staging:
         numbers: npt.NDArray[np.int32] = self._here.numpy()
         for name, part in self._names.items():
             _fill(numbers[part], inputs[name].numpy(), 0)
-        cursor, places = self._n_fixed, {}
+        cursor, groups = self._n_fixed, []
         for batch, parts in zip(batches, self._groups, strict=True):
-            places[id(batch)], cursor = self._place(numbers, batch, parts, cursor)
+            group, cursor = self._write_group(numbers, batch, parts, cursor)
+            groups.append(group)
         self._there[:n_used].copy_(self._here[:n_used], non_blocking=True)
         if self._device.type == "cuda":
             self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
-        values = {name: self._there[part] for name, part in self._names.items()}
-        return Staged(values, places, self._there.data_ptr())
+        return Staged(self._there, self._names, tuple(groups))
 
-    def _place(
-        self, numbers: npt.NDArray[np.int32], batch: Batch, parts: Sequence[slice], cursor: int
-    ) -> tuple[Place, int]:
+    def _write_group(
+        self, numbers: npt.NDArray[np.int32], batch: Batch, parts: tuple[slice, ...], cursor: int
+    ) -> tuple[_Group, int]:
         """Write a group's part, its tables from `cursor` on; also gives where these end."""
+        pieces: list[npt.NDArray[np.int32]] = []
         singles: list[tuple[int, int, int]] = []  # position, table, row
-        chunks, chunk_blocks = [], []
-        first_table = cursor
+        chunks, firsts, starts, stop = [], [], [], cursor
         for table in batch.tables:
-            stop = cursor + 1 + len(table.blocks)
-            numbers[cursor] = table.first
-            numbers[cursor + 1 : stop] = table.blocks
+            start, stop = stop, stop + 1 + len(table.blocks)
+            pieces += (_GAP, table.blocks)
+            starts.append(start)
+            firsts.append(table.first)
             if table.n_rows == 1:
-                singles.append((table.position, cursor, table.first_row))
+                singles.append((table.position, start, table.first_row))
             else:
-                chunks.append(table)
-                chunk_blocks.append(self._there[cursor + 1 : stop])
-            cursor = stop
+                chunks.append((table, slice(start + 1, stop)))
+        np.concatenate(pieces, out=numbers[cursor:stop])
+        numbers[starts] = firsts
         slots, *columns = parts
         _fill(numbers[slots], batch.slots.numpy(), -1)
-        inert = int(numbers[first_table]) - self._block_size, first_table, 0
+        inert = firsts[0] - self._block_size, cursor, 0
         for part, values, pad in zip(columns, zip(*singles, strict=True), inert, strict=False):
             _fill(numbers[part], np.array(values, dtype=np.int32), pad)
         n_singles = len(singles) if chunks else self._n_rows
-        positions, tables, rows = (self._there[part][:n_singles] for part in columns)
-        everything = Tables(self._there[1:, None], self._there, tables, positions)
-        place = Place(self._there[slots], everything, rows, tuple(chunks), tuple(chunk_blocks))
-        return place, cursor
+        return _Group(id(batch), parts, n_singles, tuple(chunks)), stop
 
     def _allocate(self, n_numbers: int) -> None:
         is_gpu = self._device.type == "cuda"
