@@ -3,6 +3,7 @@ when all blocks that reach into it are empty.
 
 CUDA calls it virtual memory management. Its calls come from `cuda-bindings`, behind the small interface `Driver`.
 Memory comes in granules (2 MiB on today's GPUs); torch sees one tensor over the whole range, as if all were there.
+The first granule of each plane always is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from typing import Any, Protocol
 import torch
 
 from motley.errors import DeviceError
+
+
+# It always has memory: torch and Triton ask what kind of memory a tensor is in, and look at its first byte.
+_FIRST = 0
 
 
 class Driver(Protocol):
@@ -74,14 +79,16 @@ class GpuPagedMemory:
         return sum(len(own.handles) for own in self._ranges) * self._driver.granule
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A plane (blocks, …) without memory."""
+        """A plane (blocks, …), of which only the first granule has memory."""
         driver, n_bytes = self._driver, prod(shape) * dtype.itemsize
         reserved = -(-max(n_bytes, 1) // driver.granule) * driver.granule
         address = driver.reserve(reserved)
-        handle = driver.map(address)  # while torch looks what kind of memory that is
+        first = driver.map(address)
         data = driver.tensor(address, n_bytes)
-        driver.unmap(address, handle)
-        self._ranges.append(_Range(address, reserved, n_bytes // max(1, shape[0]), shape[0], data))
+        data[: driver.granule].zero_()
+        self._ranges.append(
+            _Range(address, reserved, n_bytes // max(1, shape[0]), shape[0], data, {_FIRST: first})
+        )
         return data.view(dtype).view(shape)
 
     def take(self, blocks: Iterable[int]) -> None:
@@ -99,13 +106,13 @@ class GpuPagedMemory:
         """Return the memory of `blocks`, all of which are in `empty`: the blocks that hold nothing."""
         granule, is_idle = self._driver.granule, False
         for own in self._ranges:
-            size = own.block_bytes
+            size = max(1, own.block_bytes)
             touched = {
                 number
                 for block in blocks
                 for number in range(block * size // granule, -(-(block + 1) * size // granule))
             }
-            for number in touched & own.handles.keys():
+            for number in (touched & own.handles.keys()) - {_FIRST}:
                 first, stop = number * granule // size, -(-(number + 1) * granule // size)
                 if empty.issuperset(range(first, min(stop, own.n_blocks))):
                     if not is_idle:

@@ -45,8 +45,8 @@ def split_model(
 def fit_cache(split: ModelSplit, config: CacheConfig, *, n_batch: int, n_parallel: int) -> CacheFit:
     """The largest cache that has room; refuses, before anything is loaded, what cannot be."""
     n_ctx, smallest = split.options.n_ctx, BatchShape(1, 1)
-    n_rows = min(n_batch, max(n_parallel, MAX_LOGIT_ROWS))
-    needs = device_needs(split, BatchShape(min(n_batch, n_ctx), min(n_rows, n_ctx)))
+    n_tokens = min(n_batch, n_parallel * n_ctx)
+    needs = device_needs(split, BatchShape(n_tokens, min(n_tokens, max(n_parallel, MAX_LOGIT_ROWS))))
     room = room_for_cache(split, needs)
     plan = plan_cache(
         split.split(smallest).graph,

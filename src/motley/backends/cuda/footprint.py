@@ -14,7 +14,7 @@ from motley.graph import CACHE, Graph, Tensor
 RESERVE = (
     512 << 20
 )  # bytes: compiled kernels, the libraries' workspaces, what the allocator loses between its blocks
-_REPACKING = 6  # bytes of temporary memory for each value of a matrix that is repacked
+_REPACKING = 4  # bytes of temporary memory for each value of a matrix that is repacked
 _MASK = 8  # bytes for each pair of a new token and a cached one, in attention of several rows of a sequence
 
 

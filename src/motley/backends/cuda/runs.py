@@ -61,16 +61,16 @@ class Run(ABC):
         try:
             with torch.inference_mode(), _current(self._device):
                 return self._run(inputs)
-        except (MotleyError, KeyboardInterrupt):
+        except MotleyError:
             raise
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise DeviceError(
-                f"{self._device} has run out of memory: {str(error).splitlines()[0]}",
+                f"{self._device} has run out of memory: {_first_line(error)}",
                 hint="lower --batch-size, the context (-c) or the cache's limit, or free memory on the GPU",
             ) from error
-        except RuntimeError as error:  # of torch, Triton or the driver
-            raise DeviceError(f"{self._device} has failed: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # of torch, Triton or the driver
+            raise DeviceError(f"{self._device} has failed: {_first_line(error)}") from error
 
     def _run(self, inputs: Sequence[Mapping[str, Any]]) -> Outputs:
         staged = self._stage(inputs)
@@ -198,6 +198,10 @@ def _meet(nodes: Sequence[Tensor | None], values: Sequence[Values], mail: _Mail)
     for device, result in results.items():
         values[device].put(waiting[device], result)
     return sorted(results)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), repr(error))
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
