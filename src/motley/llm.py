@@ -186,7 +186,7 @@ class LLM:
         self, messages: Sequence[Mapping[str, Any]], *, params: SamplingParams | None = None, **sampling: Any
     ) -> Stream:
         resolved = _sampling_params(params, sampling)
-        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+        if not _is_chat(messages):
             raise RequestError(
                 "a chat is a list of messages", hint='for example [{"role": "user", "content": "Hello"}]'
             )
@@ -375,6 +375,10 @@ def _notices(
 
 def _is_list_of_prompts(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], int | np.integer)
+
+
+def _is_chat(messages: Any) -> bool:
+    return isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
 
 
 def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:

@@ -4,6 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from math import lcm
+
+
+class Turns:
+    """Hands out units that are all alike, one by one: after each of them, every device is less than one unit away from
+    its share of all so far.
+
+    The j-th unit of a device with share x of the whole must not come before the turn (j - 1) / x, or the device would
+    have one too many, and must have come by turn j / x, or it would lack one. Of those whose next unit may come, the
+    device whose unit must come first has the turn; that never fails (Steiner and Yeomans 1993). To give the turn to
+    whoever lacks most seems as good, but can leave somebody a whole unit behind.
+    """
+
+    def __init__(self, shares: Sequence[Fraction | int]) -> None:
+        fractions = [Fraction(share) for share in shares]
+        unit = lcm(*(share.denominator for share in fractions))
+        self._weights = [int(share * unit) for share in fractions]  # shares as whole numbers
+        self._total = sum(self._weights)
+        assert self._total > 0, "shares are checked where they enter"
+        self._given = [0] * len(shares)
+        self._n_turns = 0
+
+    def share_out(self, n_units: int) -> tuple[int, ...]:
+        """How many of the next `n_units` each device gets. A device with share 0 never gets any."""
+        before = tuple(self._given)
+        for _ in range(n_units):
+            self._n_turns += 1
+            may_come = [
+                device
+                for device, weight in enumerate(self._weights)
+                if self._given[device] * self._total < self._n_turns * weight
+            ]
+            self._given[min(may_come, key=self._deadline)] += 1
+        return tuple(after - n for after, n in zip(self._given, before, strict=True))
+
+    def _deadline(self, device: int) -> int:
+        """The turn by which a device's next unit must have come."""
+        return -(-(self._given[device] + 1) * self._total // self._weights[device])
 
 
 class Apportioner:

@@ -17,7 +17,7 @@ from motley.formats import get_format
 from motley.graph import Tensor
 from motley.models import DecoderParams, cache_name
 from motley.ownership import Split, State, Word
-from motley.split.apportion import Apportioner
+from motley.split.apportion import Apportioner, Turns
 
 _LANES = 32  # columns and rows are not cut finer than this: kernels like whole vectors
 
@@ -92,7 +92,7 @@ class _TensorPlacement:
         self._params = params
         self._shares = shares
         self._repeat = kv_repeat
-        self._heads = Apportioner(shares)  # KV heads by themselves: the cache is shared out as the model is
+        self._heads = Turns(shares)  # KV heads by themselves: the cache is shared out as the model is
         self._bytes = Apportioner(shares)  # everything; FFN columns make up for the coarseness of heads
         self._states: dict[str, State] = {}
 
