@@ -162,10 +162,19 @@ def test_the_command_gives_a_row_for_each_type_and_workload(path: Path, tmp_path
     assert len([e for e in ET.parse(picture).iter() if e.tag.endswith("circle")]) == 4
 
 
+def test_types_of_k_and_v_can_be_said_apart(path: Path) -> None:
+    flags = ["-p", "0", "-n", "1", "-r", "1", "-ctk", "f16,q8_0", "-ctv", "q4_0", "--json"]
+    result = CliRunner().invoke(app, ["bench", str(path), *flags])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [(r["type_k"], r["type_v"]) for r in rows] == [("f16", "q4_0"), ("q8_0", "q4_0")]
+
+
 def test_what_cannot_be_measured_is_refused(path: Path) -> None:
     for flags, message in (
         (["-n", "0", "-p", "0"], "nothing to measure"),
         (["-d", "x"], "no list of numbers"),
+        (["--types", "f16", "-ctk", "q8_0"], "beside -ctk"),
     ):
         result = CliRunner().invoke(app, ["bench", str(path), *flags])
         assert result.exit_code == 2

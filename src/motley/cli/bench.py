@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +42,16 @@ NewTokens = Annotated[str, typer.Option("-n", "--n-gen", metavar="N,…", help="
 Depths = Annotated[str, typer.Option("-d", "--n-depth", metavar="N,…", help="Tokens of context before that.")]
 Repetitions = Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Times each, after a warm-up.")]
 Types = Annotated[
-    str, typer.Option("--types", metavar="TYPES", help="KV cache types; K/V where they differ.")
+    str | None,
+    typer.Option("--types", metavar="TYPE,…", help="KV cache types; K/V where they differ. Default: f16."),
+]
+KTypes = Annotated[
+    str | None,
+    typer.Option("-ctk", "--cache-type-k", metavar="TYPE,…", help="K's types alone, each with each of V's."),
+]
+VTypes = Annotated[
+    str | None,
+    typer.Option("-ctv", "--cache-type-v", metavar="TYPE,…", help="V's types alone, each with each of K's."),
 ]
 ShapeName = Annotated[
     str | None,
@@ -103,7 +113,9 @@ def bench(
     n_prompt: PromptTokens = "512",
     n_gen: NewTokens = "32",
     depths: Depths = "0",
-    types: Types = "f16",
+    types: Types = None,
+    k_types: KTypes = None,
+    v_types: VTypes = None,
     repetitions: Repetitions = 3,
     n_batch: BatchTokens = 512,
     chosen: CrewOptions = CrewOptions(),
@@ -123,7 +135,7 @@ def bench(
     with reporting_errors(debug):
         check_writable(plot)
         trial = Trial(
-            [_pair(kind) for kind in types.split(",")],
+            _pairs(types, k_types, v_types),
             _workloads(n_prompt, n_gen, depths),
             repetitions,
             n_batch,
@@ -217,6 +229,15 @@ def _table(rows: list[Row], name: str, bandwidth: float) -> Table:
         first = [row.weights] if names_weights else []
         table.add_row(*first, row.cache, m.workload.name, f"{m.rate:.2f}", f"{m.spread:.2f}", *read)
     return table
+
+
+def _pairs(types: str | None, k_types: str | None, v_types: str | None) -> list[tuple[str, str]]:
+    """Types of K and V, as --types says them or as llama-bench's flags do."""
+    if k_types is None and v_types is None:
+        return [_pair(text) for text in (types or "f16").split(",")]
+    if types is not None:
+        raise ConfigError("--types is given beside -ctk or -ctv", hint="say it one way")
+    return list(product(*((text or "f16").split(",") for text in (k_types, v_types))))
 
 
 def _pair(text: str) -> tuple[str, str]:
