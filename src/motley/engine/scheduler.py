@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from motley.engine.request import Request
@@ -23,10 +24,16 @@ class Step:
 
     work: list[tuple[Request, int]] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    n_tokens: int = 0
 
-    @property
-    def n_tokens(self) -> int:
-        return sum(n for _, n in self.work)
+    def add(self, request: Request, n_tokens: int, copies: Iterable[BlockCopy]) -> None:
+        self.work.append((request, n_tokens))
+        self.copies.extend(copies)
+        self.n_tokens += n_tokens
+
+    def drop(self, request: Request) -> None:
+        self.work = [(other, n) for other, n in self.work if other is not request]
+        self.n_tokens = sum(n for _, n in self.work)
 
 
 class Scheduler:
@@ -120,8 +127,7 @@ class Scheduler:
             self._preempt(step, youngest)
             if youngest is request:
                 return
-        step.work.append((request, n_tokens))
-        step.copies.extend(room.copies)
+        step.add(request, n_tokens, room.copies)
 
     def _admit(self, step: Step, request: Request) -> bool:
         """Start a waiting request if its next chunk has room; never at the cost of a running one."""
@@ -136,13 +142,12 @@ class Scheduler:
             request.started = time.perf_counter()
             request.n_cached = opened.n_cached
         request.sequence, request.n_computed = opened.seq, opened.n_cached
-        step.work.append((request, n_tokens))
-        step.copies.extend((*opened.copies, *room.copies))
+        step.add(request, n_tokens, (*opened.copies, *room.copies))
         self.running.append(request)
         return True
 
     def _preempt(self, step: Step, request: Request) -> None:
-        step.work = [(other, n) for other, n in step.work if other is not request]
+        step.drop(request)
         self._suspend(request)
 
     def _suspend(self, request: Request, *, is_sound: bool = True) -> None:

@@ -20,7 +20,6 @@ import torch
 
 from motley.errors import DeviceError
 
-
 # It always has memory: torch and Triton ask what kind of memory a tensor is in, and look at its first byte.
 _FIRST = 0
 
