@@ -34,11 +34,11 @@ from motley.runtime import (
     default_context,
     fit_cache,
     make_crew,
-    parse_bytes,
     split_model,
 )
 from motley.runtime.exchange import CacheExchange, identity_of
 from motley.text import ChatTemplate, Tokenizer
+from motley.units import parse_bytes
 
 Prompt = str | Sequence[int]
 _MOST = 2**26  # tokens, threads, requests: more is a slip of the finger

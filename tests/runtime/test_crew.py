@@ -11,7 +11,7 @@ import pytest
 
 from motley.errors import ConfigError, DeviceError, MotleyError
 from motley.runtime import cores, make_crew
-from motley.runtime.crew import parse_bytes
+from motley.units import parse_bytes
 
 GIB = 1024**3
 

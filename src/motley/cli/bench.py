@@ -25,7 +25,7 @@ from motley.bench import (
 )
 from motley.cli import options
 from motley.cli.bench_plot import Series, draw
-from motley.cli.console import reporting_errors, say, size, stdout, steps_bar
+from motley.cli.console import reporting_errors, say, stdout, steps_bar
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import check_writable, resolve_model, write_file
 from motley.cli.loading import CrewOptions
@@ -34,6 +34,7 @@ from motley.errors import ConfigError
 from motley.formats import get_format
 from motley.llm import LLM
 from motley.runtime.crew import make_crew
+from motley.units import show_bytes
 
 PromptTokens = Annotated[
     str, typer.Option("-p", "--n-prompt", metavar="N,…", help="Prompt lengths; 0: none.")
@@ -225,7 +226,11 @@ def _table(rows: list[Row], name: str, bandwidth: float) -> Table:
         percent = m.roofline_percent(row.bandwidth)
         read = ("", "", "")
         if percent is not None:
-            read = (size(m.bytes_per_token), f"{m.bytes_per_token * m.rate / 1e9:.1f}", f"{percent:.0f} %")
+            read = (
+                show_bytes(m.bytes_per_token),
+                f"{m.bytes_per_token * m.rate / 1e9:.1f}",
+                f"{percent:.0f} %",
+            )
         first = [row.weights] if names_weights else []
         table.add_row(*first, row.cache, m.workload.name, f"{m.rate:.2f}", f"{m.spread:.2f}", *read)
     return table
@@ -237,7 +242,7 @@ def _pairs(types: str | None, k_types: str | None, v_types: str | None) -> list[
         return [_pair(text) for text in (types or "f16").split(",")]
     if types is not None:
         raise ConfigError("--types is given beside -ctk or -ctv", hint="say it one way")
-    return list(product(*((text or "f16").split(",") for text in (k_types, v_types))))
+    return list(product((k_types or "f16").split(","), (v_types or "f16").split(",")))
 
 
 def _pair(text: str) -> tuple[str, str]:

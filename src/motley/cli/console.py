@@ -22,6 +22,7 @@ from rich.text import Text
 from motley.engine import Completion
 from motley.engine.request import CANCELLED
 from motley.errors import MotleyError
+from motley.units import show_bytes
 
 # Exit codes.
 USER_ERROR = 2  # the same as for a flag that does not exist
@@ -96,23 +97,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def size(n_bytes: float) -> str:
-    """A readable number of bytes, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n_bytes < 1024:
-            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1024
-    return f"{n_bytes:.1f} TiB"
-
-
 def show_figures(completion: Completion, memory: Mapping[str, int]) -> None:
     """Speed and memory of one answer."""
     timings = completion.timings
     cached = f" ({timings.cached_tokens} cached)" if timings.cached_tokens else ""
     stopped = " (stopped)" if completion.finish_reason == CANCELLED else ""
-    parts = ", ".join(f"{name.replace('_', ' ')} {size(n_bytes)}" for name, n_bytes in memory.items())
+    parts = ", ".join(f"{name.replace('_', ' ')} {show_bytes(n_bytes)}" for name, n_bytes in memory.items())
     say(
         f"prompt: {timings.prompt_tokens} tokens{cached}, {timings.prompt_rate:.1f} tokens/s | "
         f"answer: {timings.new_tokens} tokens{stopped}, {timings.new_rate:.1f} tokens/s | "
-        f"memory: {size(sum(memory.values()))} ({parts})"
+        f"memory: {show_bytes(sum(memory.values()))} ({parts})"
     )

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from motley.cli import options
-from motley.cli.console import reporting_errors, size, stdout
+from motley.cli.console import reporting_errors, stdout
 from motley.cli.inputs import resolve_model, write_file
 from motley.cli.picture import draw
 from motley.gguf import read_spec
@@ -21,6 +21,7 @@ from motley.kvcache.types import get_cache_type
 from motley.models import read_params
 from motley.runtime import CacheConfig, default_context, make_crew, split_model
 from motley.runtime.explain import Explanation, Section, explain
+from motley.units import show_bytes
 
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the split as a picture.")]
 All = Annotated[
@@ -84,7 +85,7 @@ def _show(console: Console, contents: Explanation, show_all: bool) -> None:
             line = f"  ⇄ {row['kind']} {row['tensor']}: {row['reason']} ({row['bytes_per_token']} bytes)"
             console.print(Text(line, style="cyan"))
     counted = ", ".join(f"{n} {kind}" for kind, n in contents["collectives"].items()) or "none"
-    console.print(f"\ncollectives for one token: {counted}; {size(contents['bytes_per_token'])} moved")
+    console.print(f"\ncollectives for one token: {counted}; {show_bytes(contents['bytes_per_token'])} moved")
 
 
 def _fingerprint(section: Section) -> str:
@@ -100,7 +101,7 @@ def _devices(contents: Explanation) -> Table:
     for name in ("device", "asked", "achieved", "weights", "KV heads (all layers)"):
         table.add_column(name, justify="left" if name == "device" else "right")
     for row in contents["devices"]:
-        cells = (row["device"], f"{row['asked']:.1%}", f"{row['achieved']:.1%}", size(row["weights"]))
+        cells = (row["device"], f"{row['asked']:.1%}", f"{row['achieved']:.1%}", show_bytes(row["weights"]))
         table.add_row(*cells, str(row["kv_heads"]))
     if contents["kv_repeat"] > 1:
         table.caption = (
@@ -120,6 +121,6 @@ def _tensors(section: Section, contents: Explanation, show_all: bool) -> Table:
     for row in section["tensors"]:
         if show_all or row["kind"] != "activation":
             shape = " × ".join(map(str, row["shape"]))
-            sizes = [size(n) if n else "" for n in row["bytes"]]
+            sizes = [show_bytes(n) if n else "" for n in row["bytes"]]
             table.add_row(row["name"], row["type"], shape, row["state"], *sizes)
     return table

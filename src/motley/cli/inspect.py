@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from motley.cli import options
-from motley.cli.console import printable, reporting_errors, size, stdout
+from motley.cli.console import printable, reporting_errors, stdout
 from motley.cli.inputs import resolve_model
 from motley.gguf import read_spec
 from motley.gguf.inspect import Description, TensorRow, TypeRow, describe
+from motley.units import show_bytes
 
 _VALUE_CHARS = 200  # of a metadata value: more than a line shows, less than a chat template
 
@@ -55,13 +56,13 @@ def _summary(contents: Description) -> Table:
         "model": contents["name"] or "unnamed",
         "architecture": contents["architecture"] or "unknown",
         "parameters": f"{_count(contents['parameters'])} ({contents['parameters']:,})",
-        "weights": f"{size(contents['bytes'])}, {contents['bits_per_weight']:.2f} bits per parameter",
+        "weights": f"{show_bytes(contents['bytes'])}, {contents['bits_per_weight']:.2f} bits per parameter",
     }
     for name, value in rows.items():
         table.add_row(Text(name, style="bold"), _text(value))
     for file in contents["files"]:
         described = (
-            f"{file['path']} ({size(file['bytes'])}, GGUF {file['version']}, {file['tensors']} tensors)"
+            f"{file['path']} ({show_bytes(file['bytes'])}, GGUF {file['version']}, {file['tensors']} tensors)"
         )
         table.add_row(Text("file", style="bold"), _text(described))
     return table
@@ -87,7 +88,7 @@ def _type_table(types: list[TypeRow]) -> Table:
             _text(row["type"]),
             str(row["tensors"]),
             _count(row["parameters"]),
-            size(row["bytes"]),
+            show_bytes(row["bytes"]),
             f"{row['bits_per_weight']:.2f}",
             "" if row["is_supported"] else Text("not supported", style="red"),
         )
@@ -102,7 +103,7 @@ def _tensor_table(tensors: list[TensorRow]) -> Table:
     table.add_column("bytes", justify="right")
     for row in tensors:
         shape = " × ".join(str(axis) for axis in row["shape"])
-        table.add_row(_text(row["name"]), shape, _text(row["type"]), size(row["bytes"]))
+        table.add_row(_text(row["name"]), shape, _text(row["type"]), show_bytes(row["bytes"]))
     return table
 
 

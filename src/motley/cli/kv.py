@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from motley.cli import options
-from motley.cli.console import reporting_errors, size
+from motley.cli.console import reporting_errors
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import resolve_model
 from motley.cli.loading import LoadOptions
@@ -27,9 +27,9 @@ from motley.runtime import (
     default_context,
     fit_cache,
     make_crew,
-    parse_bytes,
     split_model,
 )
+from motley.units import parse_bytes, show_bytes
 
 Parallel = Annotated[int, typer.Option("-np", "--parallel", help="Sequences at the same time.", min=1)]
 BatchSize = Annotated[
@@ -98,7 +98,7 @@ def _show(console: Console, figures: CacheFigures, devices: list[DeviceFigures])
         f"a token takes {_exact(figures.bytes_per_token)} bytes by the table of types, "
         f"{_exact(figures.bytes_per_token_allocated)} as allocated"
     )
-    console.print(f"a context of {figures.n_ctx} tokens takes {size(figures.context_bytes)}")
+    console.print(f"a context of {figures.n_ctx} tokens takes {show_bytes(figures.context_bytes)}")
     groups = _table("layers", "blocks", "tokens")
     for group in figures.groups:
         groups.add_row(
@@ -107,14 +107,14 @@ def _show(console: Console, figures: CacheFigures, devices: list[DeviceFigures])
     console.print(groups)
     places = _table("reserved", "resident at the start")
     for device in devices:
-        places.add_row(device.device, size(device.reserved), size(device.resident))
+        places.add_row(device.device, show_bytes(device.reserved), show_bytes(device.resident))
     console.print(places)
     types = _table(
-        "bytes a token", f"context of {figures.n_ctx}", f"longest context in {size(figures.budget)}"
+        "bytes a token", f"context of {figures.n_ctx}", f"longest context in {show_bytes(figures.budget)}"
     )
     for row in figures.types:
         longest = "any" if row.longest_context is None else str(row.longest_context)
-        types.add_row(row.name, _exact(row.bytes_per_token), size(row.context_bytes), longest)
+        types.add_row(row.name, _exact(row.bytes_per_token), show_bytes(row.context_bytes), longest)
     console.print(types)
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from motley.cli import options
-from motley.cli.console import loading_bar, say, size
+from motley.cli.console import loading_bar, say
 from motley.llm import LLM
+from motley.units import show_bytes
 
 # What `motley.LLM` calls a flag that has another name here.
 _LLM_NAMES = {"ctx_size": "n_ctx", "threads": "n_threads", "device": "devices"}
@@ -54,8 +55,10 @@ def load(path: Path, chosen: LoadOptions) -> LLM:
         say(f"note: {notice}")
     devices = llm.device_memory()
     total = sum(memory["weights"] for memory in devices.values())
-    say(f"loaded {size(total)} in {llm.load_seconds:.2f} s")
+    say(f"loaded {show_bytes(total)} in {llm.load_seconds:.2f} s")
     if len(devices) > 1:
-        shares = (f"{name} {m['weights'] / total:.1%} ({size(m['weights'])})" for name, m in devices.items())
+        shares = (
+            f"{name} {m['weights'] / total:.1%} ({show_bytes(m['weights'])})" for name, m in devices.items()
+        )
         say(f"weights: {', '.join(shares)}")
     return llm

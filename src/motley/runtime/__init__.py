@@ -1,10 +1,9 @@
 """Running batches on a crew: split + plans + cache + batch → logits."""
 
 from motley.runtime.batch import Batch, Chunk
-from motley.runtime.budget import show_bytes
 from motley.runtime.cache_report import CacheFigures, DeviceFigures, KVStats, cache_figures
 from motley.runtime.caching import CacheConfig, CachePlan
-from motley.runtime.crew import Crew, make_crew, parse_bytes
+from motley.runtime.crew import Crew, make_crew
 from motley.runtime.fitting import MAX_LOGIT_ROWS, CacheFit, default_context, fit_cache, split_model
 from motley.runtime.loading import Progress
 from motley.runtime.runner import Runner
@@ -28,7 +27,5 @@ __all__ = [
     "default_context",
     "fit_cache",
     "make_crew",
-    "parse_bytes",
-    "show_bytes",
     "split_model",
 ]

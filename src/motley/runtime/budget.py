@@ -12,6 +12,7 @@ from motley.models import BatchShape
 from motley.plan import lay_out
 from motley.runtime.loading import weight_bytes
 from motley.runtime.splitting import ModelSplit
+from motley.units import show_bytes
 
 _HINT = "give it a smaller share (-ts), raise --device-memory, or add a device"
 
@@ -81,13 +82,3 @@ def _shared_room(split: ModelSplit, needs: Sequence[Needs], gpu: str) -> dict[in
     shares = [split.crew.shares[index] for index in members]
     whole = sum(shares) or Fraction(1)
     return {index: int((free - total) * share / whole) for index, share in zip(members, shares, strict=True)}
-
-
-def show_bytes(n: int) -> str:
-    """1536 → '1.5 KiB'."""
-    size, unit = float(n), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{n} B" if unit == "B" else f"{size:.1f} {unit}"

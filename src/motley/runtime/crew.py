@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,8 +11,7 @@ import torch
 from motley.errors import ConfigError, DeviceError
 from motley.runtime.cores import parse_cores
 from motley.split.placement import LAYER, NONE, SPLIT_MODES
-
-_UNITS = {"": 1, "B": 1} | {p + b: 1024**n for n, p in enumerate("KMGT", 1) for b in ("", "B", "IB")}
+from motley.units import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -137,15 +135,6 @@ def _shares(
             f"tensor split {asked!r} cannot be met", hint="proportions are 0 or more, and one is above 0"
         )
     return shares
-
-
-def parse_bytes(value: str | int) -> int:
-    """`2GiB`, `512M`, `1.5 GB` (all powers of 1024) or a number of bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
-    n_bytes = 0 if match is None else int(Fraction(match[1]) * _UNITS.get(match[2].upper(), 0))
-    if n_bytes <= 0:
-        raise ConfigError(f"{value!r} is no amount of memory", hint="for example 2GiB or 512MiB")
-    return n_bytes
 
 
 def _listed(value: object) -> list[str]:
