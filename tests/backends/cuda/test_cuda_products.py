@@ -56,12 +56,12 @@ def test_matvec(kind: str) -> None:
     assert error(in_place, expected + x_residual) < 2e-3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_matmul_adds_a_residual(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "n_tokens"), [*((kind, 3) for kind in KINDS), ("Q4_K", 20), ("Q8_0", 65)])
+def test_matmul_adds_a_residual(kind: str, n_tokens: int) -> None:
     torch.manual_seed(1)
-    weight, x, residual = packed(kind, 5), torch.randn(3, 256), torch.randn(3, 5)
-    rows = convert(x, Rows.empty(HALVES, 3, 256, "cpu"))
-    out = matmul(to_planes(weight), rows, poisoned(3, 5), residual=residual)
+    weight, x, residual = packed(kind, 5), torch.randn(n_tokens, 256), torch.randn(n_tokens, 5)
+    rows = convert(x, Rows.empty(HALVES, n_tokens, 256, "cpu"))
+    out = matmul(to_planes(weight), rows, poisoned(n_tokens, 5), residual=residual)
     assert error(out, x @ weight.unpack().T + residual) < 2e-3
 
 

@@ -161,3 +161,19 @@ def low_half(pair):
 @triton.jit
 def high_half(pair):
     return (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def both_halves(pair, PLAIN: tl.constexpr):
+    """Both, for operands of the tensor cores: two neighbours' at a time, where they lie in one register."""
+    if PLAIN:
+        return low_half(pair), high_half(pair)
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
+            "=&r,=r,r,r",
+            [pair],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )

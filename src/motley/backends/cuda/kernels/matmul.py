@@ -3,7 +3,8 @@
 The rows come as float16 after division by their largest magnitude (`rows.HALVES`), value i of all blocks of 32
 before value i + 1 of any. So each of the 32 values of a block is a tile (BN rows, BB blocks) of its own: byte i of a
 word, times the tile of scales that lies exactly like it, is an operand for the tensor cores. Codes become float16 by
-setting the exponent's bits: 0x6400 | c is 1024 + c. Reference: graph.ops.MatMul on the unpacked weight.
+setting the exponent's bits: 0x6400 | c is 1024 + c. Zeros and minima of nibbles are a product with the totals of the
+rows' blocks. Reference: graph.ops.MatMul on the unpacked weight.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from motley.backends.cuda.kernels.bits import (
     INTERPRETED,
     biased_byte,
     biased_nibble,
-    high_half,
+    both_halves,
     iq4_levels,
-    low_half,
+    multiply_add,
+    nibbles_as_halves,
 )
 from motley.backends.cuda.kernels.rows import HALVES, Rows
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
@@ -48,15 +50,33 @@ def tile_values(
         return code * (w1 if UPPER else w0)
 
 
+@triton.constexpr_function
+def _has_totals(kind):
+    """Kinds of nibbles whose zero or minimum is a product of its own, with the totals of blocks."""
+    return kind == "Q4_0" or kind == "Q4_K"
+
+
+@triton.jit
+def _nibble_tiles(word, w, w_small, i: tl.constexpr, PLAIN: tl.constexpr):
+    """Values 4j + i and 16 + 4j + i before their zero or minimum: one permutation for both, and a multiply-add each.
+
+    1024 · w is exact, so that (1024 + c) · w - 1024 · w is c · w, rounded once. Upper nibbles are 16 times too large:
+    `w_small` is w / 16.
+    """
+    low, high = nibbles_as_halves(word, i, 0x6400, PLAIN)
+    a = multiply_add(low, w, w * -1024.0, PLAIN)
+    return a, multiply_add(high, w_small, w * -64.0, PLAIN)
+
+
 @triton.jit
 def _matmul(
-    codes, high, scale, x, x_scale, residual, out, n_rows, n_tokens,
+    codes, high, scale, x, x_scale, x_total, residual, out, n_rows, n_tokens,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
     SPLITS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     row, token = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]
-    m = tl.minimum(token, n_tokens - 1)[None, :]
+    m, is_token = token[None, :], (token < n_tokens)[None, :]
     WORDS: tl.constexpr = 8 if KIND == "Q8_0" else 4
     acc = tl.zeros([BN, BM], tl.float32)
     split = tl.program_id(2)
@@ -64,33 +84,47 @@ def _matmul(
     for step in range(split * SHARE, tl.minimum((split + 1) * SHARE, tl.cdiv(BLOCKS, BB) * WORDS)):
         j, b = step % WORDS, step // WORDS * BB + tl.arange(0, BB)
         inside = b < BLOCKS
+        given = inside[:, None] & is_token  # padding is not read: the same row again and again would be slow
         word = tl.load(codes + (n * WORDS + j) * BLOCKS + b[None, :], inside[None, :], other=0)
         w = tl.load(scale + n * BLOCKS + b[None, :], inside[None, :], other=0)
         if scale.dtype.element_ty == tl.float16:
             w0, w1 = w, w
         else:
-            w0, w1 = low_half(w), high_half(w)
-        h0, h1 = word, word
-        if KIND == "Q6_K":
-            h0 = tl.load(high + n * 2 * BLOCKS + b[None, :], inside[None, :], other=0)
-            h1 = tl.load(high + (n * 2 + 1) * BLOCKS + b[None, :], inside[None, :], other=0)
+            w0, w1 = both_halves(w, PLAIN)
         x_at = x + m * 32 * BLOCKS + 4 * j * BLOCKS + b[:, None]  # (BB, BM)
-        for i in tl.static_range(4):
-            a = tile_values(word, h0, w0, w1, j, KIND, i, False, PLAIN)
-            acc = tl.dot(a, tl.load(x_at + i * BLOCKS, inside[:, None], other=0.0), acc)
-            if WORDS == 4:
-                a = tile_values(word, h1, w0, w1, j, KIND, i, True, PLAIN)
-                v = tl.load(x_at + (16 + i) * BLOCKS, inside[:, None], other=0.0)
-                acc = tl.dot(a, v, acc)
-    acc *= tl.load(x_scale + m)
+        if _has_totals(KIND):
+            # A quarter of it with each of the four words.
+            extra = w1 * (-0.25 if KIND == "Q4_K" else -2.0)
+            acc = tl.dot(extra, tl.load(x_total + m * BLOCKS + b[:, None], given, other=0.0), acc)
+            w_small = w0 * 0.0625
+            for i in tl.static_range(4):
+                low, upper = _nibble_tiles(word, w0, w_small, i, PLAIN)
+                acc = tl.dot(low, tl.load(x_at + i * BLOCKS, given, other=0.0), acc)
+                acc = tl.dot(upper, tl.load(x_at + (16 + i) * BLOCKS, given, other=0.0), acc)
+        else:
+            h0, h1 = word, word
+            if KIND == "Q6_K":
+                h0 = tl.load(high + n * 2 * BLOCKS + b[None, :], inside[None, :], other=0)
+                h1 = tl.load(high + (n * 2 + 1) * BLOCKS + b[None, :], inside[None, :], other=0)
+            for i in tl.static_range(4):
+                a = tile_values(word, h0, w0, w1, j, KIND, i, False, PLAIN)
+                acc = tl.dot(a, tl.load(x_at + i * BLOCKS, given, other=0.0), acc)
+                if WORDS == 4:
+                    a = tile_values(word, h1, w0, w1, j, KIND, i, True, PLAIN)
+                    v = tl.load(x_at + (16 + i) * BLOCKS, given, other=0.0)
+                    acc = tl.dot(a, v, acc)
+    acc *= tl.load(x_scale + m, is_token, other=0.0)
     at = token[None, :].to(tl.int64) * n_rows + row[:, None]
-    ok = (token < n_tokens)[None, :] & (row < n_rows)[:, None]
+    ok = is_token & (row < n_rows)[:, None]
     if HAS_RESIDUAL:
         acc += tl.load(residual + at, ok & (split == 0), other=0.0)
     if SPLITS == 1:
         tl.store(out + at, acc, ok)
     else:  # onto zeros: of two addends the order does not matter, so that the result is always the same
         tl.atomic_add(out + at, acc, ok, sem="relaxed")
+
+
+_MULTIPROCESSORS = 132  # of an H200; fewer programs share their columns out
 
 
 @dataclass(frozen=True)
@@ -103,13 +137,22 @@ class Tile:
     stages: int
 
 
-def tile_for(weight: WeightPlanes) -> Tile:
-    stages = 2 if weight.kind == "Q6_K" else 3  # its third plane takes shared memory, too
-    return Tile(128, 32, 8, stages) if weight.n_rows >= 16384 else Tile(64, 32, 4, stages)
+def tile_for(weight: WeightPlanes, n_tokens: int) -> Tile:
+    """Up to 16 tokens two warps, whose tensor-core instructions do not wait for each other; then warp groups."""
+    is_tall = weight.n_rows >= 16384
+    if weight.kind == "Q6_K":
+        return Tile(64, 32, 2 if n_tokens <= 16 else 4, 2)
+    if weight.kind == "Q8_0" and is_tall:
+        return Tile(128, 32, 8, 3)
+    if n_tokens <= 16:
+        return Tile(64, 32, 2, 3) if weight.n_rows >= 6144 else Tile(32, 64, 2, 3)
+    if is_tall and n_tokens > 32:
+        return Tile(128, 32, 8, 2) if weight.kind == "IQ4" else Tile(128, 16, 4, 3)
+    # Shared memory for two programs where there is more than one for each multiprocessor.
+    return Tile(64, 32, 4, 3 if is_tall or weight.n_rows <= 64 * _MULTIPROCESSORS // 2 else 2)
 
 
 KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4")
-_MULTIPROCESSORS = 132  # of an H200; fewer programs share their columns out
 MAX_TOKENS = 128  # above, unpacking once and the library's product are faster
 
 
@@ -131,7 +174,7 @@ def matmul(
     assert out.shape == (n_tokens, weight.n_rows)
     assert out.dtype == torch.float32
     assert out.is_contiguous()
-    tile = tile or tile_for(weight)
+    tile = tile or tile_for(weight, n_tokens)
     tokens = min(64, max(16, triton.next_power_of_2(n_tokens)))
     n_programs = triton.cdiv(weight.n_rows, tile.rows) * triton.cdiv(n_tokens, tokens)
     splits = 2 if n_programs < _MULTIPROCESSORS else 1
@@ -141,7 +184,7 @@ def matmul(
     grid = triton.cdiv(weight.n_rows, tile.rows), triton.cdiv(n_tokens, tokens), splits
     _matmul[grid](
         weight.codes, weight.codes if weight.high is None else weight.high, weight.scale,
-        x.values, x.scale, out if residual is None else residual, out, weight.n_rows, n_tokens,
+        x.values, x.scale, x.total, out if residual is None else residual, out, weight.n_rows, n_tokens,
         BLOCKS=weight.n_columns // BLOCK, KIND=weight.kind, BM=tokens, BN=tile.rows, BB=tile.blocks,
         SPLITS=splits, HAS_RESIDUAL=residual is not None, PLAIN=INTERPRETED,
         num_warps=tile.warps, num_stages=tile.stages,

@@ -4,7 +4,8 @@ INT8     codes c = round(x / s) per 32 values, scale s = max|x| / 127, total t =
          weights with a minimum or an unsigned code: Σ (c_w - 8) · x = Σ c_w · x - 8 · Σ x. Word w of all blocks comes
          before word w + 1 of any, as in the weights' planes.
 HALVES   float16 after division by the row's largest magnitude, so that no model's outliers overflow; value i of all
-         blocks of 32 before value i + 1 of any (`matmul`, and products with weights unpacked in that order).
+         blocks of 32 before value i + 1 of any (`matmul`, and products with weights unpacked in that order). Totals of
+         blocks serve the same weights as above.
 PLAIN    float32, as they are.
 """
 
@@ -26,7 +27,7 @@ class Rows:
     form: str
     values: torch.Tensor  # int32 words (rows, columns / 4), float16 or float32 (rows, columns)
     scale: torch.Tensor  # float32: INT8 (rows, columns / 32), HALVES (rows,), PLAIN empty
-    total: torch.Tensor  # float32: INT8 (rows, columns / 32), otherwise empty
+    total: torch.Tensor  # (rows, columns / 32): INT8 float32, HALVES float16; otherwise empty
 
     @staticmethod
     def empty(form: str, n_rows: int, n_columns: int, device: torch.device | str) -> Rows:
@@ -36,9 +37,11 @@ class Rows:
             words = torch.empty(n_rows, n_columns // 4, dtype=torch.int32, device=device)
             scale, total = (torch.empty(n_rows, n_columns // 32, device=device) for _ in range(2))
             return Rows(form, words, scale, total)
-        dtype = torch.float16 if form == HALVES else torch.float32
-        values = torch.empty(n_rows, n_columns, dtype=dtype, device=device)
-        return Rows(form, values, torch.empty(n_rows, device=device) if form == HALVES else none, none)
+        if form == HALVES:
+            values = torch.empty(n_rows, n_columns, dtype=torch.float16, device=device)
+            total = torch.empty(n_rows, n_columns // 32, dtype=torch.float16, device=device)
+            return Rows(form, values, torch.empty(n_rows, device=device), total)
+        return Rows(form, torch.empty(n_rows, n_columns, device=device), none, none)
 
     @property
     def n_rows(self) -> int:
@@ -80,8 +83,10 @@ def store_rows(x, values, scale, total, row, b, BLOCKS: tl.constexpr, FORM: tl.c
         tl.store(total + row * BLOCKS + b, s * tl.sum(c, 1), inside)
     elif FORM == "halves":
         s = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
-        tl.store(values + start + i * BLOCKS + b[:, None], (x / s).to(tl.float16), inside[:, None])
+        h = (x / s).to(tl.float16)
+        tl.store(values + start + i * BLOCKS + b[:, None], h, inside[:, None])
         tl.store(scale + row, s)
+        tl.store(total + row * BLOCKS + b, tl.sum(h.to(tl.float32), 1).to(tl.float16), inside)
     else:
         tl.store(values + start + b[:, None] * 32 + i, x, inside[:, None])
 
