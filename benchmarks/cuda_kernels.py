@@ -131,7 +131,7 @@ def matmul_tiles() -> list[mm.Tile]:
 
 
 def attention_tunings() -> list[Tuning]:
-    choices = itertools.product((512, 1056, 1584, 2112), (None, 168, 128), (3, 4))
+    choices = itertools.product((256, 512, 1024), (None,), (3, 4))
     return [Tuning(*choice) for choice in choices]
 
 

@@ -108,10 +108,11 @@ def byte_as_half(word, i: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr)
 
 
 @triton.constexpr_function
-def _level_as_byte(code, i):
-    """The level of a code as byte i of an int32."""
-    bits = (IQ4_GRID.table[code] & 255) << 8 * i
-    return bits - 2**32 if bits >= 2**31 else bits
+def _eight_levels(first):
+    """Levels from `first` on as the bytes of an int64."""
+    return int.from_bytes(
+        bytes(level & 255 for level in IQ4_GRID.table[first : first + 8]), "little", signed=True
+    )
 
 
 @triton.constexpr_function
@@ -131,12 +132,12 @@ def iq4_levels(word, UPPER: tl.constexpr, PLAIN: tl.constexpr):
     """The levels of a word's four low or upper nibbles (its two halves), as four signed bytes."""
     FIRST: tl.constexpr = 16 if UPPER else 0
     if PLAIN:
-        levels = tl.zeros(word.shape, tl.int32)
+        levels = tl.zeros(word.shape, tl.int64)
         for i in tl.static_range(4):
-            for code in tl.static_range(16):
-                is_code = ((word >> (FIRST + 4 * i)) & 15) == code
-                levels |= tl.where(is_code, _level_as_byte(code, i), 0)
-        return levels
+            code = (word >> (FIRST + 4 * i)) & 15
+            eight = tl.where(code < 8, _eight_levels(0), _eight_levels(8))
+            levels |= ((eight >> (8 * (code & 7))) & 255) << (8 * i)
+        return levels.to(tl.int32)
     else:
         return tl.inline_asm_elementwise(
             _look_up_nibbles(FIRST), "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1

@@ -13,16 +13,16 @@ from motley.backends.cuda.kernels.bits import INTERPRETED
 from motley.backends.cuda.kernels.tiles import (
     TILE,
     CachePlanes,
-    bias_of,
     dims,
+    exact_parts,
     is_words,
     load_columns,
     load_scales,
     n_columns,
     n_parts,
-    scaled_parts,
     spread,
     unit,
+    zero_code,
 )
 
 
@@ -34,20 +34,20 @@ def _gather(
     b, head = tl.program_id(0), tl.program_id(1)
     at = (tl.load(blocks + b).to(tl.int64) * head_rows + first_row + head,)
     x = load_columns(planes, at, KIND, TILES, BS)
-    scale, bias, surplus = x, x, x
-    if is_words(KIND):
-        scale = spread(load_scales(planes, at, KIND, TILES, BS), KIND)
-        bias, surplus = bias_of(scale, KIND, PLAIN)
     t, w = (b * BS + tl.arange(0, BS))[None, :], tl.arange(0, n_columns(KIND, TILES))[:, None]
     row = out + (head.to(tl.int64) * n_tokens + t) * DIM
     BYTES: tl.constexpr = 4 if is_words(KIND) else 1
     EACH: tl.constexpr = n_parts(KIND) // BYTES
+    scale = x
+    if is_words(KIND):
+        scale = spread(load_scales(planes, at, KIND, TILES, BS), KIND).to(tl.float32)
     for i in tl.static_range(BYTES):
-        parts = scaled_parts(x, scale, bias, i, KIND, PLAIN)
+        parts = exact_parts(x, i, KIND, PLAIN)
         for j in tl.static_range(EACH):
             value = parts[j]
             if is_words(KIND):
-                value = (value * (8.0 / unit(i * EACH + j, KIND)) - surplus * 8.0).to(tl.float16)
+                code = value.to(tl.float32) * (2.0**24 / unit(i * EACH + j, KIND))
+                value = ((code - zero_code(KIND)) * scale).to(tl.float16)
             d = dims(w, i * EACH + j, KIND)
             tl.store(row + d, value, (t < n_tokens) & (d < DIM))
 
