@@ -1,9 +1,7 @@
-// A barrier for threads that meet thousands of times a second: spin, then let others run, then sleep.
+// A barrier for threads that meet thousands of times a second: spin for a while, then sleep.
 #pragma once
 #include <atomic>
-#include <chrono>
 #include <cstdint>
-#include <thread>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -18,22 +16,18 @@ inline void relax() {
 #endif
 }
 
-constexpr int kSpins = 2000;  // about 100 µs
+// About 100 µs: within a step, whoever is later than that has lost its core, perhaps to those who wait for it.
+constexpr int kSpinsInStep = 2000;
 
-// A sleeper needs 50 µs to wake up, on a virtual machine whose core has gone idle 2 ms and more: as long as a whole step of
-// a small model. The next step comes sooner than this, so whoever waits for it stays awake, but yields to others.
-constexpr auto kStayAwake = std::chrono::milliseconds(5);
+// About 1 ms: the next step of a small model comes sooner, and to be woken up would take as long as the step itself: 50 µs,
+// but 2 ms where a virtual machine's core has gone idle.
+constexpr int kSpinsBetweenSteps = 20000;
 
 // Returns once `word` is no longer `old`.
-inline void await_change(std::atomic<uint32_t>& word, uint32_t old) {
-    for (int i = 0; i < kSpins; i++) {
+inline void await_change(std::atomic<uint32_t>& word, uint32_t old, int n_spins = kSpinsInStep) {
+    for (int i = 0; i < n_spins; i++) {
         if (word.load(std::memory_order_acquire) != old) return;
         relax();
-    }
-    const auto end = std::chrono::steady_clock::now() + kStayAwake;
-    while (std::chrono::steady_clock::now() < end) {
-        if (word.load(std::memory_order_acquire) != old) return;
-        std::this_thread::yield();
     }
     word.wait(old, std::memory_order_acquire);
 }
