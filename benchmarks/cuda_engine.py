@@ -5,7 +5,7 @@
 Weights are random and made in memory (matrices Q4_K, output Q6_K); everything else is what a user runs: tokenizer,
 scheduler, paged cache, sampling. Tokens are counted as llama.cpp's batched bench does it: `decode` is tokens over time
 of the steps in which all requests decode (the last prompt is in, the first answer is not complete); `total` is the
-answers' tokens over the whole time, prompts included.
+answers' tokens over the whole time, prompts included. Crews take turns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -141,22 +141,20 @@ def bench_engine(n_layers: int) -> list[dict[str, Any]]:
 
     with engine_on(spec, ONE, "q8_0", n_ctx=640, n_batch=2048, n_parallel=64) as engine:
         serve(engine, 64, 512, 32, seed=1)  # compiles, captures
-        for i in range(2):
+        for i in range(3):
             note({"case": "64 x (512 + 64)", "cache": "q8_0", **serve(engine, 64, 512, 64, seed=2 + i)})
-    for crew in (ONE, TENSOR, LAYER):
-        with engine_on(spec, crew, "q8_0", n_ctx=1024, n_batch=512, n_parallel=8) as engine:
-            for n_requests in (1, 8):
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(engine_on(spec, crew, "q8_0", n_ctx=1024, n_batch=512, n_parallel=8))
+            for crew in (ONE, TENSOR, LAYER)
+        ]
+        for n_requests in (1, 8):
+            for engine in engines:
                 serve(engine, n_requests, 64, 16, seed=1)
-                for i in range(3):
-                    case = f"{n_requests} x (64 + 128)"
-                    note(
-                        {
-                            "case": case,
-                            **crew,
-                            "cache": "q8_0",
-                            **serve(engine, n_requests, 64, 128, seed=2 + i),
-                        }
-                    )
+            for i in range(5):  # in turns: they are to be compared
+                for crew, engine in zip((ONE, TENSOR, LAYER), engines, strict=True):
+                    speed = serve(engine, n_requests, 64, 128, seed=2 + i)
+                    note({"case": f"{n_requests} x (64 + 128)", **crew, "cache": "q8_0", **speed})
     return results
 
 
