@@ -48,7 +48,7 @@ class Runner:
         progress: Progress | None = None,
     ) -> None:
         n_devices = len(split.crew)
-        self._backends = backends
+        self._backends = list(backends)
         shares = [split.share(device, BatchShape(1, 1)) for device in range(n_devices)]
         is_native = all(backend.device.type == "cpu" for backend in backends)
         threads, cores = split.crew.threads(n_threads), [device.cores for device in split.crew.devices]
@@ -158,6 +158,7 @@ class Runner:
         self._group.close()
         self._steps.clear()
         self._devices.clear()
+        self._backends.clear()
 
 
 def _graph_of(split: ModelSplit, device: int, shape: BatchShape) -> Graph:

@@ -87,7 +87,7 @@ def test_a_model_by_stages_gives_the_reference_s_logits(
 
 
 @pytest.mark.parametrize(
-    ("matrices", "contexts", "new"), [("Q4_0", [9, 21, 4], [1, 1, 1]), ("F16", [6, 17], [2, 1])]
+    ("matrices", "contexts", "new"), [("F16", [9, 21, 4], [1, 1, 1]), ("F16", [6, 17], [2, 1])]
 )
 def test_rows_that_pad_a_batch_change_nothing(
     matrices: str, contexts: list[int], new: list[int], monkeypatch: pytest.MonkeyPatch
