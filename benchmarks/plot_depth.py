@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ours", type=Path, default=newest("*-h200-model.json"), help="of cuda_model")
+    parser.add_argument("--ours", type=Path, default=newest("*-h200-table.json"), help="of cuda_model")
     parser.add_argument("--theirs", type=Path, default=newest("*-h200-llama.cpp.json"))
     parser.add_argument("--weights", default="Q4_K")
     parser.add_argument("--out", type=Path, default=FOLDER.parent / "docs" / "decode-h200.svg")
