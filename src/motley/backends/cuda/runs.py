@@ -40,9 +40,7 @@ class Run(ABC):
         self._captures = all(program.captures for program in programs)
         self._staging: Staging | None = None
         self._givers: dict[str, int] = {}  # which program's inputs have a name
-        self._groups: list[
-            tuple[int, str]
-        ] = []  # of each group of layers: a program, and the name of a layer
+        self._groups: list[tuple[int, str]] = []  # of each group of layers, one: its program and its name
         self._n_decodes = 0
         self._captured: Captured | None = None
         self._captured_at = 0  # the staging's address
