@@ -1,7 +1,9 @@
-// A barrier for threads that meet thousands of times a second: spin for a while, then sleep.
+// A barrier for threads that meet thousands of times a second: spin, then let others run, then sleep.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <thread>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -16,18 +18,23 @@ inline void relax() {
 #endif
 }
 
-// About 100 µs: within a step, whoever is later than that has lost its core, perhaps to those who wait for it.
-constexpr int kSpinsInStep = 2000;
+constexpr int kSpins = 2000;  // about 100 µs
 
-// About 1 ms: the next step of a small model comes sooner, and to be woken up would take as long as the step itself: 50 µs,
-// but 2 ms where a virtual machine's core has gone idle.
-constexpr int kSpinsBetweenSteps = 20000;
+// A sleeper needs 50 µs to wake up, and 2 ms where a virtual machine's core has gone idle: more than a whole step of a small
+// model. Others come sooner than this, and the next step does, so whoever waits stays awake; but it yields, as it may be
+// in the way of the one it waits for.
+constexpr auto kStayAwake = std::chrono::milliseconds(5);
 
 // Returns once `word` is no longer `old`.
-inline void await_change(std::atomic<uint32_t>& word, uint32_t old, int n_spins = kSpinsInStep) {
-    for (int i = 0; i < n_spins; i++) {
+inline void await_change(std::atomic<uint32_t>& word, uint32_t old) {
+    for (int i = 0; i < kSpins; i++) {
         if (word.load(std::memory_order_acquire) != old) return;
         relax();
+    }
+    const auto end = std::chrono::steady_clock::now() + kStayAwake;
+    while (std::chrono::steady_clock::now() < end) {
+        if (word.load(std::memory_order_acquire) != old) return;
+        std::this_thread::yield();
     }
     word.wait(old, std::memory_order_acquire);
 }

@@ -73,7 +73,7 @@ void Pool::run(const std::function<void(int)>& work) {
 void Pool::serve(int thread) {
     if (thread < static_cast<int>(cores_.size())) bind_to_core(cores_[thread]);
     for (uint32_t n_seen = 0;;) {
-        await_change(n_calls_, n_seen, kSpinsBetweenSteps);
+        await_change(n_calls_, n_seen);
         n_seen++;
         if (is_closing_.load(std::memory_order_acquire)) return;
         (*work_)(thread);

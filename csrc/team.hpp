@@ -49,7 +49,7 @@ private:
     }
     void serve(int device) {
         for (uint32_t n_seen = 0;;) {
-            await_change(n_calls_, n_seen, kSpinsBetweenSteps);
+            await_change(n_calls_, n_seen);
             n_seen++;
             if (is_closing_.load(std::memory_order_acquire)) return;
             run_one(device);
