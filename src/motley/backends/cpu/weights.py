@@ -30,7 +30,7 @@ class RepackedTensor(PackedTensor):
         n_rows, n_columns = weight.shape
         source = weight.data.contiguous()
         row_bytes = source.shape[1]
-        # Pages are of the size that the system chooses. On large ones decoding would be 1 % faster, but a virtual machine
+        # Pages are of the size that the system chooses. On large ones decoding is 1 % faster, but a virtual machine
         # that has handed its free memory back to the host gets them several times as slowly.
         data = torch.empty(-(-n_rows // GROUP_ROWS), row_bytes * GROUP_ROWS, dtype=torch.uint8)
         pool.repack(address(source), address(data), FORMATS[weight.format.name], n_rows, n_columns, row_bytes)
