@@ -31,7 +31,7 @@ class Rows:
 
     @staticmethod
     def empty(form: str, n_rows: int, n_columns: int, device: torch.device | str) -> Rows:
-        assert n_columns % 32 == 0, "rows are whole blocks of 32"
+        assert form == PLAIN or n_columns % 32 == 0, "rows are whole blocks of 32"
         none = torch.empty(0, device=device)
         if form == INT8:
             words = torch.empty(n_rows, n_columns // 4, dtype=torch.int32, device=device)
