@@ -230,7 +230,7 @@ class Soak:
         self.cache.advance(sequence, len(known))
         room = self.cache.reserve(sequence, len(tokens)) if self.n_bare + len(tokens) <= N_BARE else None
         if room is not None:
-            self.model.copy(room.copies)
+            self.model.copy(room)
             self.model.store(sequence, len(known), tokens)
             self.cache.commit(sequence, tokens)
             known += tokens

@@ -32,7 +32,7 @@ from hypothesis.stateful import (
 )
 
 from motley.errors import CacheError
-from motley.kvcache.blocks import HOLE
+from motley.kvcache.blocks import HOLE, slots_of
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy, GroupSpec
 
@@ -172,13 +172,15 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.is_too_large(seq, len(tokens))
             self.seen["full"] += 1
             return
-        self.copy(room.copies)
-        self.seen["copies on write"] += len(room.copies)
+        self.copy(room)
+        self.seen["copies on write"] += len(room)
         n_before = len(sequence.tokens)
         sequence.append(tokens)
-        for arena, slots in zip(self.arenas, room.slots, strict=True):
-            assert len(slots) == len(tokens)
-            for i, slot in enumerate(slots):
+        for number, arena in enumerate(self.arenas):
+            table = self.cache.tables([seq], number)[0].blocks
+            for i, slot in enumerate(
+                slots_of(table, n_before, n_before + len(tokens), self.cache.block_size)
+            ):
                 arena[slot] = sequence.kvs[n_before + i]
         n_accepted = max(0, len(tokens) - n_rejected)
         sequence.cut(n_before + n_accepted)

@@ -58,7 +58,7 @@ class ModelDriver:
             self._cache.advance(sequence, start)
             room = self._cache.reserve(sequence, len(tokens))
             assert room is not None, "the test's cache is too small"
-            copies.extend(room.copies)
+            copies.extend(room)
             chunks.append(Chunk(sequence, start, tuple(tokens), len(tokens)))
         logits = self._runner.run(Batch.of(chunks), self._cache, copies).clone()
         for sequence, tokens in work.items():

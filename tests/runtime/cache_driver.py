@@ -35,7 +35,7 @@ class CacheDriver:
         room = self.cache.reserve(sequence, len(tokens))
         assert room is not None, "the test's cache is too small"
         chunk = Chunk(sequence, start, tuple(tokens), len(tokens))
-        copies = [*self._pending, *room.copies]
+        copies = [*self._pending, *room]
         self._pending = []
         logits = self.runner.run(Batch.of([chunk]), self.cache, copies).clone()
         self.cache.commit(sequence, tokens[:n_accepted])

@@ -74,4 +74,4 @@ class BareSequence:
                 f"no room in the KV cache for {n_tokens} tokens after {n_stored}",
                 hint="raise n_ctx (-c) or the cache's limit, or let requests finish",
             )
-        return room.copies
+        return room

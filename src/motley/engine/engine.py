@@ -109,7 +109,7 @@ class Engine:
                         f"no room in the KV cache for {len(tokens)} tokens beside running requests"
                     )
                 chunk = Chunk(sequence, start, part, 0)
-                self._runner.run(Batch.of([chunk]), self._cache, [*copies, *room.copies])
+                self._runner.run(Batch.of([chunk]), self._cache, [*copies, *room])
                 self._cache.commit(sequence, part)
                 copies = []
             yield sequence

@@ -127,7 +127,7 @@ class Scheduler:
             self._preempt(step, youngest)
             if youngest is request:
                 return
-        step.add(request, n_tokens, room.copies)
+        step.add(request, n_tokens, room)
 
     def _admit(self, step: Step, request: Request) -> bool:
         """Start a waiting request if its next chunk has room; never at the cost of a running one."""
@@ -142,7 +142,7 @@ class Scheduler:
             request.started = time.perf_counter()
             request.n_cached = opened.n_cached
         request.sequence, request.n_computed = opened.seq, opened.n_cached
-        step.add(request, n_tokens, (*opened.copies, *room.copies))
+        step.add(request, n_tokens, (*opened.copies, *room))
         self.running.append(request)
         return True
 

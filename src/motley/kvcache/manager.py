@@ -6,8 +6,8 @@ The life of a sequence:
     run arenas' copies of opened.copies
     for each batch of its next tokens:
         cache.advance(seq, n_tokens so far)   # windowed groups drop what this batch cannot see
-        room = cache.reserve(seq, len(batch)) # None: the pool is full, nothing has changed; wait or preempt
-        run arenas' copies of room.copies, then store K/V at room.slots
+        copies = cache.reserve(seq, len(batch))  # None: the pool is full, nothing has changed; wait or preempt
+        run arenas' copies, then store K/V at the slots of the next tokens
         cache.commit(seq, batch)              # now others may find it
     cache.free(seq)                           # what can be found again stays until the room is needed
 
@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from motley.errors import CacheError, ConfigError
 from motley.kvcache.blocks import HOLE, first_visible_block, n_blocks_for, slots_of
 from motley.kvcache.prefix import BlockHasher, PrefixStats, find_prefix
-from motley.kvcache.results import CacheStats, Opened, Reservation, Restored, TableView
+from motley.kvcache.results import CacheStats, Opened, Restored, TableView
 from motley.kvcache.sequences import BlockCopy, BlockGroup, BlockShift, BlockTable, GroupSpec
 
 
@@ -137,8 +137,10 @@ class CacheManager:
         stored = [self.stored_slots(seq, i) for i in range(len(tables))]
         return Restored(seq, tuple(first for first, _ in stored), tuple(slots for _, slots in stored))
 
-    def reserve(self, seq: int, n_new: int) -> Reservation | None:
-        """Slots for the next `n_new` tokens; None, and no change at all, if a group has no room for them."""
+    def reserve(self, seq: int, n_new: int) -> list[BlockCopy] | None:
+        """Make slots for the next `n_new` tokens. Gives what has to be copied before they are written; None, and no
+        change at all, if a group has no room for them.
+        """
         assert n_new >= 1, n_new
         sequence = self._sequences[seq]
         n_tokens = len(sequence.tokens)
@@ -147,11 +149,7 @@ class CacheManager:
         if any(group.n_missing(table, n_tokens, n_slots) > group.pool.n_available for group, table in pairs):
             return None
         sequence.n_slots = n_slots
-        copies = [copy for group, table in pairs for copy in group.extend(table, n_tokens, n_slots)]
-        return Reservation(
-            [slots_of(table.blocks, n_tokens, n_tokens + n_new, self.block_size) for group, table in pairs],
-            copies,
-        )
+        return [copy for group, table in pairs for copy in group.extend(table, n_tokens, n_slots)]
 
     def commit(self, seq: int, tokens: Sequence[int]) -> None:
         """Record the next tokens, whose K/V now stand in reserved slots, and let others find them."""
@@ -161,8 +159,10 @@ class CacheManager:
         sequence.tokens.extend(tokens)
         if self._finds_prefixes and tokens:
             self._name_full_blocks(sequence)
-            # A growing block keeps its first name until it is full; so this is rare.
-            self._name_tail(sequence, only_unnamed=True)
+            if len(sequence.tokens) // self.block_size * self.block_size >= n_before:
+                self._name_tail(
+                    sequence, only_unnamed=True
+                )  # a growing block keeps its first name until it is full
 
     def advance(self, seq: int, min_position: int) -> None:
         """Drop blocks behind the windows of `min_position`, the smallest one of the sequence's next batch.

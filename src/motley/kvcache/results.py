@@ -19,14 +19,6 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
-    """Where the next tokens go: per group, one slot (block * block_size + offset) for each token."""
-
-    slots: list[list[int]]
-    copies: list[BlockCopy]
-
-
-@dataclass(frozen=True, slots=True)
 class Restored:
     """A sequence to be filled: per group, the first token to store and the slots from it to the last token."""
 

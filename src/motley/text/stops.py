@@ -25,6 +25,8 @@ class StopChecker:
         """The text that can be shown now, and whether a stop string has been met."""
         if self._stopped:
             return "", True
+        if not self._stops:
+            return piece, False
         text = self._held + piece
         hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
@@ -41,6 +43,6 @@ class StopChecker:
 
     def _n_held(self, text: str) -> int:
         """The length of the longest end of `text` that is the beginning of a stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
+        longest = max(map(len, self._stops)) - 1
         lengths = range(min(longest, len(text)), 0, -1)
         return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
