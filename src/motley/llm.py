@@ -19,7 +19,7 @@ from motley.backends import Backend, backend_for, get_backend
 from motley.engine import BareSequence, Completion, Engine, Request, SamplingParams
 from motley.engine.sessions import SessionStore
 from motley.errors import ConfigError, RequestError
-from motley.gguf import read_spec
+from motley.gguf import ModelSpec, read_spec
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.paging import can_page_on_demand
 from motley.kvcache.types import get_cache_type
@@ -114,7 +114,10 @@ class LLM:
             _require_cache(device.name, runs, cache, params.head_dim)
         self.n_ctx = n_ctx or default_context(params)
         self.tokenizer = Tokenizer.from_spec(self.spec)
-        self.notices = _notices(cache, params, self.n_ctx, kv_rotation, backends)
+        self.notices = (
+            *_notices(cache, params, self.n_ctx, kv_rotation, backends),
+            *_unpacked(self.spec, backends),
+        )
         self._split = split_model(self.spec, params, crew, cache, n_ctx=self.n_ctx, rotate=kv_rotation)
         self._fit = fit_cache(self._split, cache, n_batch=n_batch, n_parallel=n_parallel)
         self._cache = CacheManager(
@@ -371,6 +374,17 @@ def _notices(
             why = "cuda-bindings is not installed" if device.type == "cuda" else "this system cannot do it"
             notices.append(f"the KV cache on {device} is not demand-paged, all of it is taken now: {why}")
     return tuple(notices)
+
+
+def _unpacked(spec: ModelSpec, backends: Sequence[Backend]) -> Iterator[str]:
+    """What takes more memory on a device than in the file."""
+    forms = sorted({info.type_name for info in spec.tensors.values() if len(info.shape) == 2})
+    for backend in {backend.device: backend for backend in backends}.values():
+        if unpacked := [form for form in forms if backend.unpacks(form)]:
+            yield (
+                f"{' and '.join(unpacked)} weights have no packed kernel on {backend.device}: "
+                "they are unpacked to 16 bits a value"
+            )
 
 
 def _is_list_of_prompts(prompt: Any) -> bool:

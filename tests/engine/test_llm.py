@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from motley import LLM, MotleyError, SamplingParams
+from motley.backends import Backend
 from motley.errors import ConfigError, RequestError
 
 
@@ -148,3 +149,12 @@ def test_a_prompt_is_text_or_token_ids(llm: LLM, prompt: Any) -> None:
 def test_a_chat_is_a_list_of_messages(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestError, match="list of messages"):
         llm.chat(messages, max_tokens=1)
+
+
+def test_formats_that_a_device_has_to_unpack_are_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any("no packed kernel" in notice for notice in llm.notices)
+    monkeypatch.setattr(Backend, "unpacks", lambda self, form: form in ("F32", "Q4_K"))
+    with LLM(llm.spec.path, n_ctx=64) as other:
+        assert (
+            "F32 weights have no packed kernel on cpu: they are unpacked to 16 bits a value" in other.notices
+        )

@@ -62,6 +62,10 @@ class Backend(ABC):
         """How many rows a plan for a batch of `n_rows` has; more than that are inert. The whole crew must agree."""
         return n_rows
 
+    def unpacks(self, form: str) -> bool:
+        """Whether matrices of that format take more memory here than in the file, for want of a kernel."""
+        return False
+
     def use_threads(self, n_threads: int, cores: Sequence[int] = ()) -> None:
         """What its device may use, and the cores that its threads keep to; said once, before anything is loaded."""
         return

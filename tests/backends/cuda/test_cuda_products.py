@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.kernels.matmul import matmul
 from motley.backends.cuda.kernels.matvec import Tile, matvec
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
 from motley.backends.cuda.planes import join_rows, to_planes
 from motley.backends.cuda.products import library_product, plain_values, unpacked_product
-from motley.backends.cuda.weights import UnpackedWarning, load
+from motley.backends.cuda.weights import load
 from motley.formats import PackedTensor, get_format
 
 KINDS = ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"]
@@ -87,14 +86,13 @@ def test_matrices_on_top_of_each_other_can_be_taken_apart(kind: str) -> None:
     assert torch.equal(joined.rows(3, 5).codes, parts[1].codes)
 
 
-def test_a_format_without_a_packed_kernel_is_unpacked_with_a_warning() -> None:
-    weight = packed("Q5_K", 5)
-    with pytest.warns(UnpackedWarning, match="Q5_K weights have no packed kernel"):
-        loaded = load(weight, torch.device("cpu"))
-    assert loaded.nbytes == 5 * 256 * 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert load(packed("IQ4_XS", 5), torch.device("cpu")).nbytes == 5 * 256 * 18 // 32
+def test_a_backend_knows_which_formats_have_no_packed_kernel() -> None:
+    backend, device = CudaBackend("cpu"), torch.device("cpu")
+    assert backend.unpacks("Q5_K")
+    assert load(packed("Q5_K", 5), device).nbytes == 5 * 256 * 2
+    assert not backend.unpacks("IQ4_XS")
+    assert load(packed("IQ4_XS", 5), device).nbytes == 5 * 256 * 18 // 32
+    assert not backend.unpacks("F16")
 
 
 def test_a_matrix_of_which_a_device_has_no_columns() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,18 +35,8 @@ def load(weight: PackedTensor, device: torch.device) -> DeviceWeight:
     if len(weight.shape) != 2:
         return DeviceWeight(on_device.data, weight.format)
     planes = to_planes(on_device)
-    if planes.n_bytes > 1.5 * weight.nbytes:
-        warnings.warn(_unpacked(weight.format.name), UnpackedWarning, stacklevel=2)
     shape_only = torch.empty(1, dtype=torch.uint8, device="meta").expand(on_device.data.shape)
     return DeviceWeight(shape_only, weight.format, Home(planes))
-
-
-class UnpackedWarning(UserWarning):
-    """Weights take more memory than in the file."""
-
-
-def _unpacked(name: str) -> str:
-    return f"cuda: {name} weights have no packed kernel, and are unpacked to bfloat16: 16 bits a value"
 
 
 class Matrices:
