@@ -19,11 +19,10 @@ from motley.backends import Backend, backend_for, get_backend
 from motley.engine import BareSequence, Completion, Engine, Request, SamplingParams
 from motley.engine.sessions import SessionStore
 from motley.errors import ConfigError, RequestError
-from motley.gguf import ModelSpec, read_spec
+from motley.gguf import read_spec
 from motley.kvcache.manager import CacheManager
-from motley.kvcache.paging import can_page_on_demand
 from motley.kvcache.types import get_cache_type
-from motley.models import DecoderParams, read_params, rotation_size
+from motley.models import read_params
 from motley.runtime import (
     CacheConfig,
     DeviceFigures,
@@ -37,6 +36,7 @@ from motley.runtime import (
     split_model,
 )
 from motley.runtime.exchange import CacheExchange, identity_of
+from motley.runtime.notices import notices
 from motley.text import ChatTemplate, Tokenizer
 from motley.units import parse_bytes
 
@@ -114,10 +114,7 @@ class LLM:
             _require_cache(device.name, runs, cache, params.head_dim)
         self.n_ctx = n_ctx or default_context(params)
         self.tokenizer = Tokenizer.from_spec(self.spec)
-        self.notices = (
-            *_notices(cache, params, self.n_ctx, kv_rotation, backends),
-            *_unpacked(self.spec, backends),
-        )
+        self.notices = notices(self.spec, params, cache, backends, n_ctx=self.n_ctx, rotates=kv_rotation)
         self._split = split_model(self.spec, params, crew, cache, n_ctx=self.n_ctx, rotate=kv_rotation)
         self._fit = fit_cache(self._split, cache, n_batch=n_batch, n_parallel=n_parallel)
         self._cache = CacheManager(
@@ -354,37 +351,6 @@ class Stream(Iterator[str]):
                 "the answer is not complete yet", hint="read the stream to its end, or close it"
             )
         return self._request.completion()
-
-
-def _notices(
-    cache: CacheConfig, params: DecoderParams, n_ctx: int, kv_rotation: bool, backends: Sequence[Backend]
-) -> tuple[str, ...]:
-    """What was asked for and is done another way, or may not be wise."""
-    notices, head_dim = [], params.head_dim
-    if n_ctx > params.n_ctx_train:
-        notices.append(f"the model was trained with {params.n_ctx_train} tokens of context, not {n_ctx}")
-    quantized = [kind.name for kind in (cache.k_type, cache.v_type) if kind.is_quantized]
-    if quantized and kv_rotation and not rotation_size(head_dim):
-        notices.append(
-            f"the {'/'.join(dict.fromkeys(quantized))} KV cache is not rotated: a head's {head_dim} dims "
-            "are no multiple of 32"
-        )
-    for device in dict.fromkeys(backend.device for backend in backends):
-        if cache.demand_paged and not can_page_on_demand(device):
-            why = "cuda-bindings is not installed" if device.type == "cuda" else "this system cannot do it"
-            notices.append(f"the KV cache on {device} is not demand-paged, all of it is taken now: {why}")
-    return tuple(notices)
-
-
-def _unpacked(spec: ModelSpec, backends: Sequence[Backend]) -> Iterator[str]:
-    """What takes more memory on a device than in the file."""
-    forms = sorted({info.type_name for info in spec.tensors.values() if len(info.shape) == 2})
-    for backend in {backend.device: backend for backend in backends}.values():
-        if unpacked := [form for form in forms if backend.unpacks(form)]:
-            yield (
-                f"{' and '.join(unpacked)} weights have no packed kernel on {backend.device}: "
-                "they are unpacked to 16 bits a value"
-            )
 
 
 def _is_list_of_prompts(prompt: Any) -> bool:

@@ -71,9 +71,9 @@ def test_quantized_caches_shift_as_well(shared: Path, kind: str) -> None:
 
 def test_windows_shift_with_the_rest(shared: Path) -> None:
     with open_llm(shared / "golden" / "gemma3" / "model.gguf", n_batch=16, n_ctx=96) as llm:
-        endless(llm, 140)
+        assert len(endless(llm, 140)) == 140
     with open_llm(shared / "golden" / "gemma3" / "model.gguf", n_batch=16, n_ctx=40) as llm:
-        endless(llm, 60)  # the window of 32 would see the kept tokens: computed again
+        assert len(endless(llm, 60)) == 60  # the window of 32 would see the kept tokens: computed again
 
 
 def test_a_stream_without_an_end_can_be_left(path: Path) -> None:
