@@ -130,7 +130,7 @@ def test_a_limit_in_tokens_is_never_exceeded(path: Path) -> None:
 def test_where_paging_on_demand_is_impossible_a_notice_says_so(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("motley.llm", "motley.runtime.caching"):
+    for module in ("motley.runtime.notices", "motley.runtime.caching"):
         monkeypatch.setattr(f"{module}.can_page_on_demand", lambda device: False)
     with open_llm(path, kv_cache_demand_paged=True) as llm:
         assert any("not demand-paged" in notice for notice in llm.notices)
