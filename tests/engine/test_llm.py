@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,13 @@ def test_formats_that_a_device_has_to_unpack_are_named(llm: LLM, monkeypatch: py
         assert (
             "F32 weights have no packed kernel on cpu: they are unpacked to 16 bits a value" in other.notices
         )
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads")
+def test_a_crew_has_the_same_threads_for_batches_of_every_shape(llm: LLM) -> None:
+    with LLM(llm.spec.path, n_ctx=64, devices="cpu,cpu,cpu", split_mode="tensor") as crew:
+        crew.logits([1])
+        n_threads = len(os.listdir("/proc/self/task"))
+        for n in range(2, 12):
+            crew.logits([1] * n)
+        assert len(os.listdir("/proc/self/task")) == n_threads

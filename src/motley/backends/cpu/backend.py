@@ -42,6 +42,7 @@ class CpuBackend(Backend):
         self._n_threads = torch.get_num_threads()
         self._cores: Sequence[int] = ()
         self._scratch = Scratch()
+        self._teams: dict[int, Any] = {}  # of crews that this device is the first of, by size
 
     @property
     def kernels(self) -> Sequence[Kernel]:
@@ -61,7 +62,7 @@ class CpuBackend(Backend):
         return PackedTensor(weight.data.clone(), weight.format)
 
     def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable:
-        return CpuExecutable(plan, weights, self._pool, self._scratch, is_exact=self.is_exact)
+        return CpuExecutable(plan, weights, self._pool, self._scratch, self._teams, is_exact=self.is_exact)
 
 
 class ExactCpuBackend(CpuBackend):
@@ -80,12 +81,14 @@ class CpuExecutable(Executable):
         weights: Mapping[str, PackedTensor],
         pool: Any,
         scratch: Scratch,
+        teams: dict[int, Any],
         *,
         is_exact: bool,
     ) -> None:
         self._graph = plan.graph
         self._stages = fuse(plan)
         self._pool = pool
+        self._teams = teams
         self._is_exact = is_exact
         self._layout = lay_out_stages(plan.graph, self._stages, pool.n_threads, is_exact=is_exact)
         self._memory = Memory(self._layout, scratch, weights, plan.graph.inputs)
@@ -104,7 +107,12 @@ class CpuExecutable(Executable):
     @classmethod
     def join(cls, members: Sequence[CpuExecutable]) -> Joint | None:
         is_native = all(can_compile(stage, m._memory.weights) for m in members for stage in m._stages)
-        return _Team(members) if is_native else None
+        if not is_native:
+            return None
+        teams, n_devices = members[0]._teams, len(members)
+        if n_devices not in teams:  # its threads serve the crew's plans of all shapes
+            teams[n_devices] = core.Team(n_devices)
+        return _Joint(members, teams[n_devices])
 
     def run(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         self._bind(inputs)
@@ -156,15 +164,15 @@ class CpuExecutable(Executable):
         return run
 
 
-class _Team:
+class _Joint:
     """Devices whose plans are native from end to end: one native call runs them all, each on threads of its own."""
 
-    def __init__(self, members: Sequence[CpuExecutable]) -> None:
+    def __init__(self, members: Sequence[CpuExecutable], team: Any) -> None:
         self._members = members
-        self._native = core.Team(len(members))
+        self._team = team
 
     def run(self, inputs: Sequence[Mapping[str, Any]]) -> list[tuple[torch.Tensor, ...]]:
         for member, own in zip(self._members, inputs, strict=True):
             member._bind(own)
-        self._native.run([member._program for member in self._members])
+        self._team.run([member._program for member in self._members])
         return [member._outputs for member in self._members]
