@@ -32,7 +32,6 @@ public:
         for (auto& error : errors_)
             if (error) std::rethrow_exception(error);
     }
-    int n_devices() const { return static_cast<int>(errors_.size()); }
 
 private:
     void call() {
