@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from motley.engine.request import LENGTH, STOP, Request, TextStream
+from motley.engine.request import LENGTH, STOP, ContextShift, Request, TextStream
 from motley.engine.scheduler import Scheduler
 from motley.errors import CacheError
 from motley.kvcache.manager import CacheManager
@@ -45,14 +45,16 @@ def scheduler(n_blocks: int = 64, n_batch: int = 32, n_parallel: int = 8) -> Sch
 
 
 def run(s: Scheduler, max_steps: int = 2000) -> int:
-    """Drive to the end; returns the number of steps. The cache is checked after each."""
+    """Drive to the end, as the engine does; returns the number of steps. The cache is checked after each."""
+    ahead = None
     for n_steps in range(max_steps):
         if not s.has_work:
             return n_steps
-        step = s.schedule()
+        step = ahead if ahead is not None and s.is_next(ahead) else s.schedule()
         assert step.work
         assert step.n_tokens <= s.n_batch
         s.complete(step)
+        ahead = s.foresee()
         for r, _ in step.work:
             if not r.n_pending:
                 r.accept(r.sampler(None, r.tokens))
@@ -118,6 +120,100 @@ def test_random_loads_under_a_small_cache_lose_nothing() -> None:
             s.add(r)
         run(s)
         assert [r.tokens for r in requests] == [expected(r) for r in requests]
+
+
+def running(s: Scheduler, *requests: Request) -> list[Request]:
+    """They have got their first token, and the step for their second has just begun."""
+    for r in requests:
+        s.add(r)
+    s.complete(s.schedule())
+    for r in requests:
+        r.accept(5)
+    s.complete(s.schedule())
+    return list(requests)
+
+
+def test_a_foreseen_step_is_the_next_one_if_every_request_got_a_token() -> None:
+    s = scheduler()
+    a, b = running(s, request([1, 2, 3]), request([4, 5]))
+    foreseen = s.foresee()
+    assert foreseen is not None
+    assert not s.is_next(foreseen)  # no token has come yet
+    a.accept(6)
+    assert not s.is_next(foreseen)
+    b.accept(7)
+    assert s.is_next(foreseen)
+    assert foreseen.work == s.schedule().work == [(a, 1), (b, 1)]
+    assert foreseen.tokens() == [6, 7]
+
+
+def test_what_was_foreseen_does_not_come_true_when_somebody_comes_or_goes() -> None:
+    s = scheduler()
+    a, b = running(s, request([1, 2, 3]), request([4, 5]))
+    foreseen = s.foresee()
+    assert foreseen is not None
+    a.accept(6)
+    b.accept(0)  # ends it
+    s.remove(b)
+    assert not s.is_next(foreseen)
+    assert s.schedule().work == [(a, 1)]
+    s.complete(s.schedule())
+    foreseen = s.foresee()
+    assert foreseen is not None
+    a.accept(6)
+    s.add(request([7]))
+    assert not s.is_next(foreseen)
+    s.cache.check_integrity()
+
+
+def test_nothing_is_foreseen_that_is_sure_to_be_different() -> None:
+    last = scheduler()
+    running(last, request([1], max_tokens=2))
+    assert last.foresee() is None  # the token that is being made is its last
+
+    queue = scheduler(n_parallel=1)
+    running(queue, request([1]))
+    queue.add(request([2]))
+    assert queue.foresee() is None
+
+    full = scheduler()
+    (endless,) = running(full, request([1, 2]))
+    endless.shift = ContextShift(n_ctx=3, n_keep=1)
+    assert full.foresee() is None  # with one more, something has to be dropped
+
+    prompt = scheduler(n_batch=4)
+    prompt.add(request(range(1, 12)))
+    prompt.complete(prompt.schedule())
+    assert prompt.foresee() is None  # the next step is more of it
+
+
+def test_a_shared_block_is_not_copied_ahead() -> None:
+    s = scheduler()
+    (a,) = running(s, request([1, 2, 3, 4, 5]))
+    assert a.sequence is not None
+    other = s.cache.fork(a.sequence)
+    before = s.cache.stats()
+    assert s.foresee() is None
+    assert s.cache.stats() == before
+    a.accept(6)
+    assert len(s.schedule().copies) == 1
+    s.cache.free(other)
+
+
+def test_no_room_ahead_leaves_it_to_the_next_step_to_preempt() -> None:
+    s = scheduler(n_blocks=4)
+    a, b = running(s, request([1, 2, 3, 4, 5], max_tokens=9), request([6, 7, 8, 9, 10], max_tokens=9))
+    for _ in range(2):
+        assert s.foresee() is not None
+        for r in (a, b):
+            r.accept(6)
+        s.complete(s.schedule())
+    assert s.foresee() is None  # each wants a third block
+    run_on = [(r, list(r.tokens)) for r in (a, b)]
+    for r in (a, b):
+        r.accept(6)
+    assert s.schedule().work == [(a, 1)]
+    assert all(r.tokens == [*tokens, 6] for r, tokens in run_on)
 
 
 def test_a_request_that_can_never_fit_is_refused_with_numbers() -> None:

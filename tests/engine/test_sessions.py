@@ -118,7 +118,9 @@ def test_saving_after_an_answer_computes_only_its_last_token(
     with open_llm(path) as llm:
         done = llm.generate(tokens, max_tokens=16, temperature=0, ignore_eos=True)
         run, batches = llm._runner.run, []
-        monkeypatch.setattr(llm._runner, "run", lambda b, *rest: batches.append(b.n_tokens) or run(b, *rest))
+        monkeypatch.setattr(
+            llm._runner, "run", lambda b, *rest: batches.append(b.shape.n_tokens) or run(b, *rest)
+        )
         llm.save_session(tmp_path / "s", [*tokens, *done.tokens])
         assert batches == [1]
 

@@ -59,8 +59,9 @@ class ModelDriver:
             room = self._cache.reserve(sequence, len(tokens))
             assert room is not None, "the test's cache is too small"
             copies.extend(room)
-            chunks.append(Chunk(sequence, start, tuple(tokens), len(tokens)))
-        logits = self._runner.run(Batch.of(chunks), self._cache, copies).clone()
+            chunks.append(Chunk(sequence, start, len(tokens), len(tokens)))
+        placed = self._runner.place(Batch.of(chunks), self._cache)
+        logits = self._runner.run(placed, [t for tokens in work.values() for t in tokens], copies).clone()
         for sequence, tokens in work.items():
             self._cache.commit(sequence, tokens)
             self._lengths[sequence] += len(tokens)

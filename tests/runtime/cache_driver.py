@@ -34,10 +34,10 @@ class CacheDriver:
         self.cache.advance(sequence, start)
         room = self.cache.reserve(sequence, len(tokens))
         assert room is not None, "the test's cache is too small"
-        chunk = Chunk(sequence, start, tuple(tokens), len(tokens))
+        batch = Batch.of([Chunk(sequence, start, len(tokens), len(tokens))])
         copies = [*self._pending, *room]
         self._pending = []
-        logits = self.runner.run(Batch.of([chunk]), self.cache, copies).clone()
+        logits = self.runner.run(self.runner.place(batch, self.cache), tokens, copies).clone()
         self.cache.commit(sequence, tokens[:n_accepted])
         self.cache.check_integrity()
         return logits

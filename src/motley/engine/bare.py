@@ -36,8 +36,9 @@ class BareSequence:
             part = tuple(tokens[start : start + n_portion])
             copies = self._reserve(len(part))
             n_rows = len(part) if n_outputs is None else min(n_outputs, len(part))
-            chunk = Chunk(self._sequence, self._cache.n_tokens(self._sequence), part, n_rows)
-            rows.append(self._runner.run(Batch.of([chunk]), self._cache, copies).to("cpu", copy=True))
+            chunk = Chunk(self._sequence, self._cache.n_tokens(self._sequence), len(part), n_rows)
+            batch = self._runner.place(Batch.of([chunk]), self._cache)
+            rows.append(self._runner.run(batch, part, copies).to("cpu", copy=True))
             self._cache.commit(self._sequence, part)
         return torch.cat(rows)
 

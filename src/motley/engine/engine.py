@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from motley.engine.bare import BareSequence
 from motley.engine.params import SamplingParams
 from motley.engine.request import CANCELLED, ContextShift, Request, TextStream
-from motley.engine.sampling import build_sampler, shortlist
+from motley.engine.sampling import Candidates, build_sampler, shortlist
 from motley.engine.scheduler import Scheduler, Step
 from motley.errors import MotleyError, RequestError
 from motley.kvcache.manager import CacheManager
-from motley.runtime import Batch, Chunk, Runner
+from motley.runtime import Batch, Chunk, PlacedBatch, Runner
 from motley.text import Tokenizer
+
+
+class _Planned(NamedTuple):
+    """A step, and where its tokens go."""
+
+    step: Step
+    batch: PlacedBatch
 
 
 class Engine:
@@ -39,6 +47,7 @@ class Engine:
         self._n_ctx = n_ctx
         self._n_fit = cache.longest_fit(n_ctx, n_batch)  # tokens that one sequence may have
         self._n_vocab = n_vocab
+        self._ahead: _Planned | None = None  # what will run next, unless something happens before
         self._is_closed = False
 
     def add(self, prompt: Sequence[int], params: SamplingParams, *, continues_prompt: bool = True) -> Request:
@@ -70,14 +79,18 @@ class Engine:
             raise RequestError("the model was closed")
         if shifts := self._scheduler.shift_full():
             self._runner.shift(shifts)
-        step = self._scheduler.schedule()
+        step, batch = self._plan()
         try:
-            logits = self._run(step)
+            logits = self._runner.run(batch, step.tokens(), step.copies)
+            self._scheduler.complete(step)
+            self._ahead = self._foresee()  # a GPU is still at work
+            ready = [request for request, _ in step.work if not request.n_pending]
+            lists = shortlist(logits, [r.sampler for r in ready], [r.tokens for r in ready])
         except BaseException:
+            self._ahead = None
             self._scheduler.abandon(step)
             raise
-        self._scheduler.complete(step)
-        self._accept(step, logits)
+        self._accept(ready, lists)
         self._give_back()
 
     def cancel(self, request: Request) -> None:
@@ -108,8 +121,8 @@ class Engine:
                     raise RequestError(
                         f"no room in the KV cache for {len(tokens)} tokens beside running requests"
                     )
-                chunk = Chunk(sequence, start, part, 0)
-                self._runner.run(Batch.of([chunk]), self._cache, [*copies, *room])
+                batch = Batch.of([Chunk(sequence, start, len(part), 0)])
+                self._runner.run(self._runner.place(batch, self._cache), part, [*copies, *room])
                 self._cache.commit(sequence, part)
                 copies = []
             yield sequence
@@ -128,19 +141,29 @@ class Engine:
             self._scheduler.remove(request)
             request.fail(RequestError("the model was closed"))
 
-    def _run(self, step: Step) -> torch.Tensor:
+    def _plan(self) -> _Planned:
+        """What runs next: as it was foreseen, if that has come true."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and self._scheduler.is_next(ahead.step):
+            return ahead
+        step = self._scheduler.schedule()
+        return _Planned(step, self._place(step))
+
+    def _foresee(self) -> _Planned | None:
+        """What will probably run after the step that has just begun, while its tokens are being made."""
+        step = self._scheduler.foresee()
+        return None if step is None else _Planned(step, self._place(step))
+
+    def _place(self, step: Step) -> PlacedBatch:
         chunks = []
         for request, n_tokens in step.work:
             assert request.sequence is not None
             start, end = request.n_computed, request.n_computed + n_tokens
-            is_last = end == len(request.tokens)
-            chunks.append(Chunk(request.sequence, start, tuple(request.tokens[start:end]), int(is_last)))
-        return self._runner.run(Batch.of(chunks), self._cache, step.copies)
+            chunks.append(Chunk(request.sequence, start, n_tokens, int(end >= len(request.tokens))))
+        return self._runner.place(Batch.of(chunks), self._cache)
 
-    def _accept(self, step: Step, logits: torch.Tensor) -> None:
-        """Sample for each request whose tokens are all computed; rows of `logits` are in the order of work."""
-        ready = [request for request, _ in step.work if not request.n_pending]
-        lists = shortlist(logits, [r.sampler for r in ready], [r.tokens for r in ready])
+    def _accept(self, ready: Sequence[Request], lists: Sequence[Candidates]) -> None:
+        """Each request, all of whose tokens are computed, gets one more, from its list."""
         for request, found in zip(ready, lists, strict=True):
             try:
                 request.accept(request.sampler.pick(found))

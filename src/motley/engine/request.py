@@ -102,6 +102,12 @@ class Request:
         return self.shift is not None and len(self.tokens) > self.shift.n_ctx
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it runs on after its next token, whichever that is, unless it is one that stops."""
+        is_last = self.max_tokens is not None and self.n_generated + 1 >= self.max_tokens
+        return not is_last and (self.shift is None or len(self.tokens) < self.shift.n_ctx)
+
+    @property
     def n_pending(self) -> int:
         """Tokens still to be computed."""
         return len(self.tokens) - self.n_computed

@@ -31,6 +31,14 @@ class Step:
         self.copies.extend(copies)
         self.n_tokens += n_tokens
 
+    def tokens(self) -> list[int]:
+        """All that it computes, in the order of work; before it is complete."""
+        return [
+            token
+            for request, n in self.work
+            for token in request.tokens[request.n_computed : request.n_computed + n]
+        ]
+
     def drop(self, request: Request) -> None:
         self.work = [(other, n) for other, n in self.work if other is not request]
         self.n_tokens = sum(n for _, n in self.work)
@@ -95,6 +103,33 @@ class Scheduler:
                 hint="close bare sequences",
             )
         return step
+
+    def foresee(self) -> Step | None:
+        """The step after the one that has just begun, should all that happens be that each request gets a token.
+
+        Its slots are reserved, which is no loss if something else happens. None where that is sure, or where copies
+        would be due.
+        """
+        if self.waiting or len(self.running) > self.n_batch:
+            return None
+        if any(request.n_pending or not request.goes_on for request in self.running):
+            return None
+        step = Step()
+        for request in self.running:
+            assert request.sequence is not None
+            self.cache.advance(request.sequence, request.n_computed)
+            if self.cache.reserve(request.sequence, 1, may_copy=False) is None:
+                return None
+            step.add(request, 1, ())
+        return step
+
+    def is_next(self, foreseen: Step) -> bool:
+        """Whether nothing has happened but what was foreseen."""
+        return (
+            not self.waiting
+            and self.running == [request for request, _ in foreseen.work]
+            and all(request.n_pending == 1 for request in self.running)
+        )
 
     def complete(self, step: Step) -> None:
         """The step has run: its tokens' K/V are in the cache."""

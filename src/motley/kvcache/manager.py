@@ -137,9 +137,9 @@ class CacheManager:
         stored = [self.stored_slots(seq, i) for i in range(len(tables))]
         return Restored(seq, tuple(first for first, _ in stored), tuple(slots for _, slots in stored))
 
-    def reserve(self, seq: int, n_new: int) -> list[BlockCopy] | None:
+    def reserve(self, seq: int, n_new: int, *, may_copy: bool = True) -> list[BlockCopy] | None:
         """Make slots for the next `n_new` tokens. Gives what has to be copied before they are written; None, and no
-        change at all, if a group has no room for them.
+        change at all, if a group has no room for them, or if it `may_copy` nothing and would have to.
         """
         assert n_new >= 1, n_new
         sequence = self._sequences[seq]
@@ -147,6 +147,8 @@ class CacheManager:
         n_slots = max(sequence.n_slots, n_tokens + n_new)
         pairs = list(zip(self.groups, sequence.tables, strict=True))
         if any(group.n_missing(table, n_tokens, n_slots) > group.pool.n_available for group, table in pairs):
+            return None
+        if not may_copy and any(group.must_copy_tail(table, n_tokens) for group, table in pairs):
             return None
         sequence.n_slots = n_slots
         return [copy for group, table in pairs for copy in group.extend(table, n_tokens, n_slots)]

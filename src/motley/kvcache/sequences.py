@@ -116,13 +116,18 @@ class BlockGroup:
     def n_missing(self, table: BlockTable, n_tokens: int, n_slots: int) -> int:
         """How many blocks `extend` would allocate."""
         n_new = max(0, n_blocks_for(n_slots, self.block_size) - len(table.blocks))
-        return n_new + self._must_copy_tail(table, n_tokens)
+        return n_new + self.must_copy_tail(table, n_tokens)
+
+    def must_copy_tail(self, table: BlockTable, n_tokens: int) -> bool:
+        """Whether the block that token `n_tokens` goes to is unfinished and others have it, too."""
+        tail, n_kept = divmod(n_tokens, self.block_size)
+        return n_kept > 0 and self.pool.n_refs(table.blocks[tail]) > 1
 
     def extend(self, table: BlockTable, n_tokens: int, n_slots: int) -> list[BlockCopy]:
         """Make slots n_tokens … n_slots - 1 writable. The caller has checked `n_missing` against the pool."""
         copies = []
         tail, n_kept = divmod(n_tokens, self.block_size)
-        if self._must_copy_tail(table, n_tokens):
+        if self.must_copy_tail(table, n_tokens):
             shared = table.blocks[tail]
             table.blocks[tail] = self._allocate()
             table.version += 1
@@ -197,7 +202,7 @@ class BlockGroup:
             return False  # a window that would reach back to tokens which it has dropped
         n_fixed, owned = self._movable(table, n_tokens - n_drop, n_keep)
         n_missing = max(0, n_blocks_for(n_tokens - n_drop, self.block_size) - n_fixed - len(owned))
-        must_copy = seen < n_keep and self._must_copy_tail(table, n_keep)
+        must_copy = seen < n_keep and self.must_copy_tail(table, n_keep)
         return n_missing + must_copy <= self.pool.n_available
 
     def shift(self, table: BlockTable, n_tokens: int, n_keep: int, n_drop: int) -> BlockShift:
@@ -286,10 +291,6 @@ class BlockGroup:
         n_fixed = n_blocks_for(n_keep, self.block_size) if stays else seen // self.block_size
         first = max(n_fixed, table.n_holes) if stays else table.n_holes
         return n_fixed, [block for block in table.blocks[first:] if self.pool.n_refs(block) == 1]
-
-    def _must_copy_tail(self, table: BlockTable, n_tokens: int) -> bool:
-        tail, n_kept = divmod(n_tokens, self.block_size)
-        return n_kept > 0 and self.pool.n_refs(table.blocks[tail]) > 1
 
     def _allocate(self) -> int:
         block = self.pool.allocate()

@@ -1,6 +1,6 @@
 """Running batches on a crew: split + plans + cache + batch → logits."""
 
-from motley.runtime.batch import Batch, Chunk
+from motley.runtime.batch import Batch, Chunk, PlacedBatch
 from motley.runtime.cache_report import CacheFigures, DeviceFigures, KVStats, cache_figures
 from motley.runtime.caching import CacheConfig, CachePlan
 from motley.runtime.crew import Crew, make_crew
@@ -21,6 +21,7 @@ __all__ = [
     "DeviceFigures",
     "KVStats",
     "ModelSplit",
+    "PlacedBatch",
     "Progress",
     "Runner",
     "cache_figures",

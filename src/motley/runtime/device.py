@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,21 +11,12 @@ import torch
 from motley.backends import Backend, Executable
 from motley.formats import PackedTensor
 from motley.graph import CACHE, Graph
-from motley.kvcache.arena import Arena, GroupBatch
+from motley.kvcache.arena import Arena
 from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape, cache_layer
 from motley.plan import DevicePlan, Kernel
+from motley.runtime.batch import PlacedBatch
 from motley.runtime.shifting import KeyTurner
-
-
-@dataclass(frozen=True)
-class DeviceBatch:
-    """A batch as devices see it: shape, inputs by name, and cache addresses per group."""
-
-    shape: BatchShape
-    inputs: Mapping[str, torch.Tensor]
-    cache: tuple[GroupBatch, ...]
-    copies: Sequence[BlockCopy]  # to be made first
 
 
 class DeviceRunner:
@@ -53,10 +43,12 @@ class DeviceRunner:
         plan = DevicePlan.of(self._build(shape), self._kernels)
         return self._backend.prepare(plan, self._weights)
 
-    def inputs(self, batch: DeviceBatch) -> dict[str, Any]:
-        """What an executable takes for a batch, whose copies are made now."""
-        self.arena.begin(batch.cache, batch.copies)
-        return {**self._layers, **batch.inputs}
+    def begin(
+        self, batch: PlacedBatch, inputs: Mapping[str, torch.Tensor], copies: Sequence[BlockCopy]
+    ) -> dict[str, Any]:
+        """What an executable takes for a batch: its inputs and the cache, in which copies are made now."""
+        self.arena.begin(batch.cache, copies)
+        return {**self._layers, **inputs}
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
         """Move cached K/V to earlier positions."""

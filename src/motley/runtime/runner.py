@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,9 +17,9 @@ from motley.kvcache.batching import Extent, group_batches
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape
-from motley.runtime.batch import Batch
+from motley.runtime.batch import Batch, PlacedBatch
 from motley.runtime.caching import CachePlan
-from motley.runtime.device import DeviceBatch, DeviceRunner
+from motley.runtime.device import DeviceRunner
 from motley.runtime.group import CollectiveKernel, ThreadGroup
 from motley.runtime.loading import Progress, load_weights, weight_bytes
 from motley.runtime.splitting import ModelSplit
@@ -71,32 +71,35 @@ class Runner:
         ]
         self._steps: OrderedDict[BatchShape, _Step] = OrderedDict()
 
-    def run(self, batch: Batch, manager: CacheManager, copies: Iterable[BlockCopy]) -> torch.Tensor:
+    def place(self, batch: Batch, manager: CacheManager) -> PlacedBatch:
+        """Where a batch's tokens go and what they see. Their slots have been reserved, and stay as they are until it
+        has run.
+        """
+        extents = [Extent(c.sequence, c.start, c.n_tokens) for c in batch.chunks]
+        inputs = {"positions": batch.positions(), "output_rows": batch.output_rows()}
+        return PlacedBatch(
+            BatchShape(batch.n_tokens, batch.n_outputs),
+            {name: _int32(numbers) for name, numbers in inputs.items()},
+            tuple(group_batches(manager, extents)),
+        )
+
+    def run(self, batch: PlacedBatch, tokens: Sequence[int], copies: Sequence[BlockCopy]) -> torch.Tensor:
         """Logits (outputs, vocab) of the rows that want them, on their device, until the next run.
 
-        Slots have been reserved; `copies` are made first.
+        `tokens`: of all chunks, one after the other. `copies` are made first. A GPU may still be at work.
         """
-        copies = list(copies)
-        extents = [Extent(c.sequence, c.start, len(c.tokens)) for c in batch.chunks]
-        inputs = {
-            "tokens": batch.tokens(),
-            "positions": batch.positions(),
-            "output_rows": batch.output_rows(),
-        }
-        work = DeviceBatch(
-            BatchShape(batch.n_tokens, batch.n_outputs),
-            {name: torch.from_numpy(np.array(ids, np.int32)) for name, ids in inputs.items()},
-            tuple(group_batches(manager, extents)),
-            copies,
-        )
-        step = self._step(self._padded(work.shape))
+        assert len(tokens) == batch.shape.n_tokens, (len(tokens), batch.shape)
+        inputs = {"tokens": _int32(tokens), **batch.inputs}
+        step = self._step(self._padded(batch.shape))
         if step.joint is not None:
-            outputs = step.joint.run([device.inputs(work) for device in self._devices])
+            outputs = step.joint.run([device.begin(batch, inputs, copies) for device in self._devices])
         else:
             outputs = self._group.run(
-                lambda device: step.executables[device].run(self._devices[device].inputs(work))
+                lambda device: step.executables[device].run(
+                    self._devices[device].begin(batch, inputs, copies)
+                )
             )
-        return outputs[0][0][: batch.n_outputs]
+        return outputs[0][0][: batch.shape.n_outputs]
 
     def _padded(self, shape: BatchShape) -> BatchShape:
         """The shape that plans are made for: rows as the devices like them, where they like them alike."""
@@ -163,3 +166,7 @@ class Runner:
 
 def _graph_of(split: ModelSplit, device: int, shape: BatchShape) -> Graph:
     return split.share(device, shape).graph
+
+
+def _int32(numbers: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(numbers, np.int32))
