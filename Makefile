@@ -10,7 +10,7 @@ PEERS_STAMP := $(if $(filter build/peers/bin/python,$(PEERS_PYTHON)),build/peers
 PEERS_LLAMA_CPP := llama-cpp-python==0.3.36 # deep contexts are made in its format: benchmarks/peer_llama_state.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench bench-peers sanitize clean
+.PHONY: help setup demo test test-gpu check format bench bench-peers sanitize clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ demo: $(STAMP) ## two unequal devices share the bundled model and stream a story
 
 test: $(STAMP) ## run all tests
 	$(BIN)/python -m pytest
+
+test-gpu: $(STAMP) ## run the tests that need an NVIDIA GPU (`make test` skips them)
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu
 
 check: $(STAMP) ## lint, format check, types, direction of imports
 	$(BIN)/ruff check .

@@ -15,11 +15,18 @@ Part = tuple[Work | None, Callable[[], Work] | None]
 class GraphPool:
     """Memory that all captured graphs of a model on a GPU share: one batch runs at a time, so one may write over
     another's. What holds a graph's outputs is its own.
+
+    torch gives a pool up with its last graph, and fails if another one is captured into it after that: so one graph,
+    of almost nothing, stays.
     """
 
     @cached_property
+    def _keeper(self) -> torch.cuda.CUDAGraph:
+        return _captured(lambda: torch.zeros(1, device="cuda"))
+
+    @property
     def handle(self) -> Any:
-        return torch.cuda.graph_pool_handle()
+        return self._keeper.pool()
 
 
 class Captured:
@@ -30,24 +37,23 @@ class Captured:
         self._steps: list[Work] = []
         for work, between in parts:
             if work is not None:
-                self._steps.append(self._capture(work, pool))
+                self._steps.append(_captured(work, pool.handle).replay)
                 self._steps[-1]()
             if between is not None:
                 self._steps.append(between())
 
-    @staticmethod
-    def _capture(work: Work, pool: GraphPool) -> Work:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        # Other devices' threads go on meanwhile; only this one's calls must be fit for capture.
-        with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
-            work()
-        replay: Work = graph.replay
-        return replay
-
     def replay(self) -> None:
         for step in self._steps:
             step()
+
+
+def _captured(work: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    # Other devices' threads go on meanwhile; only this one's calls must be fit for capture.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        work()
+    return graph
 
 
 class Lanes:

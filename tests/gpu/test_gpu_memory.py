@@ -1,0 +1,72 @@
+"""A GPU's memory: the cache takes what it uses and gives it back, and what does not fit is refused or survived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from motley import LLM
+from motley.errors import MotleyError
+
+PROMPT = list(range(3, 260)) * 8
+MIB = 2**20
+
+Load = Callable[..., LLM]
+
+
+def resident(llm: LLM) -> int:
+    return sum(device.resident for device in llm.kv_stats().devices)
+
+
+def test_a_demand_paged_cache_takes_memory_and_gives_it_back(load: Load) -> None:
+    pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
+    llm = load(n_ctx=8192, kv_cache_demand_paged=True)
+    idle, n_free = resident(llm), torch.cuda.mem_get_info()[0]
+    stream = llm.stream(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True)
+    next(stream)
+    torch.cuda.empty_cache()
+    assert resident(llm) > idle
+    stream.finish()
+    assert resident(llm) == idle
+    torch.cuda.empty_cache()
+    assert n_free - torch.cuda.mem_get_info()[0] < 64 * MIB  # plans and their graphs
+
+
+def test_demand_paging_changes_no_answer(load: Load) -> None:
+    pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
+    paged, plain = (load(n_ctx=4096, kv_cache_demand_paged=is_paged) for is_paged in (True, False))
+    for _ in range(2):  # the second time in memory that was given back
+        a, b = (llm.generate(PROMPT, max_tokens=24, temperature=0.0) for llm in (paged, plain))
+        assert a.tokens == b.tokens
+
+
+def test_a_model_that_does_not_fit_is_refused_with_numbers(load: Load) -> None:
+    n_free = torch.cuda.mem_get_info()[0]
+    hog = torch.empty(n_free - 300 * MIB, dtype=torch.uint8, device="cuda:0")
+    try:
+        with pytest.raises(MotleyError, match=r"MiB"):
+            load(n_ctx=4096, n_batch=2048, kv_cache_tokens=2**20)
+    finally:
+        del hog
+        torch.cuda.empty_cache()
+    assert load().generate("Once", max_tokens=2).tokens
+
+
+def test_a_request_that_runs_out_of_memory_fails_and_the_next_is_answered(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load()
+    expected = llm.generate("Once upon a time", max_tokens=8, temperature=0.0).tokens
+    linear = torch.nn.functional.linear
+
+    def hungry(*arguments: torch.Tensor) -> torch.Tensor:
+        torch.empty(2**44, dtype=torch.uint8, device="cuda:0")
+        return linear(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", hungry)
+        with pytest.raises(MotleyError, match="out of memory"):
+            llm.generate(PROMPT[:400], max_tokens=8, temperature=0.0)
+    assert llm.generate("Once upon a time", max_tokens=8, temperature=0.0).tokens == expected
