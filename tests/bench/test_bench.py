@@ -60,6 +60,15 @@ def test_what_depth_is_filled_with_is_found_by_nobody(path: Path) -> None:
         assert llm.generate([0] * 40, max_tokens=4, temperature=0).tokens == alone
 
 
+def test_decoding_follows_the_likeliest_token(path: Path) -> None:
+    with LLM(path, n_ctx=128) as llm, llm.bare_sequence() as a, llm.bare_sequence() as b:
+        token = 5
+        for _ in range(4):
+            following = int(a.feed([token]).argmax())
+            assert b.follow(token) == following
+            token = following
+
+
 def test_the_roofline_counts_bytes_that_had_to_be_read() -> None:
     decoding = Measurement(Workload(10, False), (2.0, 1.0, 1.0), bytes_per_token=500)
     assert decoding.rate == 10

@@ -121,6 +121,8 @@ def test_a_bare_sequence_that_takes_all_room_is_named(path: Path) -> None:
             for wrong in ([], [-5], [2_000_000_000]):
                 with pytest.raises(RequestError, match="token ids"):
                     sequence.feed(wrong)
+            with pytest.raises(RequestError, match="token ids"):
+                sequence.follow(-1)
         sequence.close()
         assert llm.generate("Once upon a time", max_tokens=5).tokens
 

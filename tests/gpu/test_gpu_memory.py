@@ -23,15 +23,20 @@ def resident(llm: LLM) -> int:
 def test_a_demand_paged_cache_takes_memory_and_gives_it_back(load: Load) -> None:
     pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
     llm = load(n_ctx=8192, kv_cache_demand_paged=True)
-    idle, n_free = resident(llm), torch.cuda.mem_get_info()[0]
+    idle = resident(llm)
+    llm.generate(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True)  # loads kernels, makes plans
+    torch.cuda.empty_cache()
+    n_free = torch.cuda.mem_get_info()[0]
     stream = llm.stream(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True)
     next(stream)
     torch.cuda.empty_cache()
-    assert resident(llm) > idle
+    taken = resident(llm) - idle
+    assert taken > 0
+    assert n_free - torch.cuda.mem_get_info()[0] >= taken  # the driver says so, too
     stream.finish()
-    assert resident(llm) == idle
     torch.cuda.empty_cache()
-    assert n_free - torch.cuda.mem_get_info()[0] < 64 * MIB  # plans and their graphs
+    assert resident(llm) == idle
+    assert n_free - torch.cuda.mem_get_info()[0] < taken
 
 
 def test_demand_paging_changes_no_answer(load: Load) -> None:

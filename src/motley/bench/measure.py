@@ -98,7 +98,7 @@ def _run(llm: LLM, workload: Workload) -> float:
             sequence.feed([token] * workload.n_tokens, n_outputs=1)
         else:
             for _ in range(workload.n_tokens):
-                token = int(sequence.feed([token]).argmax())
+                token = sequence.follow(token)
         return time.perf_counter() - started
 
 

@@ -28,19 +28,19 @@ class BareSequence:
 
     def feed(self, tokens: Sequence[int], n_outputs: int | None = None) -> torch.Tensor:
         """Compute the next tokens; logits of the last `n_outputs` of each portion of up to `n_batch` (default: all)."""
-        if not tokens or not all(0 <= token < self._n_vocab for token in tokens):
-            raise RequestError(f"needs token ids from 0 to {self._n_vocab - 1}, at least one")
+        self._check(tokens)
         rows = []
         n_portion = self._n_batch if n_outputs is not None else min(self._n_batch, MAX_LOGIT_ROWS)
         for start in range(0, len(tokens), n_portion):
             part = tuple(tokens[start : start + n_portion])
-            copies = self._reserve(len(part))
             n_rows = len(part) if n_outputs is None else min(n_outputs, len(part))
-            chunk = Chunk(self._sequence, self._cache.n_tokens(self._sequence), len(part), n_rows)
-            batch = self._runner.place(Batch.of([chunk]), self._cache)
-            rows.append(self._runner.run(batch, part, copies).to("cpu", copy=True))
-            self._cache.commit(self._sequence, part)
+            rows.append(self._run(part, n_rows).to("cpu", copy=True))
         return torch.cat(rows)
+
+    def follow(self, token: int) -> int:
+        """Compute one more token; the likeliest next one, chosen where the logits are."""
+        self._check([token])
+        return int(self._run([token], 1).argmax())
 
     def pretend(self, n_tokens: int) -> None:
         """Go on as if `n_tokens` had been fed: their keys and values are random."""
@@ -65,6 +65,18 @@ class BareSequence:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check(self, tokens: Sequence[int]) -> None:
+        if not tokens or not all(0 <= token < self._n_vocab for token in tokens):
+            raise RequestError(f"needs token ids from 0 to {self._n_vocab - 1}, at least one")
+
+    def _run(self, tokens: Sequence[int], n_outputs: int) -> torch.Tensor:
+        """Logits of the last `n_outputs`, on their device, until the next run."""
+        copies = self._reserve(len(tokens))
+        chunk = Chunk(self._sequence, self._cache.n_tokens(self._sequence), len(tokens), n_outputs)
+        logits = self._runner.run(self._runner.place(Batch.of([chunk]), self._cache), tokens, copies)
+        self._cache.commit(self._sequence, tokens)
+        return logits
 
     def _reserve(self, n_tokens: int) -> list[BlockCopy]:
         self._cache.advance(self._sequence, self._cache.n_tokens(self._sequence))

@@ -48,7 +48,7 @@ def _needs(split: ModelSplit, device: int, largest: BatchShape) -> Needs:
         return Needs(weight_bytes(share), n_bytes)
     weights = sum(stored_bytes(node) for node in share.graph.weights)
     # Twice: products read activations in forms of their own, which lie beside them for a while.
-    return Needs(weights, 2 * n_bytes, workspace_bytes(share.graph, split.options.n_ctx))
+    return Needs(weights, 2 * n_bytes, workspace_bytes(share.graph))
 
 
 def room_for_cache(split: ModelSplit, needs: Sequence[Needs]) -> list[int | None]:

@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 from motley.backends.cuda.kernels.attention import Shares, Tables, attend, supports
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.enter import RopeTable, enter
-from motley.backends.cuda.kernels.gather import gather
 from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.graph.ops import Hadamard, Rope
@@ -77,16 +76,6 @@ def test_heads_that_do_not_fill_blocks_of_32_are_joined_as_int8() -> None:
     tables = Tables(torch.zeros(1, 1, dtype=torch.int32), zero, zero, zero)
     out = combine(shares, tables, BLOCK, Rows.empty(INT8, 1, 320, "cpu"), rotate=False)
     assert error(out.unpack(), values.reshape(1, -1) / 2) < 1e-2
-
-
-@pytest.mark.parametrize(("kind", "dim"), [(kind, 64) for kind in CACHE_TYPES] + [("q4_0", 80), ("q8_0", 32)])
-def test_gathered_values_are_those_of_the_store(kind: str, dim: int) -> None:
-    torch.manual_seed(dim)
-    store = filled(kind, dim)
-    blocks = torch.tensor([3, 1], dtype=torch.int32)
-    slots = (blocks.long()[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:20]
-    out = gather(planes(store), HEADS, blocks, 20, dim)
-    assert error(out.float(), store.read(HEADS, slots).transpose(0, 1)) < 3e-4
 
 
 @pytest.mark.parametrize(

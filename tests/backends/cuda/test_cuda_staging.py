@@ -58,8 +58,13 @@ def test_rows_find_their_numbers(batches: list[Sequences]) -> None:
             for i, table in enumerate(singles):
                 assert int(place.tables.row_position[i]) == table.position
                 assert table_at(place, i, len(table.blocks)) == [table.first, *table.blocks.tolist()]
-            chunks = [table.blocks.tolist() for table in tables if table.n_rows > 1]
-            assert [blocks.tolist() for blocks in place.chunk_blocks] == chunks
+            chunks = [table for table in tables if table.n_rows > 1]
+            for table, span in zip(chunks, place.spans.tolist(), strict=True):
+                *rows, start = span
+                assert rows == [table.first_row, table.n_rows, table.position]
+                numbers = place.numbers[start : start + 1 + len(table.blocks)].tolist()
+                assert numbers == [table.first, *table.blocks.tolist()]
+            assert place.is_decode == (not chunks)
             if not chunks:  # rows that pad the batch end before their table begins: they read nothing
                 for i in range(len(singles), N_ROWS):
                     assert int(place.tables.row_position[i]) == table_at(place, i, 0)[0] - SIZE

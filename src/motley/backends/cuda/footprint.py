@@ -9,13 +9,12 @@ import torch
 
 from motley.backends.cuda.planes import to_planes
 from motley.formats import PackedTensor, get_format
-from motley.graph import CACHE, Graph, Tensor
+from motley.graph import Graph, Tensor
 
 RESERVE = (
     512 << 20
 )  # bytes: compiled kernels, the libraries' workspaces, what the allocator loses between its blocks
 _REPACKING = 4  # bytes of temporary memory for each value of a matrix that is repacked
-_MASK = 8  # bytes for each pair of a new token and a cached one, in attention of several rows of a sequence
 
 
 def free_bytes(device: str) -> int:
@@ -38,12 +37,6 @@ def _stored_bytes(format_name: str, shape: tuple[int, ...]) -> int:
     return to_planes(weight).n_bytes if len(shape) == 2 else weight.nbytes
 
 
-def workspace_bytes(graph: Graph, n_ctx: int) -> int:
-    """Beside activations: what one step takes for itself at most, or what loading does, whichever is more."""
-    largest = max((prod(weight.shape) for weight in graph.weights), default=0)
-    n_tokens = max((node.shape[0] for node in graph.inputs if node.dtype != CACHE), default=0)
-    heads = max((prod(node.shape) for node in graph.inputs if node.dtype == CACHE), default=0)
-    step = (
-        2 * largest + 2 * 2 * heads * n_ctx + _MASK * n_tokens * n_ctx
-    )  # a matrix, K and V in float16; masks
-    return RESERVE + max(step, _REPACKING * largest)
+def workspace_bytes(graph: Graph) -> int:
+    """Beside activations: what loading takes. A step with many rows takes less, two bytes for each value."""
+    return RESERVE + _REPACKING * max((prod(weight.shape) for weight in graph.weights), default=0)

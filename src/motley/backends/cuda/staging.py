@@ -1,9 +1,10 @@
 """A batch's numbers on the device: ids, positions, slots and block tables in one range, brought there by one copy.
 
-    tokens │ positions │ output rows │ of each group of layers: slots, positions, tables, rows │ the tables
+    tokens │ positions │ output rows │ of each group of layers: slots, positions, tables, rows │ tables and spans
 
-A table is the position that it starts with and its block ids; a row holds the number at which its table begins. The
-tables come last, so that only as much is copied as is used.
+A table is the position that it starts with and its block ids; a row holds the number at which its table begins.
+Sequences with several rows are cut into spans (kernels/prefill). Tables and spans come last, so that only as much is
+copied as is used.
 
 A plan may have more rows than the batch (see `CudaBackend.bucket`). What pads it is inert: such a row has slot -1, so
 that nothing of it is stored, and a position one block before its table begins, so that it reads no context. What is
@@ -21,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from motley.backends.cuda.kernels.attention import Tables
+from motley.backends.cuda.kernels.prefill import SPAN_NUMBERS, span_rows, spans
 from motley.backends.paged import Batch, Table
 
 _ALIGNMENT = 4  # numbers: parts begin at 16 bytes, so that kernels are compiled for one case
@@ -35,12 +37,13 @@ class Place:
     slots: torch.Tensor  # (rows,)
     tables: Tables  # of sequences with a single row; in a decode batch, all rows
     single_rows: torch.Tensor  # which rows of the batch these are
-    chunks: tuple[Table, ...]  # sequences with several rows
-    chunk_blocks: tuple[torch.Tensor, ...]  # block ids of each of them
+    numbers: torch.Tensor  # all there is, tables included
+    spans: torch.Tensor  # (spans, SPAN_NUMBERS): of sequences with several rows
+    span_rows: int  # the most that one has
 
     @property
     def is_decode(self) -> bool:
-        return not self.chunks
+        return not len(self.spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +53,8 @@ class _Group:
     batch: int  # its id
     parts: tuple[slice, ...]  # slots, positions, tables, rows
     n_singles: int  # sequences with a single row
-    chunks: tuple[tuple[Table, slice], ...]  # the others, and where their block ids are
+    spans: slice  # of the others
+    span_rows: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +72,7 @@ class Staged:
 
     @property
     def is_decode(self) -> bool:
-        return not any(group.chunks for group in self.groups)
+        return all(group.spans.start == group.spans.stop for group in self.groups)
 
     @cached_property
     def values(self) -> dict[str, torch.Tensor]:
@@ -87,8 +91,9 @@ class Staged:
             slots,
             Tables(self.memory[1:, None], self.memory, tables, positions),
             rows,
-            tuple(table for table, _ in group.chunks),
-            tuple(self.memory[blocks] for _, blocks in group.chunks),
+            self.memory,
+            self.memory[group.spans].view(-1, SPAN_NUMBERS),
+            group.span_rows,
         )
 
 
@@ -120,9 +125,9 @@ class Staging:
 
     def write(self, inputs: Mapping[str, torch.Tensor], batches: Sequence[Batch]) -> Staged:
         """Bring a batch to the device; `batches` are its groups', each once."""
-        n_used = self._n_fixed + sum(len(t.blocks) + 1 for batch in batches for t in batch.tables)
-        if n_used > len(self._here):
-            self._allocate(2 * n_used)
+        n_most = self._n_fixed + sum(_n_numbers(table) for batch in batches for table in batch.tables)
+        if n_most > len(self._here):
+            self._allocate(2 * n_most)
         if self._copied is not None:
             self._copied.synchronize()  # the last batch has left
         numbers: npt.NDArray[np.int32] = self._here.numpy()
@@ -132,7 +137,7 @@ class Staging:
         for batch, parts in zip(batches, self._groups, strict=True):
             group, cursor = self._write_group(numbers, batch, parts, cursor)
             groups.append(group)
-        self._there[:n_used].copy_(self._here[:n_used], non_blocking=True)
+        self._there[:cursor].copy_(self._here[:cursor], non_blocking=True)
         if self._device.type == "cuda":
             self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
@@ -141,10 +146,11 @@ class Staging:
     def _write_group(
         self, numbers: npt.NDArray[np.int32], batch: Batch, parts: tuple[slice, ...], cursor: int
     ) -> tuple[_Group, int]:
-        """Write a group's part, its tables from `cursor` on; also gives where these end."""
+        """Write a group's part, its tables and spans from `cursor` on; also gives where these end."""
         pieces: list[npt.NDArray[np.int32]] = []
         singles: list[tuple[int, int, int]] = []  # position, table, row
-        chunks, firsts, starts, stop = [], [], [], cursor
+        chunks: list[tuple[Table, int]] = []  # sequences with several rows, and their tables
+        firsts, starts, stop = [], [], cursor
         for table in batch.tables:
             start, stop = stop, stop + 1 + len(table.blocks)
             pieces += (_GAP, table.blocks)
@@ -153,7 +159,7 @@ class Staging:
             if table.n_rows == 1:
                 singles.append((table.position, start, table.first_row))
             else:
-                chunks.append((table, slice(start + 1, stop)))
+                chunks.append((table, start))
         np.concatenate(pieces, out=numbers[cursor:stop])
         numbers[starts] = firsts
         slots, *columns = parts
@@ -162,7 +168,13 @@ class Staging:
         for part, values, pad in zip(columns, zip(*singles, strict=True), inert, strict=False):
             _fill(numbers[part], np.array(values, dtype=np.int32), pad)
         n_singles = len(singles) if chunks else self._n_rows
-        return _Group(id(batch), parts, n_singles, tuple(chunks)), stop
+        size = span_rows(max((table.n_rows for table, _ in chunks), default=1))
+        first_span = stop = _aligned(stop)
+        for table, start in chunks:
+            own = spans(table.first_row, table.n_rows, table.position, start, size).ravel()
+            numbers[stop : stop + len(own)] = own
+            stop += len(own)
+        return _Group(id(batch), parts, n_singles, slice(first_span, stop), size), stop
 
     def _allocate(self, n_numbers: int) -> None:
         is_gpu = self._device.type == "cuda"
@@ -174,6 +186,11 @@ class Staging:
 def _fill(part: npt.NDArray[np.int32], values: npt.NDArray[np.int32], pad: int) -> None:
     part[: len(values)] = values
     part[len(values) :] = pad
+
+
+def _n_numbers(table: Table) -> int:
+    """Of a table and its spans, at most."""
+    return 1 + len(table.blocks) + _ALIGNMENT + SPAN_NUMBERS * -(-table.n_rows // span_rows(1))
 
 
 def _aligned(n: int) -> int:

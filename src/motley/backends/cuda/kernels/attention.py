@@ -79,7 +79,7 @@ def _n_blocks(k_kind, v_kind, n_tiles, block_size):
 
 
 @triton.jit
-def _blocks(tables, b, end, N: tl.constexpr):
+def look_up(tables, b, end, N: tl.constexpr):
     """The ids of blocks b … b + N of a table; the last one again where there are no more."""
     ids = ()
     for i in tl.static_range(N):
@@ -194,12 +194,12 @@ def _attend(
     peak, total = tl.full([NP], -float("inf"), tl.float32), tl.zeros([NP, T], tl.float32)
     tables += table * table_stride
     last = tl.minimum(position, first + end * BS - 1) - lowest
-    blocks = _blocks(tables, begin, end, N)
+    blocks = look_up(tables, begin, end, N)
     for b in range(begin, end, N):
         at = ()
         for i in tl.static_range(N):
             at = at + (blocks[i].to(tl.int64) * head_rows + first_row + head,)  # type: ignore[assignment]
-        blocks = _blocks(tables, b + N, end, N)
+        blocks = look_up(tables, b + N, end, N)
         s = _scores(queries, zero, keys, at, K_KIND, TILES, BS, GROUPS, GP, NP, PLAIN)
         key = (first - lowest + b * BS + tl.arange(0, T)).to(tl.uint32)  # one comparison for both ends
         s = tl.where((key <= last.to(tl.uint32))[None, :], s, -float("inf"))

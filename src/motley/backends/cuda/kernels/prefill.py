@@ -1,0 +1,194 @@
+"""Attention of a sequence's many queries over the packed, paged cache: softmax(scale · q·Kᵀ)·V, causal.
+
+A program takes one head and a *span*, neighbouring rows of one sequence, and walks over what these see; all sequences
+of a batch are one launch. One or two blocks at a time are unpacked to float16. Blocks that every query of the span
+sees whole need no mask. With `rotate`, results are turned back by the Hadamard matrix.
+
+Dims are in the order in which words hold them (`_order`): the same for queries and keys, so that products are right,
+and undone where results are stored. It only swaps bits of a dim's number, which the Hadamard matrix does not mind.
+Base 2 throughout: the queries carry scale · log₂e. Reference: graph.ops.Attention.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from motley.backends.cuda.kernels.attention import LOG2E, look_up
+from motley.backends.cuda.kernels.bits import INTERPRETED, byte_as_half, nibbles_as_halves
+from motley.backends.cuda.kernels.hadamard import hadamard
+from motley.backends.cuda.kernels.tiles import (
+    TILE,
+    CachePlanes,
+    is_words,
+    load_columns,
+    load_scales,
+    n_columns,
+    n_parts,
+    spread,
+)
+
+MOST_ROWS = 128  # of a span
+SPAN_NUMBERS = 4  # of each span: its first row, how many, the first one's position, where its table begins
+
+
+def span_rows(n_rows: int) -> int:
+    """Rows of a span, where no sequence has more than `n_rows`."""
+    return min(MOST_ROWS, max(16, 1 << (n_rows - 1).bit_length()))
+
+
+def spans(first_row: int, n_rows: int, position: int, table: int, size: int) -> npt.NDArray[np.int32]:
+    """(spans, SPAN_NUMBERS) of a sequence, `size` rows each. Those that see most come first."""
+    starts = np.arange(0, n_rows, size, dtype=np.int32)[::-1]
+    counts = np.minimum(n_rows - starts, size)
+    return np.stack([first_row + starts, counts, position + starts, np.full_like(starts, table)], 1)
+
+
+@triton.constexpr_function
+def _n_dims(kind, n_tiles):
+    """Dims of a head, padded."""
+    return n_columns(kind, n_tiles) * n_parts(kind)
+
+
+@triton.jit
+def _order(c, KIND: tl.constexpr):
+    """Which dims `_load` has in places c."""
+    if KIND == "q4_0":
+        return c // 32 * 32 + c // 8 % 4 * 4 + c // 4 % 2 * 16 + c % 4
+    else:
+        return c
+
+
+@triton.jit
+def _in_turns(a, b):
+    """Rows of a and b (columns, tokens), one of each at a time."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [2 * a.shape[0], a.shape[1]])
+
+
+@triton.jit
+def _values(words, i: tl.constexpr, scale, KIND: tl.constexpr, PLAIN: tl.constexpr):
+    """Values of byte i of words: over 0x6400, a code is 1024 more than itself, an upper nibble 1024 + 16 times."""
+    if KIND == "q8_0":
+        return (byte_as_half(words, i, 0x6400, PLAIN) - 1152.0) * scale
+    else:
+        low, high = nibbles_as_halves(words, i, 0x6400, PLAIN)
+        return _in_turns((low - 1032.0) * scale, (high * 0.0625 - 72.0) * scale)
+
+
+@triton.jit
+def _load(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr, PLAIN: tl.constexpr):
+    """One head in one or two blocks (see `load_columns`): float16 (dims in `_order`, tokens)."""
+    x = load_columns(planes, at, KIND, TILES, BS)
+    if is_words(KIND):
+        scale = spread(load_scales(planes, at, KIND, TILES, BS), KIND)
+        even = _in_turns(_values(x, 0, scale, KIND, PLAIN), _values(x, 2, scale, KIND, PLAIN))
+        odd = _in_turns(_values(x, 1, scale, KIND, PLAIN), _values(x, 3, scale, KIND, PLAIN))
+        return _in_turns(even, odd)
+    else:
+        return x
+
+
+@triton.jit
+def _prefill(
+    q, keys, values, tables, spans, out, head_rows, first_row, window, factor,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BS: tl.constexpr,
+    SIZE: tl.constexpr, N: tl.constexpr, WINDOWED: tl.constexpr, TURN: tl.constexpr, LOG_TURN: tl.constexpr,
+    PLAIN: tl.constexpr,
+):  # fmt: skip
+    head, span = tl.program_id(1), spans + tl.program_id(0) * 4
+    row, n = tl.load(span).to(tl.int64), tl.load(span + 1)
+    position, table = tl.load(span + 2), tl.load(span + 3)
+    first = tl.load(tables + table)  # the position that the table starts with
+    tables += table + 1
+    last = position + n - 1
+    begin = (tl.maximum(position - window + 1, first) - first) // BS
+    end = (last - first) // BS + 1
+    n_whole = (
+        tl.maximum((position - first + 1) // BS - begin, 0) // N
+    )  # rounds that end before the first query does
+    if WINDOWED:
+        n_whole = 0
+
+    TILES: tl.constexpr = (DIM + 31) // 32
+    K_DIMS: tl.constexpr = _n_dims(K_KIND, TILES)
+    V_DIMS: tl.constexpr = _n_dims(V_KIND, TILES)
+    T: tl.constexpr = N * BS
+    m = tl.arange(0, SIZE)
+    line = (row + m)[:, None] * (tl.num_programs(1) * DIM) + head * DIM
+    d = _order(tl.arange(0, K_DIMS), K_KIND)[None, :]
+    x = tl.load(q + line + d, (m < n)[:, None] & (d < DIM), other=0.0)
+    x = (x * factor).to(tl.float16)
+    acc, total = tl.zeros([SIZE, V_DIMS], tl.float32), tl.zeros([SIZE], tl.float32)
+    peak = tl.full([SIZE], -float("inf"), tl.float32)
+    lane = first_row + head // GROUP
+    for masked in tl.static_range(2):
+        start = begin + n_whole * N if masked else begin
+        stop = end if masked else begin + n_whole * N
+        blocks = look_up(tables, start, end, N)
+        for b in range(start, stop, N):
+            at = ()
+            for i in tl.static_range(N):
+                at = at + (blocks[i].to(tl.int64) * head_rows + lane,)  # type: ignore[assignment]
+            blocks = look_up(tables, b + N, end, N)
+            s = tl.dot(x, _load(keys, at, K_KIND, TILES, BS, PLAIN))
+            v = _load(values, at, V_KIND, TILES, BS, PLAIN)
+            if masked:
+                key = first + b * BS + tl.arange(0, T)
+                distance = (position + m)[:, None] - key[None, :]
+                s = tl.where((distance >= 0) & (distance < window), s, -float("inf"))
+                v = tl.where(
+                    (key <= last)[None, :], v, 0.0
+                )  # nothing is known of slots that are not written yet
+            top = tl.maximum(peak, tl.max(s, 1))
+            base = tl.where(top == -float("inf"), 0.0, top)  # of a query that has seen nothing yet
+            p, fade = tl.exp2(s - base[:, None]), tl.exp2(peak - base)
+            total, peak = total * fade + tl.sum(p, 1), top
+            acc = tl.dot(p.to(tl.float16), tl.trans(v), acc * fade[:, None])
+    acc = acc / total[:, None]
+    if TURN > 1:
+        R: tl.constexpr = SIZE * V_DIMS // TURN
+        acc = tl.reshape(hadamard(tl.reshape(acc, [R, TURN]), R, TURN, LOG_TURN), [SIZE, V_DIMS])
+    d = _order(tl.arange(0, V_DIMS), V_KIND)[None, :]
+    tl.store(out + line + d, acc, (m < n)[:, None] & (d < DIM))
+
+
+def prefill(
+    q: torch.Tensor,
+    keys: CachePlanes,
+    values: CachePlanes,
+    head_rows: slice,
+    tables: torch.Tensor,
+    spans: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    span_rows: int,
+    scale: float,
+    window: int | None = None,
+    rotate: bool = False,
+    turn: int | None = None,
+) -> None:
+    """q (rows, heads, dim) float32 over the KV heads `head_rows` of the cache → the same rows of out, for all `spans`.
+
+    A table is, in `tables` (int32), the position that it starts with and its block ids. `turn`: the size of the
+    rotation, where it is not the head's.
+    """
+    _, n_heads, dim = q.shape
+    group, turn = n_heads // (head_rows.stop - head_rows.start), (turn or dim) if rotate else 1
+    assert keys.n_tiles == values.n_tiles == triton.cdiv(dim, TILE)
+    assert q.shape == out.shape
+    assert q.dtype == out.dtype == torch.float32
+    assert q.is_contiguous()
+    assert out.is_contiguous()
+    assert spans.shape[1:] == (SPAN_NUMBERS,)
+    assert spans.is_contiguous()
+    assert dim % turn == turn & (turn - 1) == 0, "only powers of two have a Hadamard matrix"
+    _prefill[(len(spans), n_heads)](
+        q, keys.pointers, values.pointers, tables, spans, out, keys.codes.shape[1], head_rows.start,
+        window or 2**30, scale * LOG2E,
+        K_KIND=keys.kind, V_KIND=values.kind, GROUP=group, DIM=dim, BS=keys.block_size, SIZE=span_rows,
+        N=2 if keys.block_size <= 32 else 1, WINDOWED=window is not None, TURN=turn,
+        LOG_TURN=turn.bit_length() - 1, PLAIN=INTERPRETED, num_warps=4, num_stages=3,
+    )  # fmt: skip

@@ -1,0 +1,120 @@
+"""Attention of many rows over the cache, under Triton's interpreter, against the op's reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from motley.backends.cuda.kernels.prefill import prefill, span_rows, spans
+from motley.backends.cuda.kernels.tiles import CachePlanes
+from motley.graph.ops import Attention, Hadamard
+from motley.kvcache.arena import ArenaGroup, ArenaLayer, GroupBatch, SequenceTable
+from motley.kvcache.store import Store
+from motley.kvcache.types import get_cache_type
+
+KV_HEADS, N_BLOCKS = 2, 12
+HEADS = slice(1, 1 + KV_HEADS)  # of three rows in the stores
+CASES = [  # types of K and V, dim, heads that share a KV head, tokens of a block, window
+    ("f16", "f16", 64, 3, 16, None),
+    ("q8_0", "q8_0", 64, 1, 32, None),
+    ("q4_0", "q4_0", 128, 2, 32, None),
+    ("q4_0", "q4_0", 32, 1, 16, 11),
+    ("q8_0", "q4_0", 96, 1, 16, 20),
+    ("bf16", "q5_1", 80, 2, 16, None),
+    ("iq4_nl", "f32", 24, 1, 64, 5),
+]
+
+
+def filled(kind: str, dim: int, block_size: int) -> Store:
+    """Whatever was stored before lies in slots that are not written: what is worst is not a number."""
+    store = Store(get_cache_type(kind), n_blocks=N_BLOCKS, block_size=block_size, n_rows=3, head_dim=dim)
+    for name, plane in store.planes.items():
+        if plane.is_floating_point() and name != "codes":
+            plane.fill_(float("nan"))
+    return store
+
+
+def planes(store: Store) -> CachePlanes:
+    return CachePlanes.of(store.kind.name, store.planes)
+
+
+def flat_tables(tables: list[SequenceTable]) -> tuple[torch.Tensor, list[int]]:
+    """As `staging` writes them, and where each begins."""
+    pieces = [np.array([table.first, *table.blocks], np.int32) for table in tables]
+    starts = np.cumsum([7, *map(len, pieces)])
+    return torch.from_numpy(np.concatenate([np.zeros(7, np.int32), *pieces])), starts[:-1].tolist()
+
+
+@pytest.mark.parametrize(("k_kind", "v_kind", "dim", "group", "size", "window"), CASES)
+def test_rows_of_several_sequences(
+    k_kind: str, v_kind: str, dim: int, group: int, size: int, window: int | None
+) -> None:
+    torch.manual_seed(dim + size)
+    stores = filled(k_kind, dim, size), filled(v_kind, dim, size)
+    free = iter(np.random.default_rng(dim).permutation(N_BLOCKS).astype(np.int32))
+    tables, row = [], 1  # row 0 is none of theirs
+    for n_rows, n_before, n_holes in ((19, 0, 0), (5, 2 * size + 3, 1), (2, 14, 0)):
+        first = n_holes * size if window is not None and window < size else 0
+        n_blocks = -(-(n_before + n_rows - first) // size)
+        blocks = np.array([next(free) for _ in range(n_blocks)], np.int32)
+        tables.append(SequenceTable(row, n_rows, n_before, first, blocks))
+        row += n_rows
+    for table in tables:
+        slots = table.slots(size)
+        for store in stores:
+            store.write(HEADS, slots, torch.randn(len(slots), KV_HEADS, dim))
+    q = torch.randn(row, KV_HEADS * group, dim)
+    layer = ArenaLayer(ArenaGroup(*stores, GroupBatch.of(tables, size)), HEADS)
+    expected = Attention(0.2, window).reference([q, layer])
+
+    numbers, starts = flat_tables(tables)
+    n_most = span_rows(16)  # so that a sequence has more than one
+    portions = [
+        spans(t.first_row, t.n_rows, t.position, at, n_most) for t, at in zip(tables, starts, strict=True)
+    ]
+    out = torch.full_like(q, 7.0)
+    prefill(
+        q, *map(planes, stores), HEADS, numbers, torch.from_numpy(np.concatenate(portions)), out,
+        span_rows=n_most, scale=0.2, window=window,
+    )  # fmt: skip
+    assert (out[0] == 7).all()
+    assert float((out[1:] - expected[1:]).norm() / expected[1:].norm()) < 2e-3
+
+
+@pytest.mark.parametrize(("kind", "dim", "turn"), [("q8_0", 64, 64), ("q4_0", 64, 64), ("q4_0", 96, 32)])
+def test_values_are_turned_back(kind: str, dim: int, turn: int) -> None:
+    torch.manual_seed(dim)
+    stores = filled(kind, dim, 16), filled(kind, dim, 16)
+    table = SequenceTable(0, 20, 0, 0, np.array([3, 1], np.int32))
+    matrix = Hadamard(turn).reference([])
+    q, k, v = (torch.randn(20, KV_HEADS, dim) for _ in range(3))
+    for store, x in zip(stores, (k, v), strict=True):
+        store.write(HEADS, table.slots(16), x)
+    layer = ArenaLayer(ArenaGroup(*stores, GroupBatch.of([table], 16)), HEADS)
+    expected = Attention(0.2).reference([q, layer])
+    expected = (expected.unflatten(-1, (-1, turn)) @ matrix).flatten(-2)
+    numbers, (start,) = flat_tables([table])
+    out = torch.empty_like(q)
+    portions = torch.from_numpy(spans(0, 20, 0, start, 32))
+    prefill(
+        q,
+        *map(planes, stores),
+        HEADS,
+        numbers,
+        portions,
+        out,
+        span_rows=32,
+        scale=0.2,
+        rotate=True,
+        turn=turn,
+    )
+    assert float((out - expected).norm() / expected.norm()) < 2e-3
+
+
+def test_spans_cover_each_row_once_and_the_longest_come_first() -> None:
+    portions = spans(10, 300, 40, 77, 128)
+    assert portions.tolist() == [[266, 44, 296, 77], [138, 128, 168, 77], [10, 128, 40, 77]]
+    assert [span_rows(n) for n in (2, 17, 100, 5000)] == [16, 32, 128, 128]
