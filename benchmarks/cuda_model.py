@@ -267,7 +267,8 @@ def cases(weights: str) -> list[dict[str, Any]]:
         return [case("f16", 0)]
     depths = [case(cache, depth) for depth in (8192, 32768, 122880) for cache in ("f16", "q8_0", "q4_0")]
     batches = [case(cache, 544, batch) for batch in (8, 64) for cache in ("f16", "q8_0")]
-    return [case("f16", 0), case("q4_0", 0), *depths, *batches, case("f16", 0, new=2048)]
+    prompts = [case(cache, depth, new=2048) for depth in (0, 32768) for cache in ("f16", "q8_0", "q4_0")]
+    return [case("f16", 0), case("q4_0", 0), *depths, *batches, *prompts, case("q8_0", 0, batch=4, new=512)]
 
 
 def bench_steps(report: dict[str, Any], options: argparse.Namespace) -> None:
