@@ -70,6 +70,31 @@ def test_decode_attention_over_shuffled_blocks(k_kind: str, v_kind: str, window:
     assert float((turned - expected).norm() / expected.norm()) < 2e-3
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0", "q5_1"])
+def test_what_others_left_in_a_block_is_not_read(kind: str, window: int | None) -> None:
+    """Numbers that are no numbers, of a sequence that overflowed, before the window and behind the last token."""
+    torch.manual_seed(1)
+    keys, values = make_store(kind), make_store(kind)
+    n, blocks = BLOCK + 9, [5, 2]
+    table = SequenceTable(0, 1, n - 1, 0, np.array(blocks, np.int32))
+    visible = table.slots(BLOCK)[-window if window else 0 :]
+    for store in (keys, values):
+        store.write(HEADS, torch.arange(8 * BLOCK), torch.full((8 * BLOCK, KV_HEADS, DIM), torch.nan))
+        store.write(HEADS, visible, torch.randn(len(visible), KV_HEADS, DIM))
+    q = torch.randn(1, KV_HEADS * GROUP, DIM)
+    k, v = (store.read(HEADS, visible).repeat_interleave(GROUP, 1) for store in (keys, values))
+    weights = torch.softmax(torch.einsum("qhd,thd->qht", q, k) * 0.2, -1)
+    expected = torch.einsum("qht,thd->qhd", weights, v)
+
+    tables = Tables(int32(*blocks)[None], int32(0), int32(0), int32(n - 1))
+    shares = Shares.empty(1, KV_HEADS * GROUP, 2, DIM, "cpu", min_blocks=1)
+    attend(q, planes(keys), planes(values), HEADS, tables, shares, scale=0.2, window=window)
+    rows = Rows.empty(PLAIN, 1, q[0].numel(), "cpu")
+    out = combine(shares, tables, BLOCK, rows, rotate=False, window=window).values.view(q.shape)
+    assert float((out - expected).norm() / expected.norm()) < 2e-3
+
+
 @pytest.mark.parametrize(
     ("k_kind", "v_kind", "style"), [("f16", "q8_0", "halves"), ("q4_0", "f16", "interleaved")]
 )

@@ -139,14 +139,17 @@ def _scores(
 
 @triton.jit
 def _add_values(
-    acc, surplus, p, fade, values, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr,
+    acc, surplus, p, fade, values, at, seen, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr,
     PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """acc · fade + V · p, and the same of the surplus. acc: for each part (columns, NP); p (tokens, NP)."""
-    y = load_columns(values, at, KIND, TILES, BS)
+    """acc · fade + V · p, and the same of the surplus. acc: for each part (columns, NP); p (tokens, NP).
+
+    Tokens that are not `seen` have p = 0, which is not enough: a block's last owner may have left infinities there.
+    """
+    y = load_columns(values, at, KIND, TILES, BS, seen)
     scale, bias = y, y
     if is_words(KIND):
-        scale = spread(load_scales(values, at, KIND, TILES, BS), KIND)
+        scale = spread(load_scales(values, at, KIND, TILES, BS, seen), KIND)
         bias, extra = bias_of(scale, KIND, PLAIN)
         surplus = tl.dot(extra, p, surplus * fade[None, :])
     BYTES: tl.constexpr = 4 if is_words(KIND) else 1
@@ -202,14 +205,15 @@ def _attend(
         blocks = look_up(tables, b + N, end, N)
         s = _scores(queries, zero, keys, at, K_KIND, TILES, BS, GROUPS, GP, NP, PLAIN)
         key = (first - lowest + b * BS + tl.arange(0, T)).to(tl.uint32)  # one comparison for both ends
-        s = tl.where((key <= last.to(tl.uint32))[None, :], s, -float("inf"))
+        seen = key <= last.to(tl.uint32)
+        s = tl.where(seen[None, :], s, -float("inf"))
         top = tl.maximum(peak, tl.max(s, 1))
         fade = tl.exp2((peak - top) * LIFT)
         p = tl.exp2(s * LIFT - (top * LIFT)[:, None])
         total = total * fade[:, None] + p
         peak = top
         p = tl.trans(p).to(tl.float16)
-        acc, surplus = _add_values(acc, surplus, p, fade, values, at, V_KIND, TILES, BS, PLAIN)
+        acc, surplus = _add_values(acc, surplus, p, fade, values, at, seen, V_KIND, TILES, BS, PLAIN)
     g, w = tl.arange(0, NP), tl.arange(0, W)[:, None]
     place = (r + g) * n_splits + split
     for i in tl.static_range(n_parts(V_KIND)):

@@ -100,10 +100,11 @@ def _pick(at, t, BS: tl.constexpr):
 
 
 @triton.jit
-def load_columns(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr):
+def load_columns(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr, seen=None):
     """One head in one or two blocks: (columns, tokens), words or float16 values, with zeros as padding.
 
-    `at`: for each block, block · head rows + row.
+    `at`: for each block, block · head rows + row. `seen`, where given: which tokens count. Of the others, whose memory
+    may hold anything, values are zeros; words are as they are, for their scales are zeros.
     """
     W: tl.constexpr = n_columns(KIND, TILES)
     T: tl.constexpr = BS * len(at)
@@ -115,15 +116,20 @@ def load_columns(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.con
         t = tl.arange(0, T)[:, None, None]
         column, tile = tl.arange(0, PER)[None, :, None], tl.arange(0, N)[None, None, :]
         pointers = planes[0] + _pick(at, t, BS) * (TILES * BS * PER) + ((tile * BS + t % BS) * PER + column)
-        if N == TILES:
+        inside = (tile < TILES) & (column >= 0) & (t >= 0)
+        if seen is not None and not is_words(KIND):
+            x = tl.load(pointers, inside & seen[:, None, None], other=0)
+        elif N == TILES:
             x = tl.load(pointers)
         else:
-            x = tl.load(pointers, (tile < TILES) & (column >= 0) & (t >= 0), other=0)
+            x = tl.load(pointers, inside, other=0)
         x = tl.reshape(tl.permute(x, (2, 1, 0)), [W, T])
         return x if is_words(KIND) else x.to(tl.float16)
     else:
         w, t = tl.arange(0, W)[:, None], tl.arange(0, T)[None, :]
         inside = (w < TILES * 32) & (t >= 0)
+        if seen is not None:
+            inside &= seen[None, :]
         token, i = (_pick(at, t, BS) * TILES + w // 32) * BS + t % BS, w % 32
         byte = tl.load(planes[0] + token * 16 + i % 16, inside, other=0).to(tl.int32)
         code = (byte >> tl.where(i < 16, 0, 4)) & 15
@@ -137,15 +143,18 @@ def load_columns(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.con
 
 
 @triton.jit
-def load_scales(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr):
-    """float16 (tiles, tokens), as many tiles as `load_columns` has; only of words."""
+def load_scales(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr, seen=None):
+    """float16 (tiles, tokens), as many tiles as `load_columns` has; only of words. Zeros where tokens are not seen."""
     N: tl.constexpr = n_columns(KIND, TILES) * n_parts(KIND) // 32
     tile, t = tl.arange(0, N)[:, None], tl.arange(0, BS * len(at))[None, :]
     pointers = planes[1] + _pick(at, t, BS) * (TILES * BS) + (tile * BS + t % BS)
     if N == TILES:
-        return tl.load(pointers)
+        scale = tl.load(pointers)
     else:
-        return tl.load(pointers, (tile < TILES) & (t >= 0), other=0.0)
+        scale = tl.load(pointers, (tile < TILES) & (t >= 0), other=0.0)
+    if seen is not None:  # not by a mask: loads of single values could not be made ahead
+        scale = tl.where(seen[None, :], scale, 0.0)
+    return scale
 
 
 @triton.jit
