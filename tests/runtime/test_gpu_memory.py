@@ -90,7 +90,6 @@ def test_a_budget_is_not_more_than_there_is(path: Path, free: dict[str, int]) ->
     assert fit(path, devices="cuda", device_memory="90GiB").room == (2_000_000,)
 
 
-@pytest.mark.filterwarnings("ignore:cuda. Q5_K")
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "Q5_K", "F32"])
 def test_weights_count_as_they_lie_on_the_gpu(kind: str) -> None:
     weight = PackedTensor.pack(torch.randn(3, 512), get_format(kind))

@@ -63,7 +63,7 @@ class Backend(ABC):
         return n_rows
 
     def unpacks(self, form: str) -> bool:
-        """Whether matrices of that format take more memory here than in the file, for want of a kernel."""
+        """Whether matrices of that format become 16 bits a value here, for want of a kernel."""
         return False
 
     def use_threads(self, n_threads: int, cores: Sequence[int] = ()) -> None:

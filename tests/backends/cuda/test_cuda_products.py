@@ -92,7 +92,29 @@ def test_a_backend_knows_which_formats_have_no_packed_kernel() -> None:
     assert load(packed("Q5_K", 5), device).nbytes == 5 * 256 * 2
     assert not backend.unpacks("IQ4_XS")
     assert load(packed("IQ4_XS", 5), device).nbytes == 5 * 256 * 18 // 32
+    assert backend.unpacks("F32")  # to half of its bits
+    assert load(packed("F32", 5), device).nbytes == 5 * 256 * 2
     assert not backend.unpacks("F16")
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+@pytest.mark.parametrize("n_columns", [80, 96])
+def test_plain_values_stay_as_they_are_wherever_a_device_s_part_is_cut(kind: str, n_columns: int) -> None:
+    weight = packed(kind, 5, n_columns)
+    planes = to_planes(weight)
+    assert planes.kind == kind
+    assert torch.equal(plain_values(planes).float(), weight.unpack())
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q5_K"])
+def test_products_with_plain_values(kind: str) -> None:
+    torch.manual_seed(1)
+    weight, residual = packed(kind, 5), torch.randn(3, 5)
+    x = torch.randn(3, 256) * torch.tensor([[1.0], [1e5], [0.0]])  # more than float16 holds, and nothing
+    with torch.backends.mkldnn.flags(enabled=False):  # it may claim a bfloat16 that the CPU lacks
+        out = library_product(x, plain_values(to_planes(weight)), residual)
+    for got, expected in zip(out, x @ weight.unpack().T + residual, strict=True):
+        assert error(got, expected) < 5e-3
 
 
 def test_a_matrix_of_which_a_device_has_no_columns() -> None:

@@ -11,10 +11,10 @@ from motley.backends.base import Backend, Executable
 from motley.backends.cuda.capture import GraphPool
 from motley.backends.cuda.executable import CudaExecutable
 from motley.backends.cuda.kernels.attention import supports
-from motley.backends.cuda.planes import BLOCK, has_planes
+from motley.backends.cuda.planes import BLOCK, PLAIN_KINDS, has_planes
 from motley.backends.cuda.program import Program
 from motley.backends.cuda.weights import Matrices, load
-from motley.formats import PackedTensor, get_format
+from motley.formats import PackedTensor
 from motley.graph import Tensor
 from motley.plan import DevicePlan, Kernel, Launch
 
@@ -50,7 +50,7 @@ class CudaBackend(Backend):
         return supports(k_type, v_type, head_dim, group=1, block_size=block_size)
 
     def unpacks(self, form: str) -> bool:
-        return not has_planes(form, BLOCK) and get_format(form).block_size > 1
+        return not has_planes(form, BLOCK) and form not in PLAIN_KINDS
 
     def bucket(self, n_rows: int) -> int:
         """Powers of two up to 16, then eighths between them: few plans and few captured graphs, little waste."""

@@ -35,6 +35,7 @@ from motley.formats.layout import SixBitPairs
 from motley.formats.numeric import to_half
 
 BLOCK = 32  # values of a row that the kernels take together
+PLAIN_KINDS = ("F16", "BF16")  # stay as they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +90,7 @@ def to_planes(weight: PackedTensor) -> WeightPlanes:
         raise PlanError(f"only matrices have planes, not {weight.shape}")
     n_rows, n_columns = weight.shape
     name = weight.format.name
-    if name in ("F16", "BF16") and weight.data.numel() and not n_columns % BLOCK:
+    if name in PLAIN_KINDS and weight.data.numel():
         return WeightPlanes(name, n_columns, weight.data.contiguous().view(torch.int16))
     if not has_planes(name, n_columns) or not weight.data.numel():
         return WeightPlanes("BF16", n_columns, weight.unpack().to(torch.bfloat16).view(torch.int16))
