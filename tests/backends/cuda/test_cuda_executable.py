@@ -13,6 +13,7 @@ from cuda_models import DIM, SIZE, inputs_of, make_batch, make_spec, use_few_pro
 
 from motley.backends import ReferenceBackend
 from motley.backends.cuda.backend import CudaBackend
+from motley.backends.cuda.footprint import RESERVE, workspace_bytes
 from motley.backends.cuda.lowering import Attend, Embed, Gate, Linear, Lowering, Norm, Single
 from motley.formats import PackedTensor
 from motley.graph import CACHE, Graph
@@ -119,3 +120,14 @@ def test_stages_of_a_layer() -> None:
     kinds = [type(stage) for stage in Lowering(graph).stages if not isinstance(stage, Single)]
     layer = [Norm, Linear, Attend, Linear, Norm, Linear, Gate, Linear]
     assert kinds == [Embed, *layer, Norm, Linear]
+
+
+def test_the_workspace_holds_the_matrices_that_are_unpacked_at_once() -> None:
+    graph, _ = small_graph("Q8_0", get_cache_type("f16"), BatchShape(256, 1))
+    at_once = [
+        sum(node.n_values for node in stage.inputs[1 : 1 + stage.n_weights])
+        for stage in Lowering(graph).stages
+        if isinstance(stage, Linear)
+    ]
+    assert max(at_once) > max(weight.n_values for weight in graph.weights)
+    assert workspace_bytes(graph) == RESERVE + 4 * max(at_once)  # while they are repacked

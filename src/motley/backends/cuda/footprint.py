@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from math import prod
 
@@ -10,6 +12,7 @@ import torch
 from motley.backends.cuda.planes import to_planes
 from motley.formats import PackedTensor, get_format
 from motley.graph import Graph, Tensor
+from motley.graph.ops import MatMul, Weight
 
 RESERVE = (
     512 << 20
@@ -39,4 +42,14 @@ def _stored_bytes(format_name: str, shape: tuple[int, ...]) -> int:
 
 def workspace_bytes(graph: Graph) -> int:
     """Beside activations: what loading takes. A step with many rows takes less, two bytes for each value."""
-    return RESERVE + _REPACKING * max((prod(weight.shape) for weight in graph.weights), default=0)
+    return RESERVE + _REPACKING * max(_at_once(graph), default=0)
+
+
+def _at_once(graph: Graph) -> Iterable[int]:
+    """Values that are unpacked together: of a matrix, or of all that `lowering` joins, of one input and one format."""
+    sizes = Counter({(weight, weight.dtype): weight.n_values for weight in graph.weights})
+    for node in graph.nodes:
+        if isinstance(node.op, MatMul) and isinstance(node.inputs[1].op, Weight):
+            x, weight = node.inputs
+            sizes[x, weight.dtype] += weight.n_values
+    return sizes.values()
