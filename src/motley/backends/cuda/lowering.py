@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from motley.backends.cuda.kernels.gate import FUNCTIONS
+from motley.backends.cuda.planes import BLOCK
 from motley.errors import PlanError
 from motley.graph import Graph, Tensor
 from motley.graph.ops import (
@@ -131,7 +132,7 @@ class Lowering:
             return Embed(node.inputs, (node,))
         if isinstance(op, GetRows):
             return Choose(node.inputs, (node,))
-        if isinstance(op, RmsNorm) and len(node.inputs) == 2 and len(node.shape) == 2:
+        if isinstance(op, RmsNorm) and _is_norm_of_rows(node):
             return self._norm(node, op)
         if isinstance(op, Add):
             for product, other in (node.inputs, node.inputs[::-1]):
@@ -139,9 +140,9 @@ class Lowering:
                     return Linear((*product.inputs, other), (node,), 1)
         if _is_product(node):
             return Linear(node.inputs, (node,), 1)
-        if isinstance(op, Mul):
+        if isinstance(op, Mul) and _is_gated_pair(*node.inputs):
             gate, up = node.inputs
-            if isinstance(gate.op, Activation) and gate.op.function in FUNCTIONS and self._cover(gate):
+            if isinstance(gate.op, Activation) and self._cover(gate):
                 return Gate((gate.inputs[0], up), (node,), gate.op.function)
         if isinstance(op, Reshape) and len(node.shape) == 2 and len(node.inputs[0].shape) == 3:
             attended = node.inputs[0]
@@ -189,6 +190,17 @@ class Lowering:
             return tensor, False
         self._covered.update((tensor, tensor.inputs[0], tensor.inputs[0].inputs[0]))
         return source, True
+
+
+def _is_norm_of_rows(node: Tensor) -> bool:
+    weights = node.inputs[1:]
+    is_weighted = len(weights) == 1 and isinstance(weights[0].op, Weight)
+    return is_weighted and len(node.shape) == 2 and node.shape[1] % BLOCK == 0
+
+
+def _is_gated_pair(gate: Tensor, up: Tensor) -> bool:
+    is_known = isinstance(gate.op, Activation) and gate.op.function in FUNCTIONS
+    return is_known and gate.shape == up.shape and len(up.shape) == 2
 
 
 def _is_product(node: Tensor) -> bool:

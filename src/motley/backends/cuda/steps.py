@@ -18,7 +18,6 @@ from motley.backends.cuda.planes import BLOCK
 from motley.backends.cuda.products import joint_halves, library_product, plain_values, unpacked_product
 from motley.backends.cuda.values import Values
 from motley.backends.cuda.weights import Matrices
-from motley.errors import PlanError
 from motley.formats import PackedTensor
 from motley.graph import Graph, Tensor
 from motley.graph.ops import Activation
@@ -94,8 +93,6 @@ class Steps:
     def _norm(self, stage: Norm) -> Step:
         (x, weight, *ids), (out,) = stage.inputs, stage.outputs
         scale, eps = self._dense(weight), stage.eps
-        if out.shape[1] % 32:
-            raise PlanError(f"cuda: {out.name!r} has rows of {out.shape[1]} values, not whole blocks of 32")
 
         def step(values: Values) -> None:
             chosen = values.plain(ids[0]) if ids else None
