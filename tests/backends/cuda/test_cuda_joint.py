@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from cuda_models import DIM, SIZE, inputs_of, make_batch, make_spec, use_few_programs
 
 from motley.backends import Executable, join
+from motley.backends.cuda import backend as backend_module
 from motley.backends.cuda import steps
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.meeting import meet
@@ -130,6 +131,15 @@ def test_a_step_that_runs_out_of_memory_ends_and_the_next_one_runs(monkeypatch: 
     ((one,), (other,)) = joint.run([member.inputs(batch, [0]) for member in members])
     assert bool(one.isfinite().all())
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("what", ["load", "Program"])
+def test_memory_that_ends_while_a_model_is_loaded_or_a_plan_is_made_is_an_error_of_the_device(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, what, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
+    with pytest.raises(DeviceError, match="cpu has run out of memory"):
+        make_members("cpu", None, BatchShape(1, 1))
 
 
 def test_collectives_in_one_memory() -> None:

@@ -10,6 +10,7 @@ import torch
 from motley.backends.base import Backend, Executable
 from motley.backends.cuda.capture import GraphPool
 from motley.backends.cuda.executable import CudaExecutable
+from motley.backends.cuda.failures import as_device_errors
 from motley.backends.cuda.kernels.attention import supports
 from motley.backends.cuda.planes import BLOCK, PLAIN_KINDS, has_planes
 from motley.backends.cuda.program import Program
@@ -60,7 +61,9 @@ class CudaBackend(Backend):
         return -(-n_rows // step) * step
 
     def load(self, weight: PackedTensor) -> PackedTensor:
-        return load(weight, self.device)
+        with as_device_errors(self.device):
+            return load(weight, self.device)
 
     def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable:
-        return CudaExecutable(Program(plan, weights, self._matrices, self._pool, captures=self._captures))
+        with as_device_errors(self.device):
+            return CudaExecutable(Program(plan, weights, self._matrices, self._pool, captures=self._captures))
