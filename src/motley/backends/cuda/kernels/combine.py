@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from motley.backends.cuda.kernels.attention import Shares, Tables
-from motley.backends.cuda.kernels.hadamard import hadamard
+from motley.backends.cuda.kernels.hadamard import turned
 from motley.backends.cuda.kernels.rows import HALVES, PLAIN, Rows, convert, store_rows
 from motley.backends.cuda.kernels.tiles import TILE
 
@@ -42,7 +42,7 @@ def _combine(
         top = new_top
     x = acc / weight
     if ROTATE:
-        x = tl.reshape(hadamard(tl.reshape(x, [D // TURN, TURN]), D // TURN, TURN, LOG_TURN), [D])
+        x = turned(x, D, TURN, LOG_TURN)
     if DIM % 32:  # heads do not start with blocks
         tl.store(values + (row * HEADS + head) * DIM + d, x, d < DIM)
     else:

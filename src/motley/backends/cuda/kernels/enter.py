@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from motley.backends.cuda.kernels.hadamard import hadamard
+from motley.backends.cuda.kernels.hadamard import turned
 from motley.backends.cuda.kernels.quantize import store_head
 from motley.backends.cuda.kernels.tiles import CachePlanes
 
@@ -26,22 +26,16 @@ def _rope(
     """x[at + 0 … DIM] turned by position, and zeros up to D; the partner of a dim is read again, from memory."""
     d = tl.arange(0, D)
     v = tl.load(x + at + d, d < DIM, other=0.0)
-    turned = d < N_DIMS
+    moves = d < N_DIMS
     if HALVES:
         is_first, pair = d < N_DIMS // 2, d % (N_DIMS // 2)
         partner = tl.where(is_first, d + N_DIMS // 2, d - N_DIMS // 2)
     else:
         is_first, pair, partner = d % 2 == 0, d // 2, d ^ 1
-    angle = position.to(tl.float32) * tl.load(frequencies + pair, turned, other=0.0)
-    other = tl.load(x + at + partner, turned, other=0.0)
+    angle = position.to(tl.float32) * tl.load(frequencies + pair, moves, other=0.0)
+    other = tl.load(x + at + partner, moves, other=0.0)
     sine = tl.where(is_first, -tl.sin(angle), tl.sin(angle))
-    return tl.where(turned, (v * tl.cos(angle) + other * sine) * magnitude, v)
-
-
-@triton.jit
-def _turned(x, TURN: tl.constexpr, LOG_TURN: tl.constexpr, D: tl.constexpr):
-    """x (D,), each run of TURN values turned by H."""
-    return tl.reshape(hadamard(tl.reshape(x, [D // TURN, TURN]), D // TURN, TURN, LOG_TURN), [D])
+    return tl.where(moves, (v * tl.cos(angle) + other * sine) * magnitude, v)
 
 
 @triton.jit
@@ -60,7 +54,7 @@ def _enter(
     if head < Q_HEADS:
         x = _rope(q, row * q_stride + head * DIM, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES)
         if TURN_K:
-            x = _turned(x, TURN, LOG_TURN, D)
+            x = turned(x, D, TURN, LOG_TURN)
         d = tl.arange(0, D)
         tl.store(q_out + (row * Q_HEADS + head) * DIM + d, x, d < DIM)
     elif slot < 0:
@@ -69,14 +63,14 @@ def _enter(
         kv = head - Q_HEADS
         x = _rope(k, row * k_stride + kv * DIM, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES)
         if TURN_K:
-            x = _turned(x, TURN, LOG_TURN, D)
+            x = turned(x, D, TURN, LOG_TURN)
         store_head(x, keys, slot, first_row + kv, head_rows, K_KIND, TILES, N, BS)
     else:
         kv = head - Q_HEADS - KV_HEADS
         d = tl.arange(0, D)
         x = tl.load(v + row * v_stride + kv * DIM + d, d < DIM, other=0.0)
         if TURN_V:
-            x = _turned(x, TURN, LOG_TURN, D)
+            x = turned(x, D, TURN, LOG_TURN)
         store_head(x, values, slot, first_row + kv, head_rows, V_KIND, TILES, N, BS)
 
 

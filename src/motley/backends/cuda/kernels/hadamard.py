@@ -17,3 +17,9 @@ def hadamard(x, R: tl.constexpr, N: tl.constexpr, LOG_N: tl.constexpr):
         a, b = tl.split(tl.reshape(x, [R, N // 2, 2]))
         x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), [R, N])
     return x * (2.0 ** (-0.5 * LOG_N))
+
+
+@triton.jit
+def turned(x, D: tl.constexpr, TURN: tl.constexpr, LOG_TURN: tl.constexpr):
+    """x (D,), each run of TURN = 2 ** LOG_TURN values turned by H."""
+    return tl.reshape(hadamard(tl.reshape(x, [D // TURN, TURN]), D // TURN, TURN, LOG_TURN), [D])
