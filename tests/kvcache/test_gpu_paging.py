@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from enum import IntEnum
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from motley.errors import DeviceError
 from motley.kvcache import arena as arena_module
 from motley.kvcache.arena import Arena, GroupBatch, LayerGroup
-from motley.kvcache.gpu_paging import GpuPagedMemory
+from motley.kvcache.gpu_paging import CudaDriver, GpuPagedMemory
 from motley.kvcache.types import get_cache_type
 
 GRANULE = 64
@@ -108,6 +110,40 @@ def test_forgotten_memory_is_released() -> None:
     del memory
     assert not driver.mapped
     assert not driver.reserved
+
+
+class Result(IntEnum):
+    SUCCESS = 0
+    FULL = 2
+
+
+class FakeCalls:
+    """The driver's calls; the one called `broken` fails."""
+
+    def __init__(self, broken: str) -> None:
+        self.held: set[str] = set()
+        for name, holds in (("cuMemCreate", "memory"), ("cuMemMap", "mapping"), ("cuMemSetAccess", "")):
+            setattr(self, name, self._call(name, Result.FULL if name == broken else Result.SUCCESS, holds))
+        for name, holds in (("cuMemRelease", "memory"), ("cuMemUnmap", "mapping")):
+            setattr(self, name, self._call(name, Result.SUCCESS, holds, gives_back=True))
+
+    def _call(self, name: str, result: Result, holds: str, *, gives_back: bool = False) -> Any:
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            if result == Result.SUCCESS and holds:
+                (self.held.remove if gives_back else self.held.add)(holds)
+            return result, "handle"
+
+        call.__name__ = name
+        return call
+
+
+@pytest.mark.parametrize("broken", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", ""])
+def test_memory_that_cannot_be_mapped_leaves_nothing_behind(broken: str) -> None:
+    driver, calls = object.__new__(CudaDriver), FakeCalls(broken)
+    vars(driver).update(_calls=calls, _device="cuda:0", _kind=None, _access=None, granule=GRANULE)
+    with pytest.raises(DeviceError, match=broken) if broken else nullcontext():
+        driver.map(GRANULE)
+    assert calls.held == (set() if broken else {"memory", "mapping"})
 
 
 def test_an_arena_without_memory_for_a_block_can_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

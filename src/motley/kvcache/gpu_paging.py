@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -162,9 +163,13 @@ class CudaDriver:
         self._call(self._calls.cuMemAddressFree, address, n_bytes)
 
     def map(self, address: int) -> Any:
-        handle = self._create()
-        self._call(self._calls.cuMemMap, address, self.granule, 0, handle, 0)
-        self._call(self._calls.cuMemSetAccess, address, self.granule, [self._access], 1)
+        with ExitStack() as undo:  # what fails midway leaves nothing behind
+            handle = self._create()
+            undo.callback(self._call, self._calls.cuMemRelease, handle)
+            self._call(self._calls.cuMemMap, address, self.granule, 0, handle, 0)
+            undo.callback(self._call, self._calls.cuMemUnmap, address, self.granule)
+            self._call(self._calls.cuMemSetAccess, address, self.granule, [self._access], 1)
+            undo.pop_all()
         return handle
 
     def unmap(self, address: int, handle: Any) -> None:
