@@ -65,6 +65,24 @@ def test_matmul_adds_a_residual(kind: str, n_tokens: int) -> None:
     assert error(out, x @ weight.unpack().T + residual) < 2e-3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_weights_are_not_shifted(kind: str) -> None:
+    """Scales whose sixteenth is a subnormal float16, and rows that have a mean: an error of one sign would add up."""
+    torch.manual_seed(1)
+    weight = PackedTensor.pack(torch.randn(5, 512) * 2e-3, get_format(kind))
+    x = torch.randn(3, 512) + 3
+    rows = convert(x, Rows.empty(HALVES, 3, 512, "cpu"))
+    out = matmul(to_planes(weight), rows, poisoned(3, 5))
+    assert error(out, x @ weight.unpack().T) < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "IQ4_NL"])
+def test_a_matrix_of_one_block(kind: str) -> None:
+    weight = packed(kind, 1, 32)
+    chosen = unpack_rows(to_planes(weight), torch.zeros(1, dtype=torch.int32), poisoned(1, 32))
+    assert error(chosen, weight.unpack()) < 2e-3
+
+
 @pytest.mark.parametrize("kind", [*KINDS, *SAME_PLANES])
 def test_unpacking_by_value_and_by_row(kind: str) -> None:
     torch.manual_seed(1)

@@ -175,7 +175,8 @@ def _by_halves(nibbles: torch.Tensor) -> torch.Tensor:
 
 def _by_word(data: torch.Tensor, n_rows: int, n_blocks: int) -> torch.Tensor:
     """Bytes in the order of blocks → int32 (rows, words · blocks)."""
-    words = data.contiguous().view(torch.int32).reshape(n_rows, n_blocks, -1)
+    aligned = data.clone(memory_format=torch.contiguous_format)  # a single block's codes start amid a word
+    words = aligned.view(torch.int32).reshape(n_rows, n_blocks, -1)
     return words.transpose(1, 2).reshape(n_rows, -1)
 
 

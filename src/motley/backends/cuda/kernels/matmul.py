@@ -61,11 +61,11 @@ def _nibble_tiles(word, w, w_small, i: tl.constexpr, PLAIN: tl.constexpr):
     """Values 4j + i and 16 + 4j + i before their zero or minimum: one permutation for both, and a multiply-add each.
 
     1024 · w is exact, so that (1024 + c) · w - 1024 · w is c · w, rounded once. Upper nibbles are 16 times too large:
-    `w_small` is w / 16.
+    `w_small` is w / 16, where that is a subnormal number, rounded; so it is `w_small` that is subtracted again.
     """
     low, high = nibbles_as_halves(word, i, 0x6400, PLAIN)
     a = multiply_add(low, w, w * -1024.0, PLAIN)
-    return a, multiply_add(high, w_small, w * -64.0, PLAIN)
+    return a, multiply_add(high, w_small, w_small * -1024.0, PLAIN)
 
 
 @triton.jit
