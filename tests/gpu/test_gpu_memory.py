@@ -75,3 +75,21 @@ def test_a_request_that_runs_out_of_memory_fails_and_the_next_is_answered(
         with pytest.raises(MotleyError, match="out of memory"):
             llm.generate(PROMPT[:400], max_tokens=8, temperature=0.0)
     assert llm.generate("Once upon a time", max_tokens=8, temperature=0.0).tokens == expected
+
+
+def test_captured_graphs_share_the_memory_of_their_outputs(load: Load) -> None:
+    llm = load(n_parallel=64)
+
+    def decode(n_requests: int) -> None:
+        streams = [
+            llm.stream([5 + i], max_tokens=6, temperature=0.0, ignore_eos=True) for i in range(n_requests)
+        ]
+        for stream in streams:
+            stream.finish()
+
+    decode(64)
+    before = torch.cuda.memory_allocated()
+    for n_requests in (48, 32):
+        decode(n_requests)
+    logits = 4 * llm.tokenizer.n_vocab  # bytes of a row
+    assert torch.cuda.memory_allocated() - before < (48 + 32) * logits

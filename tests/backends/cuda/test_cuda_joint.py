@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,7 +15,7 @@ from cuda_models import DIM, SIZE, inputs_of, make_batch, make_spec, use_few_pro
 
 from motley.backends import Executable, join
 from motley.backends.cuda import backend as backend_module
-from motley.backends.cuda import steps
+from motley.backends.cuda import runs, steps
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.meeting import meet
 from motley.errors import DeviceError
@@ -158,3 +158,32 @@ def test_collectives_in_one_memory() -> None:
     assert [result.tolist() for result in gathered] == [[5.0, 6.0, 7.0]] * 2
     shared = meet([Broadcast(1, (3,))(), Broadcast(1, (3,))(Input((3,), F32)(name="x"))], [None, parts[1]])
     assert all(torch.equal(result, parts[1]) for result in shared)
+
+
+def test_a_batch_that_cannot_be_captured_for_want_of_memory_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In lockstep nobody else has seen the half of it that was captured. With neighbours elsewhere it is an error."""
+    use_few_programs(monkeypatch)
+    tries = []
+
+    def no_memory(parts: Iterable[Any], pool: Any) -> None:
+        tries.append(pool)
+        for work, _ in parts:
+            work()  # a capture gets as far as the end, say
+        raise torch.OutOfMemoryError("no memory for a graph")
+
+    monkeypatch.setattr(runs, "Captured", no_memory)
+    batch, (member,) = make_batch([1], [1]), make_members("cpu", None, BatchShape(1, 1))
+    joint = join([member.executable])
+    assert isinstance(joint, runs.JointRun)
+    joint._captures = True
+    logits = [joint.run([member.inputs(batch, [0])])[0][0].clone() for _ in range(4)]
+    assert all(torch.equal(row, logits[0]) for row in logits)
+    assert len(tries) == 1
+
+    alone = runs.ThreadRun(joint._programs)
+    alone._captures = True
+    alone.run([member.inputs(batch, [0])])
+    with pytest.raises(DeviceError, match="out of memory"):
+        alone.run([member.inputs(batch, [0])])

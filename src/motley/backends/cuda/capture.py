@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +15,7 @@ Part = tuple[Work | None, Callable[[], Work] | None]
 
 class GraphPool:
     """Memory that all captured graphs of a model on a GPU share: one batch runs at a time, so one may write over
-    another's. What holds a graph's outputs is its own.
+    another's, outputs included: see `borrowed`.
 
     torch gives a pool up with its last graph, and fails if another one is captured into it after that: so one graph,
     of almost nothing, stays.
@@ -56,6 +57,30 @@ def _captured(work: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph
     return graph
 
 
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers at the same address, which do not keep the memory: a graph in the same pool may write there.
+
+    A tensor of which every captured graph had its own would be one for each size of batch.
+    """
+    if not tensor.numel():
+        return tensor
+    assert tensor.is_contiguous()
+    return torch.as_tensor(_Address(tensor), device=tensor.device)
+
+
+class _Address:
+    """What torch makes a tensor of without copying."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        assert tensor.dtype == torch.float32
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": "<f4",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
 class Lanes:
     """Streams side by side, so that several devices' kernels run at the same time; lane 0 is the current stream.
     Without any, everything goes to the current stream, one after the other.
@@ -68,15 +93,18 @@ class Lanes:
     def side_by_side(n_lanes: int, device: torch.device) -> Lanes:
         return Lanes([torch.cuda.Stream(device) for _ in range(n_lanes - 1)])  # type: ignore[no-untyped-call]
 
-    def fork(self) -> None:
-        """What the lanes do from now on comes after what the current stream has been given."""
+    @contextmanager
+    def forked(self) -> Iterator[None]:
+        """What the lanes do inside comes after what the current stream was given before, and before what it is given
+        later. They join it also when something fails: a capture could not be ended otherwise, and hide the reason.
+        """
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream())
-
-    def join(self) -> None:
-        """What the current stream is given from now on comes after what the lanes have been given."""
-        for stream in self._streams:
-            torch.cuda.current_stream().wait_stream(stream)
+        try:
+            yield
+        finally:
+            for stream in self._streams:
+                torch.cuda.current_stream().wait_stream(stream)
 
     def run(self, lane: int, work: Work) -> None:
         if lane == 0 or not self._streams:

@@ -15,16 +15,16 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from motley.backends.cuda.capture import Captured, Lanes, Part, Work
+from motley.backends.cuda.capture import Captured, Lanes, Part, Work, borrowed
+from motley.backends.cuda.failures import as_device_errors
 from motley.backends.cuda.meeting import meet
 from motley.backends.cuda.program import Program, Segment
 from motley.backends.cuda.staging import Staged, Staging
 from motley.backends.cuda.values import Values
-from motley.errors import DeviceError, MotleyError
 from motley.graph import I32, Tensor
 from motley.split.collectives import Receive, Send
 
@@ -33,6 +33,8 @@ Outputs = list[tuple[torch.Tensor, ...]]  # of each program
 
 class Run(ABC):
     """Runs batches of programs that lie on one GPU."""
+
+    can_start_again: ClassVar[bool]  # after half a batch: nobody else has seen it
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self._programs = programs
@@ -56,19 +58,8 @@ class Run(ABC):
 
     def run(self, inputs: Sequence[Mapping[str, Any]]) -> Outputs:
         """Each program's outputs from its inputs. The results are valid until the next run."""
-        try:
-            with torch.inference_mode(), _current(self._device):
-                return self._run(inputs)
-        except MotleyError:
-            raise
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            raise DeviceError(
-                f"{self._device} has run out of memory: {_first_line(error)}",
-                hint="lower --batch-size, the context (-c) or the cache's limit, or free memory on the GPU",
-            ) from error
-        except Exception as error:  # of torch, Triton or the driver
-            raise DeviceError(f"{self._device} has failed: {_first_line(error)}") from error
+        with torch.inference_mode(), _current(self._device), as_device_errors(self._device):
+            return self._run(inputs)
 
     def _run(self, inputs: Sequence[Mapping[str, Any]]) -> Outputs:
         staged = self._stage(inputs)
@@ -76,15 +67,28 @@ class Run(ABC):
             self._captured.replay()
             return self._outputs
         self._n_decodes += staged.is_decode
-        values = [program.begin(own, staged) for program, own in zip(self._programs, inputs, strict=True)]
+        values = self._begin(inputs, staged)
         if staged.is_decode and self._captures and self._n_decodes > 1:
-            self._captured = None  # the memory of an earlier one is free now
-            self._captured = Captured(self.parts(values), self._programs[0].pool)
-            self._captured_at = staged.address
-            self._outputs = self._take(values)
-            return self._outputs
+            try:
+                return self._capture(values, staged.address)
+            except torch.OutOfMemoryError:
+                if not self.can_start_again:
+                    raise
+                self._captures = False  # launches, which share memory with everything else, may still do
+                torch.cuda.empty_cache()
+                values = self._begin(inputs, staged)
         self.execute(values)
         return self._take(values)
+
+    def _begin(self, inputs: Sequence[Mapping[str, Any]], staged: Staged) -> list[Values]:
+        return [program.begin(own, staged) for program, own in zip(self._programs, inputs, strict=True)]
+
+    def _capture(self, values: Sequence[Values], address: int) -> Outputs:
+        self._captured = None  # the memory of an earlier one is free now
+        self._captured = Captured(self.parts(values), self._programs[0].pool)
+        self._captured_at = address
+        self._outputs = [tuple(map(borrowed, own)) for own in self._take(values)]
+        return self._outputs
 
     def _take(self, values: Sequence[Values]) -> Outputs:
         return [program.outputs(own) for program, own in zip(self._programs, values, strict=True)]
@@ -112,6 +116,8 @@ class Run(ABC):
 
 class ThreadRun(Run):
     """One program, whose neighbours are elsewhere."""
+
+    can_start_again = False
 
     def execute(self, values: Sequence[Values]) -> None:
         for segment in self._programs[0].segments:
@@ -141,6 +147,8 @@ class ThreadRun(Run):
 class JointRun(Run):
     """All programs of a crew, in lockstep."""
 
+    can_start_again = True
+
     def execute(self, values: Sequence[Values]) -> None:
         self._drive(values, Lanes())
 
@@ -161,10 +169,9 @@ class JointRun(Run):
         mail: _Mail = defaultdict(deque)
         ready = list(range(len(todo)))
         while ready:
-            lanes.fork()
-            for device in ready:
-                lanes.run(device, partial(todo[device][0].run, values[device]))
-            lanes.join()
+            with lanes.forked():
+                for device in ready:
+                    lanes.run(device, partial(todo[device][0].run, values[device]))
             nodes = [segments[0].meeting for segments in todo]
             ready = _meet(nodes, values, mail)
             assert ready or not any(nodes), "devices wait for each other"
@@ -196,10 +203,6 @@ def _meet(nodes: Sequence[Tensor | None], values: Sequence[Values], mail: _Mail)
     for device, result in results.items():
         values[device].put(waiting[device], result)
     return sorted(results)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), repr(error))
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from motley.backends.cuda.kernels.attention import LOG2E, look_up
 from motley.backends.cuda.kernels.bits import INTERPRETED, byte_as_half, nibbles_as_halves
-from motley.backends.cuda.kernels.hadamard import hadamard
+from motley.backends.cuda.kernels.hadamard import turned
 from motley.backends.cuda.kernels.tiles import (
     TILE,
     CachePlanes,
@@ -149,8 +149,8 @@ def _prefill(
             acc = tl.dot(p.to(tl.float16), tl.trans(v), acc * fade[:, None])
     acc = acc / total[:, None]
     if TURN > 1:
-        R: tl.constexpr = SIZE * V_DIMS // TURN
-        acc = tl.reshape(hadamard(tl.reshape(acc, [R, TURN]), R, TURN, LOG_TURN), [SIZE, V_DIMS])
+        ALL: tl.constexpr = SIZE * V_DIMS
+        acc = tl.reshape(turned(tl.reshape(acc, [ALL]), ALL, TURN, LOG_TURN), [SIZE, V_DIMS])
     d = _order(tl.arange(0, V_DIMS), V_KIND)[None, :]
     tl.store(out + line + d, acc, (m < n)[:, None] & (d < DIM))
 
