@@ -71,7 +71,7 @@ def test_rows_of_several_sequences(
     expected = Attention(0.2, window).reference([q, layer])
 
     numbers, starts = flat_tables(tables)
-    n_most = span_rows(16)  # so that a sequence has more than one
+    n_most = span_rows(16, 128)  # so that a sequence has more than one
     portions = [
         spans(t.first_row, t.n_rows, t.position, at, n_most) for t, at in zip(tables, starts, strict=True)
     ]
@@ -117,4 +117,4 @@ def test_values_are_turned_back(kind: str, dim: int, turn: int) -> None:
 def test_spans_cover_each_row_once_and_the_longest_come_first() -> None:
     portions = spans(10, 300, 40, 77, 128)
     assert portions.tolist() == [[266, 44, 296, 77], [138, 128, 168, 77], [10, 128, 40, 77]]
-    assert [span_rows(n) for n in (2, 17, 100, 5000)] == [16, 32, 128, 128]
+    assert [span_rows(n, 64) for n in (2, 17, 100, 5000)] == [16, 32, 64, 64]

@@ -42,7 +42,7 @@ def table_at(place: Place, single: int, n_blocks: int) -> list[int]:
 
 @given(st.lists(SEQUENCES, min_size=1, max_size=4))
 def test_rows_find_their_numbers(batches: list[Sequences]) -> None:
-    staging = Staging({"tokens": N_ROWS, "output_rows": 4}, 2, SIZE, torch.device("cpu"))
+    staging = Staging({"tokens": N_ROWS, "output_rows": 4}, 2, SIZE, 128, torch.device("cpu"))
     for sequences in batches:
         tables = make_tables(sequences)
         groups = [GroupBatch.of(tables, SIZE), GroupBatch.of(tables, SIZE)]
@@ -71,7 +71,7 @@ def test_rows_find_their_numbers(batches: list[Sequences]) -> None:
 
 
 def test_memory_moves_only_when_it_is_outgrown() -> None:
-    staging = Staging({"tokens": N_ROWS}, 1, SIZE, torch.device("cpu"))
+    staging = Staging({"tokens": N_ROWS}, 1, SIZE, 128, torch.device("cpu"))
     tokens = {"tokens": torch.zeros(1, dtype=torch.int32)}
     addresses = [
         staging.write(tokens, [GroupBatch.of(make_tables([(1, n_before, 0)]), SIZE)]).address

@@ -21,6 +21,7 @@ import torch
 
 from motley.backends.cuda.capture import Captured, Lanes, Part, Work, borrowed
 from motley.backends.cuda.failures import as_device_errors
+from motley.backends.cuda.kernels.prefill import most_rows
 from motley.backends.cuda.meeting import meet
 from motley.backends.cuda.program import Program, Segment
 from motley.backends.cuda.staging import Staged, Staging
@@ -110,8 +111,10 @@ class Run(ABC):
                 groups.setdefault(id(own[name].batch), (p, name))
         self._groups = list(groups.values())
         sizes = {name: self._programs[p].sizes[name] for name, p in self._givers.items()}
-        block_size = max((inputs[p][name].keys.block_size for p, name in self._groups), default=0)
-        self._staging = Staging(sizes, len(groups), block_size, self._device)
+        layers = [inputs[p][name] for p, name in self._groups]
+        block_size = max((layer.keys.block_size for layer in layers), default=0)
+        n_most = max((most_rows(layer.keys.kind.name, layer.values.kind.name) for layer in layers), default=0)
+        self._staging = Staging(sizes, len(groups), block_size, n_most, self._device)
 
 
 class ThreadRun(Run):

@@ -27,6 +27,7 @@ from motley.backends.paged import Batch, Table
 
 _ALIGNMENT = 4  # numbers: parts begin at 16 bytes, so that kernels are compiled for one case
 _SPARE = 1024  # numbers for tables to begin with
+_FEWEST_ROWS = span_rows(1, most=1 << 30)  # of a span that is full
 _GAP = np.zeros(1, dtype=np.int32)  # where a table's first position goes
 
 
@@ -101,11 +102,12 @@ class Staging:
     """The memory of one plan's batches, here and on the device."""
 
     def __init__(
-        self, sizes: Mapping[str, int], n_groups: int, block_size: int, device: torch.device
+        self, sizes: Mapping[str, int], n_groups: int, block_size: int, most_rows: int, device: torch.device
     ) -> None:
-        """`sizes`: numbers of each input, of the plan; the largest is its rows."""
+        """`sizes`: numbers of each input, of the plan; the largest is its rows. `most_rows`: of a span."""
         self._device = device
         self._block_size = block_size
+        self._most_rows = most_rows
         self._n_rows = max(sizes.values(), default=0)
         self._names: dict[str, slice] = {}
         self._groups: list[tuple[slice, ...]] = []
@@ -168,7 +170,7 @@ class Staging:
         for part, values, pad in zip(columns, zip(*singles, strict=True), inert, strict=False):
             _fill(numbers[part], np.array(values, dtype=np.int32), pad)
         n_singles = len(singles) if chunks else self._n_rows
-        size = span_rows(max((table.n_rows for table, _ in chunks), default=1))
+        size = span_rows(max((table.n_rows for table, _ in chunks), default=1), self._most_rows)
         first_span = stop = _aligned(stop)
         for table, start in chunks:
             own = spans(table.first_row, table.n_rows, table.position, start, size).ravel()
@@ -190,7 +192,7 @@ def _fill(part: npt.NDArray[np.int32], values: npt.NDArray[np.int32], pad: int) 
 
 def _n_numbers(table: Table) -> int:
     """Of a table and its spans, at most."""
-    return 1 + len(table.blocks) + _ALIGNMENT + SPAN_NUMBERS * -(-table.n_rows // span_rows(1))
+    return 1 + len(table.blocks) + _ALIGNMENT + SPAN_NUMBERS * -(-table.n_rows // _FEWEST_ROWS)
 
 
 def _aligned(n: int) -> int:

@@ -23,6 +23,7 @@ from motley.backends.cuda.kernels.hadamard import turned
 from motley.backends.cuda.kernels.tiles import (
     TILE,
     CachePlanes,
+    is_plain,
     is_words,
     load_columns,
     load_scales,
@@ -31,13 +32,17 @@ from motley.backends.cuda.kernels.tiles import (
     spread,
 )
 
-MOST_ROWS = 128  # of a span
 SPAN_NUMBERS = 4  # of each span: its first row, how many, the first one's position, where its table begins
 
 
-def span_rows(n_rows: int) -> int:
-    """Rows of a span, where no sequence has more than `n_rows`."""
-    return min(MOST_ROWS, max(16, 1 << (n_rows - 1).bit_length()))
+def most_rows(k_kind: str, v_kind: str) -> int:
+    """Of a span. The more rows, the fewer unpack the same block; plain values are faster with less at a time."""
+    return 64 if is_plain(k_kind) and is_plain(v_kind) else 128
+
+
+def span_rows(n_rows: int, most: int) -> int:
+    """Rows of spans, where no sequence has more than `n_rows`."""
+    return min(most, max(16, 1 << (n_rows - 1).bit_length()))
 
 
 def spans(first_row: int, n_rows: int, position: int, table: int, size: int) -> npt.NDArray[np.int32]:
