@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from motley import __version__
+from motley.errors import ConfigError
 
 # Where each command is, and the first line of its help.
 COMMANDS = {
@@ -100,4 +104,28 @@ def motley(
 
 
 def main() -> None:
-    app(prog_name="motley")
+    _settle_streams()
+    try:
+        app(prog_name="motley")
+    except OSError as error:  # standard output takes no more: its disk is full, for example
+        from motley.cli.console import USER_ERROR, report  # the command has brought torch by now
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the rest of the output fails once more at the end
+        where = error.filename or "standard output"
+        report(ConfigError(f"{where}: {error.strerror or error}", hint="is there room on the disk?"))
+        sys.exit(USER_ERROR)
+
+
+def _settle_streams() -> None:
+    """A stream that was closed is an empty one. What a terminal cannot show is spelled out, and bytes that are no text
+    reach the tokenizer, which refuses them.
+    """
+    for name, mode, errors in (
+        ("stdin", "r", "surrogateescape"),
+        ("stdout", "w", "backslashreplace"),
+        ("stderr", "w", "backslashreplace"),
+    ):
+        stream = getattr(sys, name) or open(os.devnull, mode)  # noqa: SIM115  it stays open
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
+        setattr(sys, name, stream)

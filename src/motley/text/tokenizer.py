@@ -85,7 +85,10 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise TokenizerError(f"the text is not valid Unicode: {error.reason} at {error.start}") from None
+            raise TokenizerError(
+                f"the text is not valid Unicode: {error.reason} at {error.start}",
+                hint="text is read as UTF-8",
+            ) from None
         ids: list[int] = []
         for part in self._special.split(text, parse_special=parse_special):
             if isinstance(part, int):
