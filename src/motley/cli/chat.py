@@ -6,7 +6,9 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from motley.cli.console import report, say, show_figures
+import typer
+
+from motley.cli.console import USER_ERROR, report, say, show_figures
 from motley.cli.streaming import print_stream
 from motley.engine import Completion, SamplingParams
 from motley.errors import ConfigError, MotleyError
@@ -57,23 +59,27 @@ class Talk:
 
 
 def chat(talk: Talk, *, opening: str | None = None, single_turn: bool = False) -> None:
-    """Answer `opening`, then line after line of standard input, until /quit or its end."""
+    """Answer `opening`, then line after line of standard input, until /quit or its end. A person has seen the errors;
+    whoever reads from a pipe learns of them by the exit code.
+    """
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _welcome(talk)
-    if opening is not None:
-        _take_turn(talk, opening)
+    are_answered = [_take_turn(talk, opening)] if opening is not None else []
     for line in _read_lines("> " if is_terminal else ""):
         if line == "/quit":
-            return
+            break
         if line.startswith("/"):
             _obey(line, talk)
             continue
-        _take_turn(talk, line)
+        are_answered.append(_take_turn(talk, line))
         if single_turn:
-            return
-    if is_terminal:
-        say("")  # after Ctrl-D the cursor is still beside the prompt
+            break
+    else:
+        if is_terminal:
+            say("")  # after Ctrl-D the cursor is still beside the prompt
+    if not is_terminal and not all(are_answered):
+        raise typer.Exit(USER_ERROR)
 
 
 def _welcome(talk: Talk) -> None:
@@ -109,10 +115,12 @@ def _obey(command: str, talk: Talk) -> None:
             say(f"There is no {command.split()[0]}.\n{HELP}")
 
 
-def _take_turn(talk: Talk, text: str) -> None:
+def _take_turn(talk: Talk, text: str) -> bool:
+    """Whether there was an answer."""
     try:
         answer = talk.print_answer(text)
     except MotleyError as error:  # say, the context is full: /clear helps, leaving would not
         report(error)
-    else:
-        show_figures(answer, talk.llm.memory())
+        return False
+    show_figures(answer, talk.llm.memory())
+    return True
