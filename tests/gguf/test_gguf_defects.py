@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
@@ -133,3 +134,18 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
         read_spec(tmp_path / "absent.gguf")
     with pytest.raises(GGUFError, match="cannot be opened"):
         read_spec(tmp_path)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(GGUFError, match="pipe: this is a pipe"):
+        read_spec(tmp_path / "pipe")
+
+
+def test_a_download_that_broke_off_is_to_be_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    for data in (b"", gguf_file(n_tensors=HUGE), gguf_file([ARCHITECTURE])[:40]):
+        path.write_bytes(data)
+        with pytest.raises(GGUFError) as caught:
+            read_spec(path)
+        assert "download it again" in str(caught.value.hint)

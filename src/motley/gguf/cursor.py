@@ -15,6 +15,7 @@ Number = int | float
 Numbers = NDArray[np.number]
 
 _LENGTH = struct.Struct("<Q")
+DAMAGED = "the file is truncated or damaged; download it again"
 
 
 class Cursor:
@@ -51,7 +52,7 @@ class Cursor:
         """A count of things that take `least_bytes` or more each: bounded by what is left of the file."""
         count = self.unsigned("Q")
         if count > (self.size - self.position) // least_bytes:
-            raise self.error(f"{count:,} {what} cannot fit in a file of {self.size:,} bytes")
+            raise self.error(f"{count:,} {what} cannot fit in a file of {self.size:,} bytes", hint=DAMAGED)
         return count
 
     def numbers(self, code: str, count: int) -> Numbers:
@@ -86,5 +87,5 @@ class Cursor:
     def _too_short(self, start: int, expected: str) -> GGUFError:
         return self.error(
             f"the file ends at byte {self.size:,}, but {expected} should follow byte {start:,}",
-            hint="it is truncated or damaged; download it again",
+            hint=DAMAGED,
         )

@@ -54,9 +54,11 @@ def read_part(path: Path, index: int = 0) -> Part:
 def _map(path: Path) -> mmap.mmap:
     """A private mapping: pages come from the page cache, and a stray write never reaches the disk."""
     try:
+        if path.is_fifo():  # to open it would wait for whoever writes
+            raise GGUFError(f"{path}: this is a pipe", hint="a model is mapped, so it has to be a file")
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
-                raise GGUFError(f"{path}: the file is empty")
+                raise GGUFError(f"{path}: the file is empty", hint="download it again")
             if sys.platform != "linux":
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             # Without NORESERVE the kernel refuses a model that is larger than memory and swap.
@@ -65,7 +67,8 @@ def _map(path: Path) -> mmap.mmap:
                 file.fileno(), 0, mmap.MAP_PRIVATE | no_reserve, mmap.PROT_READ | mmap.PROT_WRITE
             )
     except OSError as error:
-        raise GGUFError(f"{path}: cannot be opened: {error.strerror or error}") from None
+        why = error.strerror or error
+        raise GGUFError(f"{path}: cannot be opened: {why}", hint="may this user read it?") from None
 
 
 def _read_version(cursor: Cursor) -> int:

@@ -10,7 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from motley.errors import GGUFError, ModelError
 from motley.formats import Format, get_format
-from motley.gguf.cursor import Cursor
+from motley.gguf.cursor import DAMAGED, Cursor
 
 # The name's length, a byte of it, the number of dimensions, one dimension, type, offset.
 LEAST_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
@@ -104,7 +104,7 @@ def _check_places(cursor: Cursor, tensors: tuple[TensorInfo, ...]) -> None:
         if end > cursor.size:
             cursor.where = f"tensor {info.name[:100]!r}"
             message = f"shape {info.shape} as {info.type_name} would end at byte {end:,} of {cursor.size:,}"
-            raise cursor.error(message, hint="the file is truncated or damaged; download it again")
+            raise cursor.error(message, hint=DAMAGED)
     for before, after in pairwise(sorted(tensors, key=lambda info: info.offset)):
         if before.offset + before.nbytes > after.offset:
             raise GGUFError(f"{cursor.path}: the tensors {before.name!r} and {after.name!r} overlap")
