@@ -18,13 +18,14 @@ import numpy.typing as npt
 from motley.backends import Backend, backend_for, get_backend
 from motley.engine import BareSequence, Completion, Engine, Request, SamplingParams
 from motley.engine.sessions import SessionStore
-from motley.errors import ConfigError, RequestError
+from motley.errors import CacheError, ConfigError, RequestError
 from motley.gguf import read_spec
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.types import get_cache_type
 from motley.models import read_params
 from motley.runtime import (
     CacheConfig,
+    CachePlan,
     DeviceFigures,
     KVStats,
     Progress,
@@ -41,7 +42,7 @@ from motley.text import ChatTemplate, Tokenizer
 from motley.units import parse_bytes
 
 Prompt = str | Sequence[int]
-_MOST = 2**26  # tokens, threads, requests: more is a slip of the finger
+_MOST, _MOST_THREADS = 2**26, 2**10  # tokens, blocks, requests; threads: more is a slip of the finger
 
 
 class LLM:
@@ -89,13 +90,13 @@ class LLM:
         unless `kv_rotation=False`. `kv_cache_tokens` or `kv_cache_bytes`: a hard limit of the cache.
         """
         started = time.perf_counter()
-        for name, value in (
-            ("n_ctx", n_ctx),
-            ("n_threads", n_threads),
-            ("n_batch", n_batch),
-            ("n_parallel", n_parallel),
+        for name, value, most in (
+            ("n_ctx", n_ctx, _MOST),
+            ("n_threads", n_threads, _MOST_THREADS),
+            ("n_batch", n_batch, _MOST),
+            ("n_parallel", n_parallel, _MOST),
         ):
-            _require_positive(name, value)
+            _require_number(name, value, most)
         cache = CacheConfig(
             get_cache_type(cache_type_k),
             get_cache_type(cache_type_v),
@@ -117,6 +118,7 @@ class LLM:
         self.notices = notices(self.spec, params, cache, backends, n_ctx=self.n_ctx, rotates=kv_rotation)
         self._split = split_model(self.spec, params, crew, cache, n_ctx=self.n_ctx, rotate=kv_rotation)
         self._fit = fit_cache(self._split, cache, n_batch=n_batch, n_parallel=n_parallel)
+        _require_few_blocks(self._fit.plan)
         self._cache = CacheManager(
             self._fit.plan.group_specs(),
             cache.block_size,
@@ -380,7 +382,17 @@ def _require_cache(device: str, backend: Backend, cache: CacheConfig, head_dim: 
         )
 
 
-def _require_positive(name: str, value: int | None) -> None:
+def _require_number(name: str, value: int | None, most: int) -> None:
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_number and 1 <= value <= _MOST):
-        raise ConfigError(f"{name} is {value!r}, but must be a whole number from 1 to {_MOST}")
+    if value is not None and not (is_number and 1 <= value <= most):
+        raise ConfigError(f"{name} is {value!r:.60}", hint=f"it must be a whole number from 1 to {most}")
+
+
+def _require_few_blocks(plan: CachePlan) -> None:
+    """Their lists alone would take all memory, demand-paged or not."""
+    n_blocks = sum(group.n_blocks for group in plan.groups)
+    if n_blocks > _MOST:
+        raise CacheError(
+            f"the KV cache would have {n_blocks:,} blocks of {plan.config.block_size} tokens",
+            hint="lower --kv-cache-bytes, --kv-cache-tokens or the number of parallel requests",
+        )

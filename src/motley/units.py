@@ -15,10 +15,10 @@ _UNITS = {"": 1, "B": 1} | {
 
 def parse_bytes(value: str | int) -> int:
     """`2GiB`, `512M`, `1.5 GB` (all powers of 1024) or a number of bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", str(value))
     n_bytes = 0 if match is None else int(Fraction(match[1]) * _UNITS.get(match[2].upper(), 0))
     if n_bytes <= 0:
-        raise ConfigError(f"{value!r} is no amount of memory", hint="for example 2GiB or 512MiB")
+        raise ConfigError(f"{value!r:.60} is no amount of memory", hint="for example 2GiB or 512MiB")
     return n_bytes
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from motley import LLM
@@ -110,6 +111,16 @@ def test_all_threads_of_the_cpu_devices_read(monkeypatch: pytest.MonkeyPatch) ->
     assert asked == [6]
 
 
+def test_more_threads_than_cores_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "_CPU_BYTES", 4 * bandwidth._COLUMNS)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    made = []
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *shape: made.append(shape) or ones(*shape))
+    assert bandwidth.cpu_bandwidth(10**9) > 0
+    assert len(made) == 3  # a matrix for each core, and the vector
+
+
 def test_random_models_of_several_formats_are_kept_in_the_users_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +195,7 @@ def test_what_cannot_be_measured_is_refused(path: Path) -> None:
         (["-n", "0", "-p", "0"], "nothing to measure"),
         (["-d", "x"], "no list of numbers"),
         (["--types", "f16", "-ctk", "q8_0"], "beside -ctk"),
+        (["--shape", "llama-15m"], "two models"),
     ):
         result = CliRunner().invoke(app, ["bench", str(path), *flags])
         assert result.exit_code == 2

@@ -38,7 +38,12 @@ def test_json_has_every_figure_for_programs(motley: Motley, path: str) -> None:
 
 
 def test_a_cache_that_cannot_be_is_refused_with_a_hint(motley: Motley, path: str) -> None:
-    result = motley("kv", path, "--kv-cache-bytes", "1KiB")
-    assert result.exit_code == 2
-    assert "no room for a single block" in result.stderr
-    assert "hint:" in result.stderr
+    for flags, message in (
+        (("--kv-cache-bytes", "1KiB"), "no room for a single block"),
+        (("--kv-cache-bytes", "9" * 5000), "is no amount of memory"),
+        (("--backend", "quantum"), "unknown backend 'quantum'"),
+    ):
+        result = motley("kv", path, *flags)
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert "hint:" in result.stderr

@@ -11,7 +11,7 @@ import pytest
 
 from motley import LLM, MotleyError, SamplingParams
 from motley.backends import Backend
-from motley.errors import ConfigError, RequestError
+from motley.errors import CacheError, ConfigError, RequestError
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +108,11 @@ def test_bad_options_are_refused(path: Path) -> None:
         LLM(path, n_contxt=5)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="n_ctx is 0"):
         LLM(path, n_ctx=0)
+    with pytest.raises(ConfigError, match="n_threads is 100000"):
+        LLM(path, n_threads=100_000)
+    for limit in ({"kv_cache_tokens": 10**12}, {"kv_cache_bytes": "900TiB"}, {"n_parallel": 2**26}):
+        with pytest.raises(CacheError, match=r"the KV cache would have .* blocks of 32 tokens"):
+            LLM(path, **limit)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="unknown backend 'quantum'"):
         LLM(path, backend="quantum")
     with pytest.raises(ConfigError, match="q9"):

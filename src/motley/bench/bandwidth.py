@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -37,7 +38,8 @@ def read_bandwidth(crew: Crew, n_threads: int | None = None) -> float:
 
 
 def cpu_bandwidth(n_threads: int) -> float:
-    """What `n_threads` threads read together, each from memory of its own."""
+    """What `n_threads` threads read together, each from memory of its own; more of them than cores read no faster."""
+    n_threads = min(n_threads, os.cpu_count() or 1)
     matrices = [torch.ones(_CPU_BYTES // 4 // _COLUMNS, _COLUMNS) for _ in range(n_threads)]
     ones = torch.ones(_COLUMNS)
 

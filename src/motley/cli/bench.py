@@ -141,6 +141,10 @@ def bench(
             repetitions,
             n_batch,
         )
+        if shape is not None and (model or model_flag):
+            raise ConfigError(
+                f"two models: {model or model_flag} and --shape {shape}", hint="give one of them"
+            )
         crew = make_crew(chosen.device, chosen.split_mode, chosen.tensor_split, chosen.device_memory)
         files = _files(shape, weights, resolve_model(model, model_flag))
         bandwidth = read_bandwidth(crew, chosen.threads)

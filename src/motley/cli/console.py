@@ -21,7 +21,7 @@ from rich.text import Text
 
 from motley.engine import Completion
 from motley.engine.request import CANCELLED
-from motley.errors import MotleyError
+from motley.errors import DeviceError, MotleyError
 from motley.units import show_bytes
 
 # Exit codes.
@@ -64,6 +64,13 @@ def reporting_errors(debug: bool) -> Iterator[None]:
         if debug:
             traceback.print_exc()
         report(error)
+        raise typer.Exit(USER_ERROR) from None
+    except MemoryError:
+        if debug:
+            traceback.print_exc()
+        report(
+            DeviceError("this machine has too little memory for that", hint="a smaller -c, batch or KV cache")
+        )
         raise typer.Exit(USER_ERROR) from None
 
 

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from motley.backends import get_backend
 from motley.cli import options
 from motley.cli.console import reporting_errors
 from motley.cli.grouping import with_groups
@@ -79,6 +80,7 @@ def _plan(
         max_bytes=None if limit is None else parse_bytes(limit),
         demand_paged=chosen.kv_cache_demand_paged,
     )
+    get_backend(chosen.backend)  # it computes nothing here, but an unknown one is a slip
     crew = make_crew(chosen.device, chosen.split_mode, chosen.tensor_split, chosen.device_memory)
     n_ctx = chosen.ctx_size or default_context(params)
     split = split_model(spec, params, crew, config, n_ctx=n_ctx, rotate=chosen.kv_rotation)
