@@ -116,7 +116,9 @@ def test_the_bundled_model_is_asked_for_needles(motley: Motley, shared: Path, as
         (("-p", "short"), "less than one context"),
         ((*SMALL, "--types", "q9"), "unknown KV cache type 'q9'"),
         ((*SMALL, "--baseline", "f16/f16/f16"), "3 types"),
-        ((*SMALL, "--plot", "no/such/folder/kv.svg"), "there is no folder"),
+        ((*SMALL, "--plot", "no/such/folder/kv.svg"), "cannot write no/such/folder/kv.svg"),
+        ((*SMALL, "--plot", "."), "cannot write ."),
+        ((*SMALL, "-c", "16", "--recall"), "no recall prompt of 0 tokens"),
     ],
 )
 def test_what_cannot_be_measured_is_an_error(

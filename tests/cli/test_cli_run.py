@@ -131,6 +131,7 @@ def test_ctrl_c_ends_the_answer_between_two_tokens(motley: Motley, llm: FakeLLM,
     ("args", "message", "hint"),
     [
         (("no/such/file.gguf", "-p", "x"), "there is no file no/such/file.gguf", "a prompt goes after -p"),
+        (("x" * 300, "-p", "x"), "there is no file xxx", "a prompt goes after -p"),
         ((".", "-p", "x"), ". is a folder", ".gguf"),
         (("MODEL", "-m", "MODEL", "-p", "x"), "two models", "give one"),
         (("MODEL", "-p", "x", "-f", "y"), "two texts", "give one"),
@@ -152,6 +153,13 @@ def test_a_mistake_is_one_line_and_a_hint(
     assert message in error_line
     assert hint_line.startswith("hint: ")
     assert hint in hint_line
+
+
+def test_memory_that_is_not_there_is_no_trace(motley: Motley, llm: FakeLLM, model: str) -> None:
+    llm.error = MemoryError()
+    result = motley("run", model, "-p", "x")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: this machine has too little memory")
 
 
 def test_a_text_that_is_not_utf8_says_where(motley: Motley, llm: FakeLLM, model: str, tmp_path: Path) -> None:

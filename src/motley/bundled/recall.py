@@ -107,7 +107,7 @@ def _make_prompt(
         raise ConfigError(
             f"no recall prompt of {length} tokens with {n_secrets} secrets can be cut from a text of "
             f"{len(text)} characters",
-            hint="give a longer text, or ask for fewer secrets",
+            hint="give a longer text or longer prompts (-c), or ask for fewer secrets or none (--no-recall)",
         )
     prompt = compose(starts[first])
     tokens = tuple(encode(prompt))

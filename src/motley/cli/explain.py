@@ -14,7 +14,7 @@ from rich.text import Text
 
 from motley.cli import options
 from motley.cli.console import reporting_errors, stdout
-from motley.cli.inputs import resolve_model, write_file
+from motley.cli.inputs import check_writable, resolve_model, write_file
 from motley.cli.picture import draw
 from motley.gguf import read_spec
 from motley.kvcache.types import get_cache_type
@@ -56,6 +56,7 @@ def explain_command(
     [bold]motley explain model.gguf --device cpu,cpu -sm tensor -ctk q8_0 -ctv q4_0 --all[/]  with K and V rotated
     """
     with reporting_errors(debug):
+        check_writable(svg)
         spec = read_spec(resolve_model(model, model_flag))
         params = read_params(spec)
         crew = make_crew(device, split_mode, tensor_split, device_memory)

@@ -8,6 +8,8 @@ from pathlib import Path
 from motley.bundled import bundled_model_path
 from motley.errors import ConfigError
 
+_WRITE_HINT = "FILE is a file in a folder that exists, has room and may be written"
+
 
 def resolve_model(argument: Path | None, flag: Path | None) -> Path:
     """The model's file: MODEL, or -m, or the bundled one."""
@@ -16,9 +18,13 @@ def resolve_model(argument: Path | None, flag: Path | None) -> Path:
     path = argument or flag
     if path is None:
         return bundled_model_path()
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder", hint="give the path of a .gguf file in it")
-    if not path.exists():
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder", hint="give the path of a .gguf file in it")
+        is_there = path.exists()
+    except OSError:  # a folder on the way may not be read, or this is no name at all
+        is_there = False
+    if not is_there:
         raise ConfigError(
             f"there is no file {path}", hint="MODEL is the path of a .gguf file; a prompt goes after -p"
         )
@@ -47,12 +53,18 @@ def resolve_text(prompt: str | None, file: Path | None) -> str | None:
 
 def check_writable(file: Path | None) -> None:
     """Refuse a file that cannot be written, before the work whose result it is for."""
-    if file is not None and (file.is_dir() or not file.parent.is_dir()):
-        raise ConfigError(f"cannot write {file}", hint="the folder must exist, and FILE is a file in it")
+    if file is None:
+        return
+    try:
+        can_be = file.parent.is_dir() and not file.is_dir()
+    except OSError:
+        can_be = False
+    if not can_be:
+        raise ConfigError(f"cannot write {file}", hint=_WRITE_HINT)
 
 
 def write_file(file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}") from error
+        raise ConfigError(f"cannot write {file}: {error.strerror}", hint=_WRITE_HINT) from error

@@ -16,7 +16,7 @@ from motley.bundled import bundled_model_path
 from motley.cli import options
 from motley.cli.console import reporting_errors, say, stdout, steps_bar
 from motley.cli.grouping import with_groups
-from motley.cli.inputs import resolve_model, resolve_text, write_file
+from motley.cli.inputs import check_writable, resolve_model, resolve_text, write_file
 from motley.cli.loading import CrewOptions
 from motley.cli.quality_plot import draw
 from motley.errors import ConfigError
@@ -109,8 +109,7 @@ def kv_quality(
         text = resolve_text(prompt, file)
         if text is None:
             raise ConfigError("there is no text to measure", hint="add -f FILE")
-        if plot is not None and not plot.parent.is_dir():
-            raise ConfigError(f"there is no folder {plot.parent} for the plot", hint="make it first")
+        check_writable(plot)
         path = resolve_model(model, model_flag)
         is_asked = path == bundled_model_path() if recall is None else recall
         asked = parse_choices(types, rotation.cases)

@@ -52,7 +52,8 @@ class Exam:
         chunks = read_chunks(tokenizer, text, n_ctx, max_chunks)
         needles: list[RecallPrompt] = []
         if n_needles:
-            needles = make_recall_prompts(tokenizer.encode, text, n_needles, n_ctx - ANSWER_ROOM, seed)
+            length = max(0, n_ctx - ANSWER_ROOM)
+            needles = make_recall_prompts(tokenizer.encode, text, n_needles, length, seed)
         return cls(n_ctx, tuple(map(tuple, chunks)), tuple(needles))
 
     @property
