@@ -61,7 +61,7 @@ ShapeName = Annotated[
 Weights = Annotated[
     str, typer.Option("--weights", metavar="FORMAT,…", help="With --shape: formats of the matrices.")
 ]
-BatchTokens = Annotated[int, typer.Option("-b", "--n-batch", min=1, help="Prompt tokens per pass.")]
+BatchTokens = Annotated[int, typer.Option("-b", "--batch-size", min=1, help="Prompt tokens per pass.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Decode speed over depth, as SVG.")]
 
 

@@ -28,14 +28,19 @@ ModelFlag = Annotated[
 CtxSize = Annotated[
     int,
     _flag(
-        "-c", "--ctx-size", text="Tokens of context; 0: the model's own, at most 4096.", panel=_MODEL, min=0
+        "-c",
+        "--ctx-size",
+        text="Tokens of context; 0: the model's own, at most 4096 (perplexity, kv-quality: 512; bench: what it needs).",
+        panel=_MODEL,
+        min=0,
     ),
 ]
 Backend = Annotated[
     str,
     _flag(
         "--backend",
-        text="What computes. auto: the best there is; reference: slow, and right by definition.",
+        text="What computes on the CPU. auto: the best there is; cpu: native kernels; cpu-exact: the same with float32 "
+        "activations; reference: slow, and right by definition.",
         panel=_MODEL,
         metavar="NAME",
     ),
@@ -119,7 +124,15 @@ KvRotation = Annotated[
         panel=_CACHE,
     ),
 ]
-KvBlockSize = Annotated[int, _flag("--kv-block-size", text="Tokens in a block.", panel=_CACHE, min=1)]
+KvBlockSize = Annotated[
+    int,
+    _flag(
+        "--kv-block-size",
+        text="Tokens in a block: a power of two, on a GPU at least 16.",
+        panel=_CACHE,
+        min=1,
+    ),
+]
 KvCacheTokens = Annotated[
     int | None,
     _flag(
