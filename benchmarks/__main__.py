@@ -18,6 +18,7 @@ def main() -> None:
             print(f"  {name:<18} {summary}")
         raise SystemExit(len(sys.argv) > 1)
     sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(FOLDER))  # as if its file were run: those for a GPU import each other
     runpy.run_module(f"benchmarks.{sys.argv[0]}", run_name="__main__")
 
 
