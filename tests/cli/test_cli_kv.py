@@ -39,7 +39,7 @@ def test_json_has_every_figure_for_programs(motley: Motley, path: str) -> None:
 
 def test_a_cache_that_cannot_be_is_refused_with_a_hint(motley: Motley, path: str) -> None:
     for flags, message in (
-        (("--kv-cache-bytes", "1KiB"), "no room for a single block"),
+        (("--kv-cache-bytes", "1KiB"), "may take 1.0 KiB over all"),
         (("--kv-cache-bytes", "9" * 5000), "is no amount of memory"),
         (("--backend", "quantum"), "unknown backend 'quantum'"),
     ):

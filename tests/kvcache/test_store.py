@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from motley.errors import ConfigError
+from motley.errors import ConfigError, DeviceError
 from motley.formats import FORMATS
 from motley.kvcache.arena import Arena, GroupBatch, LayerGroup, SequenceTable
 from motley.kvcache.sequences import BlockCopy
@@ -113,3 +113,8 @@ def test_random_contexts_fill_every_head_of_every_layer_at_the_batchs_slots_only
 def test_unknown_type_is_refused_with_the_list() -> None:
     with pytest.raises(ConfigError, match=r"q3_0.*f16.*iq4_nl"):
         get_cache_type("q3_0")
+
+
+def test_memory_that_is_not_there_is_an_error_with_its_size() -> None:
+    with pytest.raises(DeviceError, match=r"cpu has no memory for 4194304\.0 TiB of KV cache"):
+        Store(get_cache_type("f16"), n_blocks=2**51, block_size=16, n_rows=2, head_dim=32)

@@ -11,6 +11,7 @@ import pytest
 
 from motley.errors import ConfigError, DeviceError, MotleyError
 from motley.runtime import cores, make_crew
+from motley.runtime import crew as crew_module
 from motley.units import parse_bytes
 
 GIB = 1024**3
@@ -169,3 +170,9 @@ def test_what_cannot_be_meant_is_refused(
         make_crew(**({"devices": "cpu,cpu", "split_mode": "tensor"} | options))
     assert message in str(refusal.value)
     assert refusal.value.hint
+
+
+def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew_module, "known_devices", lambda: ("cpu",))
+    with pytest.raises(DeviceError, match="torch sees no GPU"):
+        make_crew("cuda:0")

@@ -8,14 +8,17 @@ All of a block's rows are one contiguous range of each plane, so a freed block c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from motley.errors import DeviceError
 from motley.formats import Planes
 from motley.formats.bits import join_bits, split_bits
 from motley.kvcache.types import TILE, CacheType
+from motley.units import show_bytes
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -23,7 +26,14 @@ Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 def allocate_zeroed(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except RuntimeError as error:  # torch's words for it say neither what it was for nor what to do
+        n_bytes = prod(shape) * dtype.itemsize
+        raise DeviceError(
+            f"{device or 'cpu'} has no memory for {show_bytes(n_bytes)} of KV cache",
+            hint="lower the context (-c), the parallel requests or the cache's limit (--kv-cache-bytes)",
+        ) from error
 
 
 class Store:

@@ -77,7 +77,7 @@ def _shared_room(split: ModelSplit, needs: Sequence[Needs], gpu: str) -> dict[in
         wants = "; ".join(f"{split.crew.label(index)} needs {needs[index]}" for index in members)
         raise DeviceError(
             f"{gpu} has {show_bytes(free)} free: {show_bytes(total - free)} are missing. {wants}",
-            hint=f"free memory on the GPU, lower --batch-size or -c, or: {_HINT}",
+            hint=f"free memory on the GPU, lower the batch size (n_batch) or -c, or: {_HINT}",
         )
     shares = [split.crew.shares[index] for index in members]
     whole = sum(shares) or Fraction(1)

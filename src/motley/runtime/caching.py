@@ -16,6 +16,7 @@ from motley.kvcache.sequences import GroupSpec
 from motley.kvcache.types import CacheType
 from motley.models import cache_layer
 from motley.split.localize import LocalGraph
+from motley.units import show_bytes
 
 CPU = torch.device("cpu")
 
@@ -146,9 +147,12 @@ def plan_cache(
     n_blocks = largest(most, fits)
     if not n_blocks:
         needed = [sized(1).n_bytes(device) for device in range(len(shares))]
+        limits = [f"{show_bytes(r)} on device {i}" for i, r in enumerate(room) if r is not None]
+        if config.max_bytes is not None:
+            limits.append(f"{show_bytes(config.max_bytes)} over all")
         raise CacheError(
-            f"the KV cache has no room for a single block of {size} tokens: it needs {needed} bytes on the devices, "
-            f"there are {[r if r is not None else 'enough' for r in room]}",
+            f"the KV cache has no room for a single block of {size} tokens: it takes "
+            f"{', '.join(map(show_bytes, needed))} on the crew's devices, and may take {', '.join(limits)}",
             hint="raise --kv-cache-bytes or --device-memory, or choose a smaller cache type or block",
         )
     return sized(n_blocks)

@@ -96,7 +96,8 @@ def _names(devices: str | Sequence[str]) -> list[str]:
         raise DeviceError("no devices were named", hint=f"there are: {', '.join(known)}")
     for name in names:
         if name not in known and not name.startswith("cpu:"):
-            raise DeviceError(f"unknown device {name!r}", hint=f"there are: {', '.join(known)}")
+            blind = "; torch sees no GPU" if name.startswith("cuda") and known == ("cpu",) else ""
+            raise DeviceError(f"unknown device {name!r}", hint=f"there are: {', '.join(known)}{blind}")
     return names
 
 

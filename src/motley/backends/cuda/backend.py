@@ -54,7 +54,7 @@ class CudaBackend(Backend):
         return not has_planes(form, BLOCK) and form not in PLAIN_KINDS
 
     def bucket(self, n_rows: int) -> int:
-        """Powers of two up to 16, then eighths between them: few plans and few captured graphs, little waste."""
+        """Powers of two up to 16, multiples of 16 up to 256, then eighths between powers of two: few plans."""
         if n_rows <= 16:
             return 1 << max(0, n_rows - 1).bit_length() if n_rows else 0
         step = max(16, 1 << (n_rows - 1).bit_length() - 4)

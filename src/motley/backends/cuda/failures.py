@@ -21,7 +21,7 @@ def as_device_errors(device: torch.device) -> Iterator[None]:
         torch.cuda.empty_cache()
         raise DeviceError(
             f"{device} has run out of memory: {_first_line(error)}",
-            hint="lower --batch-size, the context (-c) or the cache's limit, or free memory on the GPU",
+            hint="lower the batch size (n_batch), the context (-c) or the cache's limit, or free memory on the GPU",
         ) from error
     except Exception as error:
         raise DeviceError(f"{device} has failed: {_first_line(error)}") from error
