@@ -65,7 +65,8 @@ def small_graph(
     [
         ("Q4_0", "q8_0", DIM, [20], [1]),
         ("Q8_0", "f16", DIM, [9, 21], [1, 1]),
-        ("F16", "q4_0", DIM // 2, [6, 17], [5, 1]),  # a sequence with several rows beside one that decodes
+        ("F16", "q4_0", DIM // 2, [6, 17], [5, 1]),  # a sequence with a few rows beside one that decodes
+        ("F16", "q4_0", DIM // 2, [30, 17], [19, 1]),  # with many
     ],
 )
 def test_a_model_by_stages_gives_the_reference_s_logits(
@@ -88,7 +89,8 @@ def test_a_model_by_stages_gives_the_reference_s_logits(
 
 
 @pytest.mark.parametrize(
-    ("matrices", "contexts", "new"), [("F16", [9, 21, 4], [1, 1, 1]), ("F16", [6, 17], [2, 1])]
+    ("matrices", "contexts", "new"),
+    [("F16", [9, 21, 4], [1, 1, 1]), ("F16", [6, 17], [2, 1]), ("F16", [13, 17], [9, 1])],
 )
 def test_rows_that_pad_a_batch_change_nothing(
     matrices: str, contexts: list[int], new: list[int], monkeypatch: pytest.MonkeyPatch
@@ -96,7 +98,7 @@ def test_rows_that_pad_a_batch_change_nothing(
     use_few_programs(monkeypatch)
     kind, batch = get_cache_type("q8_0"), make_batch(contexts, new)
     logits, arenas = [], []
-    for shape in (BatchShape(3, 2), BatchShape(4, 4)):
+    for shape in (BatchShape(sum(new), 2), BatchShape(sum(new) + 1, 4)):
         graph, weights = small_graph(matrices, kind, shape)
         arenas.append(filled_arena(kind, batch))
         logits.append(run(CudaBackend("cpu"), graph, weights, arenas[-1], batch, [1, 2]))

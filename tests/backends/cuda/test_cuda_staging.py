@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from motley.backends.cuda.staging import Place, Staging
 from motley.kvcache.arena import GroupBatch, SequenceTable
 
-SIZE, N_ROWS = 16, 8
+SIZE, N_ROWS, FEW = 16, 40, 8
 
 Sequences = list[tuple[int, int, int]]  # of each: rows, context before them, blocks dropped before that
 SEQUENCES = st.lists(
-    st.tuples(st.sampled_from([1, 1, 1, 2]), st.integers(0, 300), st.integers(0, 2)), min_size=1, max_size=4
+    st.tuples(st.sampled_from([1, 1, 2, FEW, FEW + 1]), st.integers(0, 300), st.integers(0, 2)),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -53,15 +55,16 @@ def test_rows_find_their_numbers(batches: list[Sequences]) -> None:
         for group in groups:
             place = staged.places[id(group)]
             assert place.slots.tolist() == [*group.slots.tolist(), *[-1] * (N_ROWS - n_tokens)]
-            singles = [table for table in tables if table.n_rows == 1]
-            assert place.single_rows.tolist()[: len(singles)] == [table.first_row for table in singles]
-            for i, table in enumerate(singles):
-                assert int(place.tables.row_position[i]) == table.position
-                assert table_at(place, i, len(table.blocks)) == [table.first, *table.blocks.tolist()]
-            chunks = [table for table in tables if table.n_rows > 1]
+            singles = [(table, i) for table in tables if table.n_rows <= FEW for i in range(table.n_rows)]
+            rows = [table.first_row + i for table, i in singles]
+            assert place.single_rows.tolist()[: len(singles)] == rows
+            for number, (table, i) in enumerate(singles):
+                assert int(place.tables.row_position[number]) == table.position + i
+                assert table_at(place, number, len(table.blocks)) == [table.first, *table.blocks.tolist()]
+            chunks = [table for table in tables if table.n_rows > FEW]
             for table, span in zip(chunks, place.spans.tolist(), strict=True):
-                *rows, start = span
-                assert rows == [table.first_row, table.n_rows, table.position]
+                *numbered, start = span
+                assert numbered == [table.first_row, table.n_rows, table.position]
                 numbers = place.numbers[start : start + 1 + len(table.blocks)].tolist()
                 assert numbers == [table.first, *table.blocks.tolist()]
             assert place.is_decode == (not chunks)

@@ -81,7 +81,7 @@ class Attending:
         return combine(shares, place.tables, size, out, rotate=turns, turn=self._stage.turn, window=op.window)
 
     def _mixed(self, q: torch.Tensor, layer: PagedLayer, place: Place) -> torch.Tensor:
-        """Sequences with several rows all at once, the others as in decode."""
+        """Sequences with many rows all at once, the others as in decode."""
         out, stage = torch.empty_like(q), self._stage
         if len(place.single_rows):
             some = q[place.single_rows]

@@ -3,7 +3,8 @@
     tokens │ positions │ output rows │ of each group of layers: slots, positions, tables, rows │ tables and spans
 
 A table is the position that it starts with and its block ids; a row holds the number at which its table begins.
-Sequences with several rows are cut into spans (kernels/prefill). Tables and spans come last, so that only as much is
+A sequence with many rows is cut into spans (kernels/prefill); the rows of one with few (drafts, say) are taken one by
+one, as in decode, which splits a long context over the whole GPU. Tables and spans come last, so that only as much is
 copied as is used.
 
 A plan may have more rows than the batch (see `CudaBackend.bucket`). What pads it is inert: such a row has slot -1, so
@@ -26,6 +27,7 @@ from motley.backends.cuda.kernels.prefill import SPAN_NUMBERS, span_rows, spans
 from motley.backends.paged import Batch, Table
 
 _ALIGNMENT = 4  # numbers: parts begin at 16 bytes, so that kernels are compiled for one case
+_FEW_ROWS = 8  # of a sequence, that are not worth a span
 _SPARE = 1024  # numbers for tables to begin with
 _FEWEST_ROWS = span_rows(1, most=1 << 30)  # of a span that is full
 _GAP = np.zeros(1, dtype=np.int32)  # where a table's first position goes
@@ -36,10 +38,10 @@ class Place:
     """Where one batch writes and reads in one group of layers. On the device, int32."""
 
     slots: torch.Tensor  # (rows,)
-    tables: Tables  # of sequences with a single row; in a decode batch, all rows
+    tables: Tables  # of rows that are taken one by one; in a decode batch, all
     single_rows: torch.Tensor  # which rows of the batch these are
     numbers: torch.Tensor  # all there is, tables included
-    spans: torch.Tensor  # (spans, SPAN_NUMBERS): of sequences with several rows
+    spans: torch.Tensor  # (spans, SPAN_NUMBERS): of sequences with many rows
     span_rows: int  # the most that one has
 
     @property
@@ -53,7 +55,7 @@ class _Group:
 
     batch: int  # its id
     parts: tuple[slice, ...]  # slots, positions, tables, rows
-    n_singles: int  # sequences with a single row
+    n_singles: int  # rows that are taken one by one
     spans: slice  # of the others
     span_rows: int
 
@@ -151,15 +153,15 @@ class Staging:
         """Write a group's part, its tables and spans from `cursor` on; also gives where these end."""
         pieces: list[npt.NDArray[np.int32]] = []
         singles: list[tuple[int, int, int]] = []  # position, table, row
-        chunks: list[tuple[Table, int]] = []  # sequences with several rows, and their tables
+        chunks: list[tuple[Table, int]] = []  # sequences with many rows, and where their tables are
         firsts, starts, stop = [], [], cursor
         for table in batch.tables:
             start, stop = stop, stop + 1 + len(table.blocks)
             pieces += (_GAP, table.blocks)
             starts.append(start)
             firsts.append(table.first)
-            if table.n_rows == 1:
-                singles.append((table.position, start, table.first_row))
+            if table.n_rows <= _FEW_ROWS:
+                singles += [(table.position + i, start, table.first_row + i) for i in range(table.n_rows)]
             else:
                 chunks.append((table, start))
         np.concatenate(pieces, out=numbers[cursor:stop])
