@@ -44,11 +44,14 @@ class WeightPlanes:
 
     kind: str
     n_columns: int
-    codes: (
-        torch.Tensor
-    )  # int32 (rows, words), or int16 bit patterns / float16 (rows, columns) for plain kinds
+    codes: torch.Tensor  # int32 (rows, words); of plain kinds int16 bit patterns (rows, columns)
     scale: torch.Tensor | None = None  # float16 (rows, blocks), or int32 (rows, blocks): two float16
     high: torch.Tensor | None = None  # int32 (rows, 2 · blocks)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether values are codes, which kernels of our own multiply by; plain ones are the library's."""
+        return self.kind not in PLAIN_KINDS
 
     @property
     def n_rows(self) -> int:

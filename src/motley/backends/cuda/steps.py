@@ -48,7 +48,7 @@ class Steps:
 
     def _form_of(self, stage: Linear) -> str:
         weight = self._matrices.get(stage.inputs[1].name, self._weights)
-        if matmul_kernel.supports(weight) is not None:
+        if not weight.is_packed:
             return PLAIN
         return INT8 if stage.inputs[0].shape[0] == 1 else HALVES
 
@@ -82,7 +82,7 @@ class Steps:
 
         def step(values: Values) -> None:
             rows = values.plain(ids)
-            if matmul_kernel.supports(weight) is None:
+            if weight.is_packed:
                 values.put(out, unpack_rows(weight, rows, torch.empty(out.shape, device=self._device)))
             else:
                 chosen = plain_values(weight)[rows.clamp(min=0).long()].float()

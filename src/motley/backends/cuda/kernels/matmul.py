@@ -152,12 +152,7 @@ def tile_for(weight: WeightPlanes, n_tokens: int) -> Tile:
     return Tile(64, 32, 4, 3 if is_tall or weight.n_rows <= 64 * _MULTIPROCESSORS // 2 else 2)
 
 
-KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4")
 MAX_TOKENS = 128  # above, unpacking once and the library's product are faster
-
-
-def supports(weight: WeightPlanes) -> str | None:
-    return None if weight.kind in KINDS else f"{weight.kind} has no codes to unpack"
 
 
 def matmul(
@@ -168,7 +163,7 @@ def matmul(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """out (tokens, n_rows) float32 = x (tokens, n_columns) · weightᵀ (+ residual)."""
-    assert supports(weight) is None, supports(weight)
+    assert weight.is_packed, weight.kind
     n_tokens = x.n_rows
     assert (x.form, x.n_columns) == (HALVES, weight.n_columns), "another form or width"
     assert out.shape == (n_tokens, weight.n_rows)

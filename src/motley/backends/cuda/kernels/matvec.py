@@ -93,16 +93,9 @@ class Tile:
     warps: int
 
 
-KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4")
-
-
 def tile_for(n_columns: int) -> Tile:
     """A whole row of up to 4096 values is one warp's; longer ones are four warps'."""
     return Tile(2, 128, 1) if n_columns <= 128 * BLOCK else Tile(1, 512, 4)
-
-
-def supports(weight: WeightPlanes) -> str | None:
-    return None if weight.kind in KINDS else f"{weight.kind} has no integer codes"
 
 
 def matvec(
@@ -113,7 +106,7 @@ def matvec(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """out (1, n_rows) float32 = x (1, n_columns) · weightᵀ (+ residual, which may be `out` itself)."""
-    assert supports(weight) is None, supports(weight)
+    assert weight.is_packed, weight.kind
     assert (x.form, x.n_rows, x.n_columns) == (INT8, 1, weight.n_columns), (
         "not one row of int8, or another width"
     )

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from motley.backends.cuda.kernels.bits import INTERPRETED, high_half, low_half
-from motley.backends.cuda.kernels.matmul import supports, tile_values
+from motley.backends.cuda.kernels.matmul import tile_values
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
 
 
@@ -69,7 +69,7 @@ def unpack_rows(weight: WeightPlanes, row_ids: torch.Tensor, out: torch.Tensor) 
 def _launch(
     weight: WeightPlanes, row_ids: torch.Tensor | None, out: torch.Tensor, BN: int, BB: int
 ) -> torch.Tensor:
-    assert supports(weight) is None, supports(weight)
+    assert weight.is_packed, weight.kind
     assert out.is_contiguous()
     n_words, n_blocks = 8 if weight.kind == "Q8_0" else 4, weight.n_columns // BLOCK
     _unpack[(triton.cdiv(out.shape[0], BN), n_words, triton.cdiv(n_blocks, BB))](
