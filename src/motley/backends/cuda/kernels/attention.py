@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from motley.backends.cuda.kernels.bits import INTERPRETED
+from motley.backends.cuda.kernels.pipeline import launch
 from motley.backends.cuda.kernels.tiles import (
     TILE,
     CachePlanes,
@@ -304,7 +305,8 @@ def attend(
     n_splits = out.peaks.shape[2]
     tuning = tuning or TUNINGS[values.kind if is_fast(keys.kind) else keys.kind]
     limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
-    _attend[(n_kv_heads * triton.cdiv(group, MOST_QUERIES), n_splits, n_rows)](
+    launch(
+        _attend[(n_kv_heads * triton.cdiv(group, MOST_QUERIES), n_splits, n_rows)],
         q, keys.pointers, values.pointers,
         tables.blocks, tables.row_table, tables.row_position, tables.firsts,
         out.values, out.peaks, out.sums, tables.blocks.shape[1], keys.codes.shape[1], head_rows.start,

@@ -24,6 +24,7 @@ from motley.backends.cuda.kernels.bits import (
     multiply_add,
     nibbles_as_halves,
 )
+from motley.backends.cuda.kernels.pipeline import launch
 from motley.backends.cuda.kernels.rows import HALVES, Rows
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
 
@@ -177,7 +178,8 @@ def matmul(
         assert residual is not out, "the residual is read while the sum is made"
         out.zero_()
     grid = triton.cdiv(weight.n_rows, tile.rows), triton.cdiv(n_tokens, tokens), splits
-    _matmul[grid](
+    launch(
+        _matmul[grid],
         weight.codes, weight.codes if weight.high is None else weight.high, weight.scale,
         x.values, x.scale, x.total, out if residual is None else residual, out, weight.n_rows, n_tokens,
         BLOCKS=weight.n_columns // BLOCK, KIND=weight.kind, BM=tokens, BN=tile.rows, BB=tile.blocks,

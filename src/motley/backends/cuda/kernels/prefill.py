@@ -20,9 +20,11 @@ import triton.language as tl
 from motley.backends.cuda.kernels.attention import LOG2E, look_up
 from motley.backends.cuda.kernels.bits import INTERPRETED, byte_as_half, nibbles_as_halves
 from motley.backends.cuda.kernels.hadamard import turned
+from motley.backends.cuda.kernels.pipeline import launch
 from motley.backends.cuda.kernels.tiles import (
     TILE,
     CachePlanes,
+    is_fast,
     is_plain,
     is_words,
     load_columns,
@@ -190,10 +192,13 @@ def prefill(
     assert spans.shape[1:] == (SPAN_NUMBERS,)
     assert spans.is_contiguous()
     assert dim % turn == turn & (turn - 1) == 0, "only powers of two have a Hadamard matrix"
-    _prefill[(len(spans), n_heads)](
+    # Values that are unpacked one by one are not worth the memory of a pipeline.
+    n_stages = 3 if is_fast(keys.kind) and is_fast(values.kind) else 1
+    launch(
+        _prefill[(len(spans), n_heads)],
         q, keys.pointers, values.pointers, tables, spans, out, keys.codes.shape[1], head_rows.start,
         window or 2**30, scale * LOG2E,
         K_KIND=keys.kind, V_KIND=values.kind, GROUP=group, DIM=dim, BS=keys.block_size, SIZE=span_rows,
         N=2 if keys.block_size <= 32 else 1, WINDOWED=window is not None, TURN=turn,
-        LOG_TURN=turn.bit_length() - 1, PLAIN=INTERPRETED, num_warps=4, num_stages=3,
+        LOG_TURN=turn.bit_length() - 1, PLAIN=INTERPRETED, num_warps=4, num_stages=n_stages,
     )  # fmt: skip
