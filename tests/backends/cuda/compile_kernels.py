@@ -1,0 +1,206 @@
+"""Compiles the CUDA kernels for GPUs that are not there. A process of its own: it needs TRITON_INTERPRET=0.
+
+The kernels' wrappers are called as the backend calls them, so that signatures are those of real launches; the driver
+is a stand-in, whose launches do nothing. Says which kernels do not compile, do not fit into a GPU's shared memory, or
+are forgotten here, and fails then.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from motley.backends.cuda import kernels
+from motley.backends.cuda.kernels.attention import Shares, Tables, attend
+from motley.backends.cuda.kernels.combine import combine
+from motley.backends.cuda.kernels.enter import RopeTable, enter
+from motley.backends.cuda.kernels.gate import FUNCTIONS, gated
+from motley.backends.cuda.kernels.matmul import matmul
+from motley.backends.cuda.kernels.matvec import matvec
+from motley.backends.cuda.kernels.norm import rms_norm
+from motley.backends.cuda.kernels.prefill import prefill
+from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
+from motley.backends.cuda.kernels.tiles import CachePlanes
+from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
+from motley.backends.cuda.planes import WeightPlanes, to_planes
+from motley.formats import PackedTensor, get_format
+from motley.kvcache.store import Store
+from motley.kvcache.types import get_cache_type
+
+SHARED_MEMORY = {86: 99 << 10, 90: 227 << 10}  # bytes that a program may have, by the GPU's capability
+CACHES = [  # types of K and V, rows of a prompt's span
+    ("f16", "f16", 128),
+    ("q8_0", "q4_0", 64),
+    ("q4_0", "q8_0", 16),
+    ("q5_1", "iq4_nl", 32),
+]
+WEIGHTS = ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"]
+TARGETS = [(90, CACHES, WEIGHTS), (86, CACHES[:2], ["Q4_K"])]  # fewer kinds for older tensor cores: quicker
+INTERPRETED_ONLY = {"motley.backends.cuda.kernels.bits._byte"}
+
+DIM, BLOCK, KV_HEADS, GROUP, COLUMNS = 128, 32, 2, 4, 512
+HEADS = slice(0, KV_HEADS)
+
+Case = tuple[str, Callable[[], object]]  # what it is, and the launch
+
+
+class NoGpu:
+    """What Triton asks of a driver. Devices are numbered by capability: kernels are cached by device."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY[device]},
+            load_binary=lambda *_: (
+                None,
+                None,
+                0,
+                0,
+                1024,
+            ),  # module, function, registers, spills, most threads
+        )
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def launcher_cls(self, src: object, metadata: object) -> Callable[..., None]:
+        return lambda *_: None
+
+
+def cache_planes(kind: str) -> CachePlanes:
+    store = Store(get_cache_type(kind), n_blocks=4, block_size=BLOCK, n_rows=KV_HEADS, head_dim=DIM)
+    return CachePlanes.of(kind, store.planes)
+
+
+def attention_cases(k_kind: str, v_kind: str, span_rows: int) -> Iterator[Case]:
+    n_rows, n_heads, kinds = 4, KV_HEADS * GROUP, f"({k_kind}, {v_kind})"
+    keys, values = (cache_planes(kind) for kind in (k_kind, v_kind))
+    numbers = torch.zeros(64, dtype=torch.int32)
+    tables = Tables(numbers.view(4, 16), numbers[:4], numbers[:4], numbers[:4])
+    qkv = torch.empty(n_rows, n_heads + 2 * KV_HEADS, DIM)
+    q, k, v = qkv.split([n_heads, KV_HEADS, KV_HEADS], 1)
+    turned, out = torch.empty(q.shape), torch.empty(q.shape)
+    rope = RopeTable(torch.empty(DIM // 2), DIM, True, 1.0)
+    turns_k, turns_v = k_kind != "f16", v_kind != "f16"
+    yield f"enter{kinds}", partial(
+        enter, q, k, v, numbers[:4], numbers[:4], rope, keys, values, HEADS, turned,
+        rotate_k=turns_k, rotate_v=turns_v,
+    )  # fmt: skip
+    shares = Shares.empty(n_rows, n_heads, 16, DIM, "cpu")
+    yield f"attend{kinds}", partial(attend, turned, keys, values, HEADS, tables, shares, scale=0.1)
+    yield f"prefill{kinds}", partial(
+        prefill, turned, keys, values, HEADS, numbers, numbers.view(-1, 4), out,
+        span_rows=span_rows, scale=0.1, rotate=turns_v,
+    )  # fmt: skip
+
+
+def combine_cases() -> Iterator[Case]:
+    numbers = torch.zeros(4, dtype=torch.int32)
+    tables = Tables(numbers.view(1, 4), numbers[:1], numbers[:1], numbers[:1])
+    for form, dim, n_splits in ((INT8, 128, 128), (PLAIN, 64, 16), (PLAIN, 80, 16)):
+        shares, rows = Shares.empty(1, 4, n_splits, dim, "cpu"), Rows.empty(form, 1, 4 * dim, "cpu")
+        yield f"combine({form}, {dim})", partial(combine, shares, tables, BLOCK, rows, rotate=dim != 80)
+
+
+def row_cases(form: str) -> Iterator[Case]:
+    x, out = torch.empty(2, COLUMNS), Rows.empty(form, 2, COLUMNS, "cpu")
+    ids = torch.zeros(2, dtype=torch.int32) if form == PLAIN else None
+    yield f"convert({form})", partial(convert, x, out)
+    yield f"rms_norm({form})", partial(rms_norm, x, torch.empty(COLUMNS), 1e-5, out, ids)
+    for function in FUNCTIONS:
+        yield f"gated({form}, {function})", partial(gated, torch.empty(2, 2 * COLUMNS), function, out)
+
+
+def zeros(kind: str, n_rows: int) -> WeightPlanes:
+    fmt = get_format(kind)
+    n_bytes = COLUMNS // fmt.block_size * fmt.block_bytes
+    return to_planes(PackedTensor(torch.zeros(n_rows, n_bytes, dtype=torch.uint8), fmt))
+
+
+def product_cases(kind: str) -> Iterator[Case]:
+    weight, tall = zeros(kind, 64), zeros(kind, 16384)
+    row, out = Rows.empty(INT8, 1, COLUMNS, "cpu"), torch.empty(1, 64)
+    yield f"matvec({kind})", partial(matvec, weight, row, out, out)
+    for matrix, n_tokens in ((weight, 4), (weight, 64), (tall, 64)):
+        rows, out = Rows.empty(HALVES, n_tokens, COLUMNS, "cpu"), torch.empty(n_tokens, matrix.n_rows)
+        name = f"matmul({kind}, {matrix.n_rows} rows, {n_tokens} tokens)"
+        yield name, partial(matmul, matrix, rows, out, torch.empty_like(out))
+    dense = torch.empty(64, COLUMNS, dtype=torch.float16)
+    yield f"unpack_by_value({kind})", partial(unpack_by_value, weight, dense)
+    ids = torch.zeros(4, dtype=torch.int32)
+    yield f"unpack_rows({kind})", partial(unpack_rows, weight, ids, torch.empty(4, COLUMNS))
+
+
+def cases(caches: list[tuple[str, str, int]], weights: list[str]) -> Iterator[Case]:
+    for cache in caches:
+        yield from attention_cases(*cache)
+    yield from combine_cases()
+    for form in (INT8, HALVES, PLAIN):
+        yield from row_cases(form)
+    for kind in weights:
+        yield from product_cases(kind)
+
+
+def jit_functions() -> set[str]:
+    """Every function of the kernels' package that Triton compiles, launched or called by another."""
+    modules = [import_module(m.name) for m in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}.")]
+    return {
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and value.module == module.__name__
+    }
+
+
+def root(error: BaseException) -> BaseException:
+    """Triton names a kernel's line, and as its cause the line of a helper that the kernel calls."""
+    return root(error.__cause__) if error.__cause__ else error
+
+
+def main() -> int:
+    forgotten, failed = jit_functions() - INTERPRETED_ONLY, []
+
+    def note(*, src: Any, metadata_group: dict[str, str], **_: object) -> None:
+        """Helpers are functions of their own in what Triton starts from."""
+        code = Path(metadata_group[f"{src.name}.source"]).read_text()
+        forgotten.discard(f"{src.fn.module}.{src.name}")
+        forgotten.difference_update([name for name in forgotten if f"{name}__" in code])
+
+    knobs.compilation.listener = note
+    for capability, caches, weights in TARGETS:
+        driver.set_active(NoGpu(capability))
+        for name, launch in cases(caches, weights):
+            title = f"{name} for sm_{capability}"
+            print(title, flush=True)  # the last one is to blame, if the compiler takes the process down
+            try:
+                launch()
+            except Exception as error:
+                failed.append(title)
+                print(f"{title} fails: {root(error)}"[:1500], file=sys.stderr)
+    if failed:
+        print("failed:", *failed, sep="\n  ", file=sys.stderr)
+    elif forgotten:
+        print("never compiled:", *sorted(forgotten), sep="\n  ", file=sys.stderr)
+    return 1 if failed or forgotten else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
