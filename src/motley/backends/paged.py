@@ -19,6 +19,7 @@ class Store(Protocol):
     """K or V of some layers: planes (block, row, tile, token, width), see kvcache/store.py."""
 
     block_size: int
+    head_dim: int
     planes: Mapping[str, torch.Tensor]
 
     @property

@@ -30,7 +30,7 @@ from motley.backends.cuda.kernels.gate import FUNCTIONS, gated
 from motley.backends.cuda.kernels.matmul import matmul
 from motley.backends.cuda.kernels.matvec import matvec
 from motley.backends.cuda.kernels.norm import rms_norm
-from motley.backends.cuda.kernels.prefill import prefill
+from motley.backends.cuda.kernels.prefill import most_rows, prefill
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
@@ -40,17 +40,20 @@ from motley.kvcache.store import Store
 from motley.kvcache.types import get_cache_type
 
 SHARED_MEMORY = {86: 99 << 10, 90: 227 << 10}  # bytes that a program may have, by the GPU's capability
-CACHES = [  # types of K and V, rows of a prompt's span
+CACHES = [  # types of K and V, dims of a head
     ("f16", "f16", 128),
-    ("q8_0", "q4_0", 64),
-    ("q4_0", "q8_0", 16),
-    ("q5_1", "iq4_nl", 32),
+    ("q8_0", "q4_0", 128),
+    ("q4_0", "q8_0", 64),
+    ("q5_1", "iq4_nl", 128),
 ]
 WEIGHTS = ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"]
-TARGETS = [(90, CACHES, WEIGHTS), (86, CACHES[:2], ["Q4_K"])]  # fewer kinds for older tensor cores: quicker
+TARGETS = [
+    (90, CACHES, WEIGHTS),
+    (86, [*CACHES[:2], ("f16", "f16", 256)], ["Q4_K"]),  # older tensor cores and less memory: fewer, quicker
+]
 INTERPRETED_ONLY = {"motley.backends.cuda.kernels.bits._byte"}
 
-DIM, BLOCK, KV_HEADS, GROUP, COLUMNS = 128, 32, 2, 4, 512
+BLOCK, KV_HEADS, GROUP, COLUMNS = 32, 2, 4, 512
 HEADS = slice(0, KV_HEADS)
 
 Case = tuple[str, Callable[[], object]]  # what it is, and the launch
@@ -85,30 +88,30 @@ class NoGpu:
         return lambda *_: None
 
 
-def cache_planes(kind: str) -> CachePlanes:
-    store = Store(get_cache_type(kind), n_blocks=4, block_size=BLOCK, n_rows=KV_HEADS, head_dim=DIM)
+def cache_planes(kind: str, dim: int) -> CachePlanes:
+    store = Store(get_cache_type(kind), n_blocks=4, block_size=BLOCK, n_rows=KV_HEADS, head_dim=dim)
     return CachePlanes.of(kind, store.planes)
 
 
-def attention_cases(k_kind: str, v_kind: str, span_rows: int) -> Iterator[Case]:
-    n_rows, n_heads, kinds = 4, KV_HEADS * GROUP, f"({k_kind}, {v_kind})"
-    keys, values = (cache_planes(kind) for kind in (k_kind, v_kind))
+def attention_cases(k_kind: str, v_kind: str, dim: int) -> Iterator[Case]:
+    n_rows, n_heads, kinds = 4, KV_HEADS * GROUP, f"({k_kind}, {v_kind}, {dim})"
+    keys, values = (cache_planes(kind, dim) for kind in (k_kind, v_kind))
     numbers = torch.zeros(64, dtype=torch.int32)
     tables = Tables(numbers.view(4, 16), numbers[:4], numbers[:4], numbers[:4])
-    qkv = torch.empty(n_rows, n_heads + 2 * KV_HEADS, DIM)
+    qkv = torch.empty(n_rows, n_heads + 2 * KV_HEADS, dim)
     q, k, v = qkv.split([n_heads, KV_HEADS, KV_HEADS], 1)
     turned, out = torch.empty(q.shape), torch.empty(q.shape)
-    rope = RopeTable(torch.empty(DIM // 2), DIM, True, 1.0)
+    rope = RopeTable(torch.empty(dim // 2), dim, True, 1.0)
     turns_k, turns_v = k_kind != "f16", v_kind != "f16"
     yield f"enter{kinds}", partial(
         enter, q, k, v, numbers[:4], numbers[:4], rope, keys, values, HEADS, turned,
         rotate_k=turns_k, rotate_v=turns_v,
     )  # fmt: skip
-    shares = Shares.empty(n_rows, n_heads, 16, DIM, "cpu")
+    shares = Shares.empty(n_rows, n_heads, 16, dim, "cpu")
     yield f"attend{kinds}", partial(attend, turned, keys, values, HEADS, tables, shares, scale=0.1)
     yield f"prefill{kinds}", partial(
         prefill, turned, keys, values, HEADS, numbers, numbers.view(-1, 4), out,
-        span_rows=span_rows, scale=0.1, rotate=turns_v,
+        span_rows=most_rows(k_kind, v_kind, dim), scale=0.1, rotate=turns_v,
     )  # fmt: skip
 
 

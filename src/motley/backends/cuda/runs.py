@@ -26,6 +26,7 @@ from motley.backends.cuda.meeting import meet
 from motley.backends.cuda.program import Program, Segment
 from motley.backends.cuda.staging import Staged, Staging
 from motley.backends.cuda.values import Values
+from motley.backends.paged import PagedLayer
 from motley.graph import I32, Tensor
 from motley.split.collectives import Receive, Send
 
@@ -113,7 +114,7 @@ class Run(ABC):
         sizes = {name: self._programs[p].sizes[name] for name, p in self._givers.items()}
         layers = [inputs[p][name] for p, name in self._groups]
         block_size = max((layer.keys.block_size for layer in layers), default=0)
-        n_most = max((most_rows(layer.keys.kind.name, layer.values.kind.name) for layer in layers), default=0)
+        n_most = max((_most_rows(layer) for layer in layers), default=0)
         self._staging = Staging(sizes, len(groups), block_size, n_most, self._device)
 
 
@@ -206,6 +207,10 @@ def _meet(nodes: Sequence[Tensor | None], values: Sequence[Values], mail: _Mail)
     for device, result in results.items():
         values[device].put(waiting[device], result)
     return sorted(results)
+
+
+def _most_rows(layer: PagedLayer) -> int:
+    return most_rows(layer.keys.kind.name, layer.values.kind.name, layer.keys.head_dim)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

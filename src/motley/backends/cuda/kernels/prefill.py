@@ -37,9 +37,11 @@ from motley.backends.cuda.kernels.tiles import (
 SPAN_NUMBERS = 4  # of each span: its first row, how many, the first one's position, where its table begins
 
 
-def most_rows(k_kind: str, v_kind: str) -> int:
-    """Of a span. The more rows, the fewer unpack the same block; plain values are faster with less at a time."""
-    return 64 if is_plain(k_kind) and is_plain(v_kind) else 128
+def most_rows(k_kind: str, v_kind: str, dim: int) -> int:
+    """Of a span. The more rows, the fewer unpack the same block; plain values are faster with less at a time, and large
+    heads would not leave room for more.
+    """
+    return 64 if (is_plain(k_kind) and is_plain(v_kind)) or dim > 128 else 128
 
 
 def span_rows(n_rows: int, most: int) -> int:
