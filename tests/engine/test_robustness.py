@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from motley import LLM
+from motley.engine import engine
 from motley.engine.sampling import Sampler
 from motley.errors import CacheError, DeviceError, MotleyError, RequestError
 
@@ -27,27 +28,32 @@ def llm(path: Path) -> LLM:
     return LLM(path, n_ctx=128, n_parallel=4)
 
 
-def fail_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next pass through the model fails before its copies-on-write are made."""
-    run, calls = llm._runner.run, []
+def fail_once(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call of a method fails."""
+    method, calls = getattr(owner, name), []
 
     def failing(*arguments: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
             raise MemoryError("no memory for a plan")
-        return run(*arguments)
+        return method(*arguments)
 
-    monkeypatch.setattr(llm._runner, "run", failing)
+    monkeypatch.setattr(owner, name, failing)
 
 
+@pytest.mark.parametrize("when", ["placing", "running", "foreseeing", "choosing"])
 def test_a_failed_step_leaves_the_other_requests_and_the_prefix_cache_sound(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = llm.generate(
-        PROMPT, max_tokens=20, temperature=0
-    ).tokens  # and leaves a partial block to be copied
-    survivor = llm.stream(PROMPT, max_tokens=20, temperature=0)
-    fail_once(llm, monkeypatch)
+    expected = llm.generate(PROMPT, max_tokens=20, temperature=0).tokens
+    survivor = llm.stream(PROMPT, max_tokens=20, temperature=0)  # a partial block is to be copied for it
+    owner, name = {
+        "placing": (llm._runner, "place"),
+        "running": (llm._runner, "run"),
+        "foreseeing": (llm._engine._scheduler, "foresee"),
+        "choosing": (engine, "shortlist"),
+    }[when]
+    fail_once(owner, name, monkeypatch)
     with pytest.raises(MemoryError):
         llm.generate(PROMPT, max_tokens=20, temperature=0)
     assert survivor.finish().tokens == expected

@@ -80,16 +80,12 @@ class Engine:
         if shifts := self._scheduler.shift_full():
             self._runner.shift(shifts)
         step, batch = self._plan()
-        try:
+        with self._all_or_nothing(step):
             logits = self._runner.run(batch, step.tokens(), step.copies)
             self._scheduler.complete(step)
             self._ahead = self._foresee()  # a GPU is still at work
             ready = [request for request, _ in step.work if not request.n_pending]
             lists = shortlist(logits, [r.sampler for r in ready], [r.tokens for r in ready])
-        except BaseException:
-            self._ahead = None
-            self._scheduler.abandon(step)
-            raise
         self._accept(ready, lists)
         self._give_back()
 
@@ -147,7 +143,18 @@ class Engine:
         if ahead is not None and self._scheduler.is_next(ahead.step):
             return ahead
         step = self._scheduler.schedule()
-        return _Planned(step, self._place(step))
+        with self._all_or_nothing(step):
+            return _Planned(step, self._place(step))
+
+    @contextmanager
+    def _all_or_nothing(self, step: Step) -> Iterator[None]:
+        """What fails midway is computed again, from the beginning."""
+        try:
+            yield
+        except BaseException:
+            self._ahead = None
+            self._scheduler.abandon(step)
+            raise
 
     def _foresee(self) -> _Planned | None:
         """What will probably run after the step that has just begun, while its tokens are being made."""
