@@ -1,19 +1,26 @@
-"""What each device needs before anything is loaded, and whether its budget, or its GPU's free memory, allows it."""
+"""What each device needs before anything is loaded, and whether its budget, its GPU's free memory, or the machine's
+memory allows it.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 from motley.backends.cuda.footprint import free_bytes, stored_bytes, workspace_bytes
-from motley.errors import DeviceError
+from motley.errors import CacheError, DeviceError
 from motley.models import BatchShape
 from motley.plan import lay_out
+from motley.runtime.caching import CachePlan
+from motley.runtime.crew import Crew
 from motley.runtime.loading import weight_bytes
 from motley.runtime.splitting import ModelSplit
 from motley.units import show_bytes
 
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _HINT = "give it a smaller share (-ts), raise --device-memory, or add a device"
 
 
@@ -82,3 +89,29 @@ def _shared_room(split: ModelSplit, needs: Sequence[Needs], gpu: str) -> dict[in
     shares = [split.crew.shares[index] for index in members]
     whole = sum(shares) or Fraction(1)
     return {index: int((free - total) * share / whole) for index, share in zip(members, shares, strict=True)}
+
+
+def require_host_memory(crew: Crew, plan: CachePlan) -> None:
+    """CacheError if the cache is larger than the machine. Linux would give out the addresses, and end the process when
+    they are used. Demand-paged, it may reserve more than it will ever hold.
+    """
+    n_bytes = sum(plan.n_bytes(index) for index, device in enumerate(crew.devices) if not device.is_gpu)
+    memory = host_bytes()
+    if memory is not None and n_bytes > memory and not plan.config.demand_paged:
+        raise CacheError(
+            f"the KV cache would take {show_bytes(n_bytes)}, but this machine has {show_bytes(memory)}",
+            hint="lower the context (-c) or the parallel requests, choose a smaller cache type (-ctk, -ctv), or set a "
+            "limit: --kv-cache-bytes",
+        )
+
+
+def host_bytes() -> int | None:
+    """Memory of this machine, or of the container that this is; None where it does not say."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+    try:
+        return min(memory, int(_CONTAINER_LIMIT.read_text()))
+    except (ValueError, OSError):  # "max", or no such file
+        return memory
