@@ -111,8 +111,10 @@ def test_bad_options_are_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match="n_threads is 100000"):
         LLM(path, n_threads=100_000)
     for limit in ({"kv_cache_tokens": 10**12}, {"kv_cache_bytes": "900TiB"}, {"n_parallel": 2**26}):
-        with pytest.raises(CacheError, match=r"the KV cache would have .* blocks of 32 tokens"):
+        with pytest.raises(CacheError, match=r"the KV cache would take .* TiB, but this machine has"):
             LLM(path, **limit)  # type: ignore[arg-type]
+        with pytest.raises(CacheError, match=r"the KV cache would have .* blocks of 32 tokens"):
+            LLM(path, kv_cache_demand_paged=True, **limit)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="unknown backend 'quantum'"):
         LLM(path, backend="quantum")
     with pytest.raises(ConfigError, match="q9"):
