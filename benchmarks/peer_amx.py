@@ -30,9 +30,8 @@ _OPTIONS = {
     "avx512_vnni": "GGML_AVX512_VNNI",
     "avx512_bf16": "GGML_AVX512_BF16",
 }
-_WITHOUT_OPTION = {
-    "avx512_fp16": "-mavx512fp16"
-}  # its f16 kernels use it where the compiler says that it is there
+# llama.cpp's f16 kernels use it where the compiler says that it is there.
+_WITHOUT_OPTION = {"avx512_fp16": "-mavx512fp16"}
 _PROBE = "import torch; torch.ones(512, 512).bfloat16() @ torch.ones(512, 512).bfloat16()"
 
 WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}  # environment for torch

@@ -72,9 +72,8 @@ def test_a_second_request_with_the_same_prompt_shares_blocks_and_is_a_hit(llm: L
     stats = llm.kv_stats()
     assert stats.n_blocks_shared == 3
     assert stats.use.prefix.n_queries == before.n_queries + 1
-    assert (
-        stats.use.prefix.n_hit_tokens - before.n_hit_tokens == 63
-    )  # all but the last, whose logits are wanted
+    # All but the last, whose logits are wanted.
+    assert stats.use.prefix.n_hit_tokens - before.n_hit_tokens == 63
     first.close()
     second.close()
 

@@ -141,9 +141,8 @@ def test_progress_is_reported_in_bytes(path: Path) -> None:
 def test_memory_is_given_by_purpose(llm: LLM) -> None:
     memory = llm.memory()
     assert memory["weights"] > 0
-    assert (
-        memory["kv_cache"] == 4 * 256 * 5 * 4 * 2 * 32 * 2
-    )  # sequences, tokens, layers, heads, K+V, padded dim, f16
+    # Sequences, tokens, layers, heads, K and V, padded dim, f16.
+    assert memory["kv_cache"] == 4 * 256 * 5 * 4 * 2 * 32 * 2
     assert memory["activations"] > 0
 
 

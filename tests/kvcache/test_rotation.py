@@ -110,10 +110,8 @@ def test_heads_that_no_rotation_fits_run_without_and_the_model_says_so(shared: P
     [
         ("golden/llama/model.gguf", {"cache_type_k": "q8_0"}),  # is rotated
         ("data/models/stories260K/stories260K.gguf", {"cache_type_k": "bf16"}),  # needs none
-        (
-            "data/models/stories260K/stories260K.gguf",
-            {"cache_type_k": "q8_0", "kv_rotation": False},
-        ),  # wants none
+        # Wants none:
+        ("data/models/stories260K/stories260K.gguf", {"cache_type_k": "q8_0", "kv_rotation": False}),
     ],
 )
 def test_nothing_is_said_where_everything_is_as_asked(

@@ -18,15 +18,8 @@ from motley import LLM
 from motley.models import ARCHITECTURES
 
 TOLERANCE = 1e-3  # against transformers
-CREWS = (
-    (1, 1),
-    (3, 1),
-    (2, 1, 1),
-    (1, 0, 1),
-    (1, 1, 1, 1),
-    (1,) * 5,
-    (1,) * 7,
-)  # each model meets two of them
+# Each model meets two of them.
+CREWS = ((1, 1), (3, 1), (2, 1, 1), (1, 0, 1), (1, 1, 1, 1), (1,) * 5, (1,) * 7)
 BATCHING_TOLERANCE = 1e-4  # of one engine against itself
 
 

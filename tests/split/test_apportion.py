@@ -29,9 +29,8 @@ def test_each_round_gives_out_all_units_and_none_to_a_share_of_zero(
 
 
 @settings(SETTINGS)
-@example(
-    [Fraction(n) for n in (1, 1, 1, 3, 3, 3)], 2, 4
-)  # whoever lacks most first: somebody lacks a whole unit
+# Whoever lacks most first: somebody would lack a whole unit.
+@example([Fraction(n) for n in (1, 1, 1, 3, 3, 3)], 2, 4)
 @given(SHARES, st.integers(1, 40), st.integers(1, 60))
 def test_rounding_does_not_drift_over_layers(shares: list[Fraction], n_units: int, n_layers: int) -> None:
     """After any number of like rounds each device is within one unit of its exact share."""
@@ -53,9 +52,8 @@ def test_fine_units_make_up_for_coarse_ones(shares: list[Fraction], rounds: list
         bytes_of = [have + n * unit_bytes for have, n in zip(bytes_of, counts, strict=True)]
     total = sum(bytes_of)
     for have, share in zip(bytes_of, shares, strict=True):
-        if share / sum(shares) >= Fraction(
-            1, 20
-        ):  # what is smaller may have had more than its share of the whole
+        # What is smaller may have had more than its share of the whole.
+        if share / sum(shares) >= Fraction(1, 20):
             assert abs(have - total * share / sum(shares)) <= 1
 
 

@@ -80,9 +80,8 @@ def test_bytes_are_within_a_granule_of_the_proportions(
     placement = place(TENSOR, weights, MODEL, shares).states
     total = sum(n_bytes(w, placement[w.name], d) for w in weights for d in range(len(shares)))
     layer = total / (MODEL.n_layers + 1)
-    granule = layer / (
-        MODEL.n_ff // 256 if form == "Q4_K" else MODEL.n_kv_heads
-    )  # the coarser: heads, or blocks
+    n_granules = MODEL.n_ff // 256 if form == "Q4_K" else MODEL.n_kv_heads  # the coarser: heads, or blocks
+    granule = layer / n_granules
     for device, share in enumerate(shares):
         got = sum(n_bytes(w, placement[w.name], device) for w in weights)
         assert abs(got - total * share / sum(shares)) <= granule

@@ -194,9 +194,7 @@ class Engine:
     def _context_shift(self, n_prompt: int, params: SamplingParams) -> ContextShift:
         self._runner.require_shift()
         n_keep = n_prompt if params.n_keep == -1 else params.n_keep
-        n_ctx = max(
-            self._n_fit, n_prompt + 1
-        )  # a prompt that does not fit is refused with the cache's numbers
+        n_ctx = max(self._n_fit, n_prompt + 1)  # a prompt that does not fit is refused by the cache
         if n_ctx - n_keep < 2:
             raise RequestError(
                 f"{n_keep} tokens are to be kept, but the context holds {n_ctx}: nothing is left to drop",

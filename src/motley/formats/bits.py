@@ -17,9 +17,8 @@ from torch import Tensor
 def split_bits(data: Tensor, bits: int, width: int) -> Tensor:
     """Bytes (..., n) uint8 -> codes (..., n * 8 / bits) uint8."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device).unsqueeze(-1)  # (runs, 1)
-    codes = (
-        torch.unflatten(data, -1, (-1, 1, width)) >> shifts & (1 << bits) - 1
-    )  # (..., groups, runs, width)
+    runs = torch.unflatten(data, -1, (-1, 1, width))
+    codes = runs >> shifts & (1 << bits) - 1  # (..., groups, runs, width)
     return codes.flatten(-3)
 
 

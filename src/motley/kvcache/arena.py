@@ -79,9 +79,7 @@ class ArenaGroup:
     values: Store
     batch: GroupBatch = field(default_factory=lambda: GroupBatch(torch.empty(0, dtype=torch.int64), ()))
     memory: PagedMemory | GpuPagedMemory | None = None  # if it is demand-paged
-    empty: set[int] = field(
-        default_factory=set
-    )  # blocks that hold nothing; kept where memory can be given back
+    empty: set[int] = field(default_factory=set)  # blocks that hold nothing, where memory can be given back
 
     @property
     def n_bytes(self) -> int:

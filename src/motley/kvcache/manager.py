@@ -162,9 +162,8 @@ class CacheManager:
         if self._finds_prefixes and tokens:
             self._name_full_blocks(sequence)
             if len(sequence.tokens) // self.block_size * self.block_size >= n_before:
-                self._name_tail(
-                    sequence, only_unnamed=True
-                )  # a growing block keeps its first name until it is full
+                # A growing block keeps its first name until it is full.
+                self._name_tail(sequence, only_unnamed=True)
 
     def advance(self, seq: int, min_position: int) -> None:
         """Drop blocks behind the windows of `min_position`, the smallest one of the sequence's next batch.

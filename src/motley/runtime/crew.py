@@ -20,9 +20,7 @@ class Device:
 
     name: str
     memory: int | None = None  # bytes it may use; None: as much as there is
-    cores: tuple[
-        int, ...
-    ] = ()  # one for each of its threads, which stay there; none: wherever the system likes
+    cores: tuple[int, ...] = ()  # one for each of its threads, which stay there; none: any
 
     @property
     def is_gpu(self) -> bool:

@@ -150,9 +150,8 @@ class ThreadGroup:
         interrupt: KeyboardInterrupt | None = None
         while not all(job.is_over for job in jobs):
             try:
-                done.get(
-                    timeout=0.1
-                )  # a signal that an interrupt swallowed is missed for no longer than this
+                # A signal that an interrupt swallowed is missed for no longer than this.
+                done.get(timeout=0.1)
             except queue.Empty:
                 pass
             except KeyboardInterrupt as error:

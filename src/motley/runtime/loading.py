@@ -60,9 +60,8 @@ class _Loader:
         # The largest last, to be taken from the end: a tensor's pages of the file are resident beside its copy, which
         # costs least as long as there are few copies.
         self._waiting = sorted(share.graph.weights, key=packed_bytes)
-        self._memo: dict[
-            tuple[str, Ranges, State], PackedTensor
-        ] = {}  # tied weights that lie alike share memory
+        # Tied weights that lie alike share memory.
+        self._memo: dict[tuple[str, Ranges, State], PackedTensor] = {}
 
     @property
     def is_done(self) -> bool:

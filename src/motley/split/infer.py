@@ -68,9 +68,8 @@ class _Inference:
         self.n_devices = n_devices
         self.ways: dict[Tensor, Way] = {}
         self.transitions: list[Transition] = []
-        self._available: dict[
-            Tensor, list[State]
-        ] = {}  # the state it is made in, then those it was brought into
+        # Of each tensor, the state that it is made in, then those that it was brought into.
+        self._available: dict[Tensor, list[State]] = {}
 
     def start(self, node: Tensor, state: State) -> None:
         if isinstance(state, Split) and not (

@@ -64,15 +64,10 @@ class NoGpu:
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
+        binary = None, None, 0, 0, 1024  # module, function, registers, spills, most threads
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY[device]},
-            load_binary=lambda *_: (
-                None,
-                None,
-                0,
-                0,
-                1024,
-            ),  # module, function, registers, spills, most threads
+            load_binary=lambda *_: binary,
         )
 
     def get_current_target(self) -> GPUTarget:

@@ -107,9 +107,8 @@ class _Fusion:
     users: dict[Tensor, list[Tensor]] = field(init=False)
     native: set[Tensor] = field(init=False)
     done: set[Tensor] = field(default_factory=set)  # nodes that some stage computes
-    stored: dict[Tensor, tuple[Tensor, int]] = field(
-        default_factory=dict
-    )  # store → values, rotation still to be made
+    # Of each store: values, and the rotation that is still to be made.
+    stored: dict[Tensor, tuple[Tensor, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.order = {node: i for i, node in enumerate(self.plan.graph.nodes)}

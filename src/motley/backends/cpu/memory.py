@@ -23,9 +23,7 @@ class Arena:
 
     values: Mapping[Tensor, int]
     codes: Mapping[Tensor, int]
-    splits: Mapping[
-        Tensor, int
-    ]  # of attentions: what the parts of a sequence come to, before they are joined
+    splits: Mapping[Tensor, int]  # of attentions: what parts of a sequence come to, before they are joined
     n_bytes: int
 
 

@@ -13,9 +13,8 @@ from motley.formats import PackedTensor, get_format
 from motley.graph import Graph, Tensor
 from motley.graph.ops import MatMul, Weight
 
-RESERVE = (
-    512 << 20
-)  # bytes: compiled kernels, the libraries' workspaces, what the allocator loses between its blocks
+# Bytes: compiled kernels, the libraries' workspaces, what the allocator loses between its blocks.
+RESERVE = 512 << 20
 _REPACKING = 4  # bytes of temporary memory for each value of a matrix that is repacked
 
 

@@ -115,9 +115,8 @@ def _prefill(
     last = position + n - 1
     begin = (tl.maximum(position - window + 1, first) - first) // BS
     end = (last - first) // BS + 1
-    n_whole = (
-        tl.maximum((position - first + 1) // BS - begin, 0) // N
-    )  # rounds that end before the first query does
+    # Rounds that end before the first query does.
+    n_whole = tl.maximum((position - first + 1) // BS - begin, 0) // N
     if WINDOWED:
         n_whole = 0
 
@@ -148,9 +147,7 @@ def _prefill(
                 key = first + b * BS + tl.arange(0, T)
                 distance = (position + m)[:, None] - key[None, :]
                 s = tl.where((distance >= 0) & (distance < window), s, -float("inf"))
-                v = tl.where(
-                    (key <= last)[None, :], v, 0.0
-                )  # nothing is known of slots that are not written yet
+                v = tl.where((key <= last)[None, :], v, 0.0)  # other slots may hold anything
             top = tl.maximum(peak, tl.max(s, 1))
             base = tl.where(top == -float("inf"), 0.0, top)  # of a query that has seen nothing yet
             p, fade = tl.exp2(s - base[:, None]), tl.exp2(peak - base)

@@ -7,6 +7,8 @@ HALVES   float16 after division by the row's largest magnitude, so that no model
          blocks of 32 before value i + 1 of any (`matmul`, and products with weights unpacked in that order). Totals of
          blocks serve the same weights as above.
 PLAIN    float32, as they are.
+
+Reference: `Rows.unpack`, which undoes it.
 """
 
 from __future__ import annotations
@@ -59,9 +61,8 @@ class Rows:
     def unpack(self) -> torch.Tensor:
         """float32 (rows, columns): what they stand for."""
         if self.form == INT8:
-            words = (
-                torch.unflatten(self.values, -1, (8, -1)).transpose(1, 2).contiguous()
-            )  # (rows, blocks, 8)
+            by_word = torch.unflatten(self.values, -1, (8, -1))
+            words = by_word.transpose(1, 2).contiguous()  # (rows, blocks, 8)
             return (words.view(torch.int8).float() * self.scale.unsqueeze(-1)).flatten(-2)
         if self.form == HALVES:
             natural = torch.unflatten(self.values, -1, (32, -1)).transpose(1, 2).flatten(-2)
