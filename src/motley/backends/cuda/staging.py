@@ -129,7 +129,7 @@ class Staging:
 
     def write(self, inputs: Mapping[str, torch.Tensor], batches: Sequence[Batch]) -> Staged:
         """Bring a batch to the device; `batches` are its groups', each once."""
-        n_most = self._n_fixed + sum(_n_numbers(table) for batch in batches for table in batch.tables)
+        n_most = self._n_fixed + sum(map(_n_numbers, batches))
         if n_most > len(self._here):
             self._allocate(2 * n_most)
         if self._copied is not None:
@@ -160,7 +160,9 @@ class Staging:
             pieces += (_GAP, table.blocks)
             starts.append(start)
             firsts.append(table.first)
-            if table.n_rows <= _FEW_ROWS:
+            if table.n_rows == 1:
+                singles.append((table.position, start, table.first_row))
+            elif table.n_rows <= _FEW_ROWS:
                 singles += [(table.position + i, start, table.first_row + i) for i in range(table.n_rows)]
             else:
                 chunks.append((table, start))
@@ -192,9 +194,11 @@ def _fill(part: npt.NDArray[np.int32], values: npt.NDArray[np.int32], pad: int) 
     part[len(values) :] = pad
 
 
-def _n_numbers(table: Table) -> int:
-    """Of a table and its spans, at most."""
-    return 1 + len(table.blocks) + _ALIGNMENT + SPAN_NUMBERS * -(-table.n_rows // _FEWEST_ROWS)
+def _n_numbers(batch: Batch) -> int:
+    """Of a group's tables and spans, at most."""
+    n_blocks, n_tables = sum([len(table.blocks) for table in batch.tables]), len(batch.tables)
+    n_spans = n_tables + len(batch.slots) // _FEWEST_ROWS
+    return n_blocks + n_tables + _ALIGNMENT + SPAN_NUMBERS * n_spans
 
 
 def _aligned(n: int) -> int:
