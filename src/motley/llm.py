@@ -18,14 +18,13 @@ import numpy.typing as npt
 from motley.backends import Backend, backend_for, get_backend
 from motley.engine import BareSequence, Completion, Engine, Request, SamplingParams
 from motley.engine.sessions import SessionStore
-from motley.errors import CacheError, ConfigError, RequestError
+from motley.errors import ConfigError, RequestError
 from motley.gguf import read_spec
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.types import get_cache_type
 from motley.models import read_params
 from motley.runtime import (
     CacheConfig,
-    CachePlan,
     DeviceFigures,
     KVStats,
     Progress,
@@ -36,13 +35,14 @@ from motley.runtime import (
     make_crew,
     split_model,
 )
+from motley.runtime.budget import require_host_memory
 from motley.runtime.exchange import CacheExchange, identity_of
 from motley.runtime.notices import notices
 from motley.text import ChatTemplate, Tokenizer
 from motley.units import parse_bytes
 
 Prompt = str | Sequence[int]
-_MOST, _MOST_THREADS = 2**26, 2**10  # tokens, blocks, requests; threads: more is a slip of the finger
+_MOST, _MOST_THREADS = 2**26, 2**10  # tokens, requests; threads: more is a slip of the finger
 
 
 class LLM:
@@ -112,13 +112,13 @@ class LLM:
         self.spec = read_spec(model)
         params = read_params(self.spec)
         for device, runs in zip(crew.devices, backends, strict=True):
-            _require_cache(device.name, runs, cache, params.head_dim)
+            _require_cache(device.name, runs, cache)
         self.n_ctx = n_ctx or default_context(params)
         self.tokenizer = Tokenizer.from_spec(self.spec)
         self.notices = notices(self.spec, params, cache, backends, n_ctx=self.n_ctx, rotates=kv_rotation)
         self._split = split_model(self.spec, params, crew, cache, n_ctx=self.n_ctx, rotate=kv_rotation)
         self._fit = fit_cache(self._split, cache, n_batch=n_batch, n_parallel=n_parallel)
-        _require_few_blocks(self._fit.plan)
+        require_host_memory(crew, self._fit.plan)
         self._cache = CacheManager(
             self._fit.plan.group_specs(),
             cache.block_size,
@@ -373,9 +373,9 @@ def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any])
     return params or SamplingParams(**sampling)
 
 
-def _require_cache(device: str, backend: Backend, cache: CacheConfig, head_dim: int) -> None:
+def _require_cache(device: str, backend: Backend, cache: CacheConfig) -> None:
     """Before anything is loaded, as this fails at the first batch otherwise."""
-    reason = backend.refuses_cache(cache.k_type.name, cache.v_type.name, head_dim, cache.block_size)
+    reason = backend.refuses_cache(cache.k_type.name, cache.v_type.name, cache.block_size)
     if reason is not None:
         raise ConfigError(
             f"{device}: {reason}", hint="other --cache-type-k/-v or --kv-block-size, or the CPU"
@@ -386,13 +386,3 @@ def _require_number(name: str, value: int | None, most: int) -> None:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if value is not None and not (is_number and 1 <= value <= most):
         raise ConfigError(f"{name} is {value!r:.60}", hint=f"it must be a whole number from 1 to {most}")
-
-
-def _require_few_blocks(plan: CachePlan) -> None:
-    """Their lists alone would take all memory, demand-paged or not."""
-    n_blocks = sum(group.n_blocks for group in plan.groups)
-    if n_blocks > _MOST:
-        raise CacheError(
-            f"the KV cache would have {n_blocks:,} blocks of {plan.config.block_size} tokens",
-            hint="lower --kv-cache-bytes, --kv-cache-tokens or the number of parallel requests",
-        )

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from motley.runtime import budget
+
 Motley = Callable[..., Result]
 
 
@@ -35,6 +37,15 @@ def test_json_has_every_figure_for_programs(motley: Motley, path: str) -> None:
     assert sum(d["reserved"] for d in contents["devices"]) == 2 * contents["context_bytes"] == 2 << 20
     assert [d["resident"] for d in contents["devices"]] == [0, 0]
     assert {row["name"] for row in contents["types"]} >= {"f16", "q8_0", "iq4_nl"}
+
+
+def test_a_cache_may_be_planned_for_a_larger_machine(
+    motley: Motley, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "host_bytes", lambda: 4096)
+    result = motley("kv", path, "-c", "1024")
+    assert result.exit_code == 0, result.output
+    assert "a context of 1024 tokens takes 2.0 MiB" in result.stdout
 
 
 def test_a_cache_that_cannot_be_is_refused_with_a_hint(motley: Motley, path: str) -> None:

@@ -54,7 +54,7 @@ class Backend(ABC):
     def kernels(self) -> Sequence[Kernel]:
         """Candidates in order of preference."""
 
-    def refuses_cache(self, k_type: str, v_type: str, head_dim: int, block_size: int) -> str | None:
+    def refuses_cache(self, k_type: str, v_type: str, block_size: int) -> str | None:
         """Why it cannot attend over such a cache; None if it can."""
         return None
 

@@ -111,8 +111,10 @@ def main() -> None:
         from motley.cli.console import USER_ERROR, report  # the command has brought torch by now
 
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the rest of the output fails once more at the end
-        where = error.filename or "standard output"
-        report(ConfigError(f"{where}: {error.strerror or error}", hint="is there room on the disk?"))
+        where, hint = (
+            (error.filename, None) if error.filename else ("standard output", "is there room on the disk?")
+        )
+        report(ConfigError(f"{where}: {error.strerror or error}", hint=hint))
         sys.exit(USER_ERROR)
 
 

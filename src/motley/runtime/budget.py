@@ -20,6 +20,7 @@ from motley.runtime.loading import weight_bytes
 from motley.runtime.splitting import ModelSplit
 from motley.units import show_bytes
 
+_MOST_BLOCKS = 2**26
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _HINT = "give it a smaller share (-ts), raise --device-memory, or add a device"
 
@@ -92,8 +93,10 @@ def _shared_room(split: ModelSplit, needs: Sequence[Needs], gpu: str) -> dict[in
 
 
 def require_host_memory(crew: Crew, plan: CachePlan) -> None:
-    """CacheError if the cache is larger than the machine. Linux would give out the addresses, and end the process when
-    they are used. Demand-paged, it may reserve more than it will ever hold.
+    """CacheError if the cache, which may be planned for another machine, is larger than this one.
+
+    Linux would give out the addresses, and end the process when they are used. Demand-paged, it may reserve more than
+    it will ever hold; but there are lists of its blocks.
     """
     n_bytes = sum(plan.n_bytes(index) for index, device in enumerate(crew.devices) if not device.is_gpu)
     memory = host_bytes()
@@ -102,6 +105,12 @@ def require_host_memory(crew: Crew, plan: CachePlan) -> None:
             f"the KV cache would take {show_bytes(n_bytes)}, but this machine has {show_bytes(memory)}",
             hint="lower the context (-c) or the parallel requests, choose a smaller cache type (-ctk, -ctv), or set a "
             "limit: --kv-cache-bytes",
+        )
+    n_blocks = sum(group.n_blocks for group in plan.groups)
+    if n_blocks > _MOST_BLOCKS:
+        raise CacheError(
+            f"the KV cache would have {n_blocks:,} blocks of {plan.config.block_size} tokens",
+            hint="lower --kv-cache-bytes, --kv-cache-tokens or the number of parallel requests",
         )
 
 

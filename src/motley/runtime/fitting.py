@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from motley.gguf import ModelSpec
 from motley.models import BatchShape, DecoderParams, GraphOptions, rotation_size
-from motley.runtime.budget import device_needs, require_host_memory, room_for_cache
+from motley.runtime.budget import device_needs, room_for_cache
 from motley.runtime.caching import CacheConfig, CachePlan, plan_cache
 from motley.runtime.crew import Crew
 from motley.runtime.splitting import ModelSplit
@@ -57,5 +57,4 @@ def fit_cache(split: ModelSplit, config: CacheConfig, *, n_batch: int, n_paralle
         n_parallel=n_parallel,
         room=room,
     )
-    require_host_memory(split.crew, plan)
     return CacheFit(plan, tuple(room), n_batch)

@@ -42,7 +42,7 @@ def test_without_triton_the_hint_says_what_to_install(monkeypatch: pytest.Monkey
 def test_a_cache_without_a_kernel_is_refused_before_loading() -> None:
     pytest.importorskip("triton")
     backend = backend_for("cuda:0", "auto")
-    assert backend.refuses_cache("q8_0", "q4_0", 128, 32) is None
-    assert backend.refuses_cache("q5_1", "f16", 80, 32) is None
-    assert backend.refuses_cache("f16", "f16", 128, 24) == "blocks of 24 tokens are no power of two from 16"
-    assert backend_for("cpu", "reference").refuses_cache("q5_1", "f16", 80, 7) is None
+    assert backend.refuses_cache("q8_0", "q4_0", 32) is None
+    assert backend.refuses_cache("q5_1", "f16", 32) is None
+    assert backend.refuses_cache("f16", "f16", 24) == "blocks of 24 tokens are no power of two from 16"
+    assert backend_for("cpu", "reference").refuses_cache("q5_1", "f16", 7) is None

@@ -15,7 +15,6 @@ from motley.backends.cuda.lowering import Attend
 from motley.backends.cuda.staging import Place
 from motley.backends.cuda.values import Values
 from motley.backends.paged import PagedLayer
-from motley.errors import PlanError
 from motley.graph.ops.rope import HALVES as ROPE_HALVES
 
 
@@ -60,13 +59,6 @@ class Attending:
         self._keys, self._values = (
             CachePlanes.of(store.kind.name, store.planes) for store in (layer.keys, layer.values)
         )
-        n_heads, dim = self._stage.inputs[0].shape[1:]
-        group = n_heads // max(1, self._stage.inputs[1].shape[1])
-        reason = attention_kernel.supports(
-            self._keys.kind, self._values.kind, dim, group, layer.keys.block_size
-        )
-        if reason is not None:
-            raise PlanError(f"cuda: {reason}", hint="choose other cache types, or another backend")
         self._layer = layer
 
     def _decode(self, q: torch.Tensor, layer: PagedLayer, place: Place, out: Rows) -> Rows:

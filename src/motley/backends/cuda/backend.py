@@ -47,8 +47,8 @@ class CudaBackend(Backend):
     def kernels(self) -> Sequence[Kernel]:
         return (StagedKernel(),)
 
-    def refuses_cache(self, k_type: str, v_type: str, head_dim: int, block_size: int) -> str | None:
-        return supports(k_type, v_type, head_dim, group=1, block_size=block_size)
+    def refuses_cache(self, k_type: str, v_type: str, block_size: int) -> str | None:
+        return supports(k_type, v_type, block_size)
 
     def unpacks(self, form: str) -> bool:
         return not has_planes(form, BLOCK) and form not in PLAIN_KINDS

@@ -273,7 +273,7 @@ class Shares:
         return Shares(values, peaks, sums, min_blocks)
 
 
-def supports(k_kind: str, v_kind: str, head_dim: int, group: int, block_size: int) -> str | None:
+def supports(k_kind: str, v_kind: str, block_size: int) -> str | None:
     if unknown := {k_kind, v_kind} - set(KINDS):
         return f"no kernel for a cache of {' and '.join(sorted(unknown))}"
     if block_size < 16 or block_size & (block_size - 1):
@@ -297,7 +297,7 @@ def attend(
     n_rows, n_heads, dim = q.shape
     n_kv_heads, block_size = head_rows.stop - head_rows.start, keys.block_size
     group = n_heads // n_kv_heads
-    reason = supports(keys.kind, values.kind, dim, group, block_size)
+    reason = supports(keys.kind, values.kind, block_size)
     assert reason is None, reason
     assert keys.n_tiles == values.n_tiles == triton.cdiv(dim, TILE)
     assert q.dtype == torch.float32

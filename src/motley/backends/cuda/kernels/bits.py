@@ -51,17 +51,6 @@ def biased_nibble(word, i: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexp
         )
 
 
-@triton.jit
-def biased_byte(word, i: tl.constexpr, PLAIN: tl.constexpr):
-    """1152 + the signed byte i of each word, as float16: 0x6400 | (c ^ 0x80) is 1024 + 128 + c."""
-    if PLAIN:
-        return (((word >> (8 * i)) & 0xFF) ^ 0x6480).to(tl.int16).to(tl.float16, bitcast=True)
-    else:
-        return tl.inline_asm_elementwise(
-            _pick_bytes(i, 0, 0x00FF, 0x6480), "=r,r,r", [word], dtype=tl.float16, is_pure=True, pack=2
-        )
-
-
 @triton.constexpr_function
 def _pick_nibbles(i, bits):
     """Both nibbles of byte i of two words, each pair as two float16: one permutation for both."""
@@ -93,7 +82,10 @@ def nibbles_as_halves(word, i: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.const
 
 @triton.jit
 def byte_as_half(word, i: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr):
-    """128 + the signed byte i of each word, over BITS, as float16: times 2⁻²⁴ over 0, an eighth + 128 over 0x5800."""
+    """128 + the signed byte i of each word, over BITS, as float16.
+
+    Over 0 it is times 2⁻²⁴, over 0x5800 an eighth + 128, over 0x6400 as it is + 1024.
+    """
     if PLAIN:
         return ((((word >> (8 * i)) & 0xFF) ^ 0x80) | BITS).to(tl.int16).to(tl.float16, bitcast=True)
     else:

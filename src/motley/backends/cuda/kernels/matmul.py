@@ -17,9 +17,9 @@ import triton.language as tl
 
 from motley.backends.cuda.kernels.bits import (
     INTERPRETED,
-    biased_byte,
     biased_nibble,
     both_halves,
+    byte_as_half,
     iq4_levels,
     multiply_add,
     nibbles_as_halves,
@@ -38,9 +38,9 @@ def tile_values(
     w0, w1: the scale, and the minimum (Q4_K) or the upper half's scale (Q6_K).
     """
     if KIND == "Q8_0":
-        return (biased_byte(word, i, PLAIN) - 1152.0) * w0
+        return (byte_as_half(word, i, 0x6400, PLAIN) - 1152.0) * w0
     elif KIND == "IQ4":
-        return (biased_byte(iq4_levels(word, UPPER, PLAIN), i, PLAIN) - 1152.0) * w0
+        return (byte_as_half(iq4_levels(word, UPPER, PLAIN), i, 0x6400, PLAIN) - 1152.0) * w0
     elif KIND == "Q4_0":
         return (biased_nibble(word, i, UPPER, PLAIN) - 1032.0) * w0
     elif KIND == "Q4_K":
