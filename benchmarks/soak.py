@@ -24,7 +24,7 @@ from itertools import count
 
 from motley import LLM
 from motley.engine.request import CANCELLED, Request, TextStream
-from motley.engine.scheduler import Scheduler
+from motley.engine.scheduler import Scheduler, Step
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy, GroupSpec
 from motley.llm import Stream
@@ -120,6 +120,7 @@ class Soak:
         self.scheduler = Scheduler(self.cache, n_batch=8, n_parallel=6)
         self.requests: list[Request] = []
         self.bare: dict[int, list[int]] = {}  # sequences without a request, and their tokens
+        self.ahead: Step | None = None  # what was foreseen, as the engine does
         self.seen: Counter[str] = Counter()
 
     def step(self) -> None:
@@ -174,7 +175,11 @@ class Soak:
 
     def run(self) -> None:
         running = set(map(id, self.scheduler.running))
-        step = self.scheduler.schedule()
+        if self.ahead is not None and self.scheduler.is_next(self.ahead):
+            step = self.ahead
+            self.seen["foreseen"] += 1
+        else:
+            step = self.scheduler.schedule()
         self.seen["preempted"] += len(running - set(map(id, self.scheduler.running)))
         self.model.copy(step.copies)
         for request, n_tokens in step.work:
@@ -182,13 +187,14 @@ class Soak:
             start = request.n_computed
             self.model.store(request.sequence, start, request.tokens[start : start + n_tokens])
         self.scheduler.complete(step)
-        for request, _ in step.work:
-            if not request.n_pending:
-                assert request.sequence is not None
-                request.accept(self.model.next_token(request.sequence, request.n_computed))
-                if request.is_finished:
-                    self.scheduler.remove(request)
-                    self.check(request)
+        ready = [request for request, _ in step.work if not request.n_pending]
+        tokens = [self.model.next_token(r.sequence, r.n_computed) for r in ready if r.sequence is not None]
+        self.ahead = self.scheduler.foresee()  # drops what the next step does not see: this one has run
+        for request, token in zip(ready, tokens, strict=True):
+            request.accept(token)
+            if request.is_finished:
+                self.scheduler.remove(request)
+                self.check(request)
 
     def check(self, request: Request) -> None:
         assert request.max_tokens is not None
