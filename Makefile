@@ -4,13 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SANITIZE_SETS ?= avx2;avx512_vnni
+# Compare kernels of one instruction set only: avx2 or avx512; each has a llama.cpp of its own.
+ISA ?=
+PEERS_FOLDER := build/peers$(addprefix -,$(ISA))
+PEERS_FLAGS_avx2 := -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_AVX512=OFF
+PEERS_FLAGS_avx512 := $(PEERS_FLAGS_avx2:-DGGML_AVX512=OFF=-DGGML_AVX512=ON)
 # Give an interpreter that has llama-cpp-python already, and none is built.
-PEERS_PYTHON ?= build/peers/bin/python
-PEERS_STAMP := $(if $(filter build/peers/bin/python,$(PEERS_PYTHON)),build/peers/.installed)
+PEERS_PYTHON ?= $(PEERS_FOLDER)/bin/python
+PEERS_STAMP := $(if $(filter $(PEERS_FOLDER)/bin/python,$(PEERS_PYTHON)),$(PEERS_FOLDER)/.installed)
 PEERS_LLAMA_CPP := llama-cpp-python==0.3.36 # deep contexts are made in its format: benchmarks/peer_llama_state.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu check format bench bench-peers sanitize clean
+.PHONY: help setup demo test test-all coverage test-gpu check format bench bench-peers sanitize check-arm clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,10 +31,19 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/* csrc/*
 	@touch $@
 
 demo: $(STAMP) ## two unequal devices share the bundled model and stream a story
-	$(BIN)/motley run -p "Once upon a time" -n 120 --seed 1 --device cpu,cpu -sm tensor -ts 3,1
+	$(BIN)/motley run -p "Tell me a story about a fox named Ada and a red kite." --seed 2 --device cpu,cpu -sm tensor -ts 3,1
 
-test: $(STAMP) ## run all tests
-	$(BIN)/python -m pytest
+# Two processes: more of them wait for each other on small machines. WORKERS=0 runs all tests in one.
+WORKERS ?= 2
+
+test: $(STAMP) ## run the tests, but for those marked slow
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+
+test-all: $(STAMP) ## run all tests
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+coverage: $(STAMP) ## run all tests and say which lines of src/motley none of them takes
+	$(BIN)/python -m pytest -n $(WORKERS) --cov=motley --cov-report=term-missing:skip-covered
 
 test-gpu: $(STAMP) ## run the tests that need an NVIDIA GPU (`make test` skips them)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu
@@ -48,21 +62,29 @@ bench: $(STAMP) ## list the benchmarks; BENCH="virtual_devices --rounds 5" runs 
 	$(BIN)/python -m benchmarks $(BENCH)
 
 bench-peers: $(STAMP) $(PEERS_STAMP) ## time Motley beside its peers, turn by turn; PEERS="--weights Q4_0 --rounds 9" for more
-	$(BIN)/python -m benchmarks peers --python $(PEERS_PYTHON) $(PEERS)
+	$(BIN)/python -m benchmarks peers --python $(PEERS_PYTHON) $(if $(ISA),--isa $(ISA)) $(PEERS)
 
 # PyPI has llama.cpp as source only: this compiles for a quarter of an hour or more, once. Where the machine claims AMX
 # but does not run it, what the default flags give dies of an illegal instruction; peer_amx.py prints others there. No
 # cache: pip would take a wheel that it built with other flags.
-build/peers/.installed: | $(STAMP)
-	$(PYTHON) -m venv build/peers
-	CMAKE_ARGS="-DLLAVA_BUILD=OFF $$($(BIN)/python benchmarks/peer_amx.py)" \
-		build/peers/bin/python -m pip install --quiet --no-cache-dir $(PEERS_LLAMA_CPP)
+$(PEERS_FOLDER)/.installed: | $(STAMP)
+	$(PYTHON) -m venv $(PEERS_FOLDER)
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF $(or $(PEERS_FLAGS_$(ISA)),$$($(BIN)/python benchmarks/peer_amx.py))" \
+		$(PEERS_FOLDER)/bin/python -m pip install --quiet --no-cache-dir $(PEERS_LLAMA_CPP)
 	@touch $@
 
 sanitize: ## run every native kernel under ASan and UBSan, then the threads under TSan
 	for kind in address,undefined thread; do \
 		cmake -S . -B build/sanitize-$$kind -DMOTLEY_SANITIZE=$$kind -DMOTLEY_X86_SETS="$(SANITIZE_SETS)" && \
 		cmake --build build/sanitize-$$kind --target core_check -j2 && build/sanitize-$$kind/core_check || exit 1; \
+	done
+
+# Debian: apt-get install g++-aarch64-linux-gnu qemu-user. A processor with i8mm, one with dotprod only, one with neither.
+check-arm: ## compile the native kernels for ARM and compare them with their references, in an emulator
+	cmake -S . -B build/arm -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+	cmake --build build/arm --target core_check -j2
+	for cpu in max neoverse-n1 cortex-a72; do \
+		echo "$$cpu:" && qemu-aarch64 -cpu $$cpu -L /usr/aarch64-linux-gnu build/arm/core_check || exit 1; \
 	done
 
 clean: ## remove the environment and all build output

@@ -1,1 +1,1 @@
-"""Benchmarks: timings live here, as ratios within one run; tests never assert a time."""
+"""Benchmarks. All timings are here, as ratios within one run; tests never assert a time."""

@@ -1,4 +1,4 @@
-"""`make bench`: list the benchmarks, or run those that are named. Each has a --help of its own."""
+"""`make bench`: list the benchmarks, or run those given by name. Each has its own --help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main() -> None:
             print(f"  {name:<18} {summary}")
         raise SystemExit(len(sys.argv) > 1)
     sys.argv = sys.argv[1:]
-    sys.path.insert(0, str(FOLDER))  # as if its file were run: those for a GPU import each other
+    sys.path.insert(0, str(FOLDER))  # as if the file were run directly: the GPU benchmarks import each other
     runpy.run_module(f"benchmarks.{sys.argv[0]}", run_name="__main__")
 
 

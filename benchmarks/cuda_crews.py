@@ -33,7 +33,7 @@ def answer(kind: str, **options: Any) -> tuple[np.ndarray, str, float]:
     with LLM(MODEL, **common, **options) as llm:
         tokens = llm.tokenizer.encode(TEXT)
         logits = llm.logits(tokens)
-        llm.generate(TEXT, max_tokens=16, temperature=0.0)  # compiles, and captures graphs
+        llm.generate(TEXT, max_tokens=16, temperature=0.0)  # warm-up: compiles kernels and captures graphs
         start = time.perf_counter()
         completion = llm.generate(TEXT, max_tokens=64, temperature=0.0)
         return logits, completion.text, 64 / (time.perf_counter() - start)

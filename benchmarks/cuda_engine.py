@@ -2,10 +2,10 @@
 
     python benchmarks/cuda_engine.py [--layers 32] [--out FILE.json]
 
-Weights are random and made in memory (matrices Q4_K, output Q6_K); everything else is what a user runs: tokenizer,
-scheduler, paged cache, sampling. Tokens are counted as llama.cpp's batched bench does it: `decode` is tokens over time
+Weights are random and made in memory (matrices Q4_K, output Q6_K); everything else is as in ordinary use: tokenizer,
+scheduler, paged cache, sampling. Tokens are counted as in llama.cpp's batched bench: `decode` is tokens over time
 of the steps in which all requests decode (the last prompt is in, the first answer is not complete); `total` is the
-answers' tokens over the whole time, prompts included. Crews take turns.
+answers' tokens over the whole time, prompts included. Runs of the crews alternate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYER: dict[str, Any] = {"devices": "cuda:0,cuda:0", "split_mode": "layer"}
 
 
 class RandomSpec(ModelSpec):
-    """A model file that was never written: matrices repeat a few random rows."""
+    """A model that exists only in memory, without a file. Matrices repeat a few random rows."""
 
     def tensor(self, name: str) -> PackedTensor:
         info = self.tensors[name]
@@ -92,7 +92,7 @@ def engine_on(
     backends = [backend_for(device.name, "auto") for device in crew.devices]
     config = CacheConfig(get_cache_type(kind), get_cache_type(kind))
     split = split_model(spec, params, crew, config, n_ctx=n_ctx, rotate=True)
-    fit = fit_cache(split, config, n_batch=n_batch, n_parallel=n_parallel)
+    fit = fit_cache(split, backends, config, n_batch=n_batch, n_parallel=n_parallel)
     manager = CacheManager(fit.plan.group_specs(), config.block_size, salt=b"", find_prefixes=False)
     runner = Runner(split, backends, fit.plan)
     engine = Engine(
@@ -107,7 +107,7 @@ def engine_on(
 
 
 def serve(engine: Engine, n_requests: int, n_prompt: int, n_new: int, seed: int) -> dict[str, float]:
-    """Run requests to their end; tokens per second."""
+    """Run all requests to the end. Returns tokens per second."""
     generator = torch.Generator().manual_seed(seed)
     params = SamplingParams(max_tokens=n_new, temperature=0.0, ignore_eos=True)
     start = time.perf_counter()
@@ -140,7 +140,7 @@ def bench_engine(n_layers: int) -> list[dict[str, Any]]:
         print(result, flush=True)
 
     with engine_on(spec, ONE, "q8_0", n_ctx=640, n_batch=2048, n_parallel=64) as engine:
-        serve(engine, 64, 512, 32, seed=1)  # compiles, captures
+        serve(engine, 64, 512, 32, seed=1)  # warm-up: compiles kernels and captures graphs
         for i in range(3):
             note({"case": "64 x (512 + 64)", "cache": "q8_0", **serve(engine, 64, 512, 64, seed=2 + i)})
     with ExitStack() as stack:
@@ -151,7 +151,7 @@ def bench_engine(n_layers: int) -> list[dict[str, Any]]:
         for n_requests in (1, 8):
             for engine in engines:
                 serve(engine, n_requests, 64, 16, seed=1)
-            for i in range(5):  # in turns: they are to be compared
+            for i in range(5):  # alternating, so that the results are comparable
                 for crew, engine in zip((ONE, TENSOR, LAYER), engines, strict=True):
                     speed = serve(engine, n_requests, 64, 128, seed=2 + i)
                     note({"case": f"{n_requests} x (64 + 128)", **crew, "cache": "q8_0", **speed})

@@ -25,9 +25,9 @@ from motley.backends.cuda.kernels import matmul as mm
 from motley.backends.cuda.kernels import matvec as mv
 from motley.backends.cuda.kernels.attention import Shares, Tables, Tuning, attend
 from motley.backends.cuda.kernels.combine import combine
-from motley.backends.cuda.kernels.enter import RopeTable, enter
 from motley.backends.cuda.kernels.gate import gated
 from motley.backends.cuda.kernels.norm import rms_norm
+from motley.backends.cuda.kernels.rope_and_store import RopeTable, rope_and_store
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.kernels.unpack import unpack_by_value
@@ -42,7 +42,7 @@ Result = dict[str, Any]
 
 
 def random_planes(kind: str, n_rows: int, n_columns: int) -> WeightPlanes:
-    """Any bits are codes; scales are small."""
+    """Random weight planes: random bits as codes, and small scales."""
     blocks = n_columns // 32
 
     def words(per_block: int) -> torch.Tensor:
@@ -60,7 +60,7 @@ def random_planes(kind: str, n_rows: int, n_columns: int) -> WeightPlanes:
 
 
 def reference_values(w: WeightPlanes) -> torch.Tensor:
-    """float32 (rows, columns), by the table in planes.py and nothing else."""
+    """The weights as float32 (rows, columns), computed only from the table in planes.py."""
     assert w.scale is not None
     n, blocks = w.n_rows, w.n_columns // 32
     words = w.codes.view(n, -1, blocks).mT.contiguous().view(torch.uint8)  # (rows, blocks, bytes)
@@ -140,7 +140,7 @@ PAIRS = (("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"))
 
 
 def compile_case(case: tuple[Any, ...]) -> str | None:
-    """Run one kernel on small data, so that its binary is in Triton's cache on disk. The error, if any."""
+    """Run one kernel on small data, so that its binary is in Triton's cache on disk. Returns the error, if any."""
     torch.cuda.set_device(0)
     try:
         match case:
@@ -157,13 +157,13 @@ def compile_case(case: tuple[Any, ...]) -> str | None:
             case ("attention", kinds, tuning):
                 run_attention(kinds, 1024, tuning, 1)
         torch.cuda.synchronize()
-    except Exception as problem:  # a launch shape that does not fit the chip
+    except Exception as problem:  # a launch shape that this GPU does not support
         return f"{case}: {problem!r}"[:200]
     return None
 
 
 def many(kind: str, n: int, k: int, n_bytes: float) -> list[WeightPlanes]:
-    """A matrix, and as many others as fill `n_bytes`."""
+    """Enough different matrices of one shape to fill `n_bytes`."""
     one = random_planes(kind, n, k)
     return [one] + [random_planes(kind, n, k) for _ in range(min(40, int(n_bytes / one.n_bytes)))]
 
@@ -245,7 +245,7 @@ def random_cache(kind: str, n_blocks: int, size: int) -> CachePlanes:
 
 
 def cache_values(c: CachePlanes, blocks: torch.Tensor) -> torch.Tensor:
-    """float32 (heads, context, dim)"""
+    """The cached values as float32 (heads, context, dim)."""
     codes = c.codes[blocks]
     if c.kind == "f16":
         tiles = codes.float()
@@ -321,7 +321,7 @@ def bench_attention(
 
 
 def bench_small() -> list[Result]:
-    """The kernels between the products, for one row."""
+    """Times of the kernels between the matrix products, for one row."""
     x, weight = torch.randn(1, 4096, device=GPU), torch.rand(4096, device=GPU)
     int8, wide = Rows.empty(INT8, 1, 4096, GPU), Rows.empty(INT8, 1, 14336, GPU)
     both = torch.randn(1, 28672, device=GPU)
@@ -333,7 +333,7 @@ def bench_small() -> list[Result]:
     cases: dict[str, Callable[[int], object]] = {
         "norm": lambda _: rms_norm(x, weight, 1e-5, int8),
         "gate": lambda _: gated(both, "silu", wide),
-        "enter": lambda _: enter(
+        "rope_and_store": lambda _: rope_and_store(
             q, k, v, zero, zero, rope, keys, values, slice(0, KV_HEADS), out, rotate_k=True, rotate_v=True
         ),
         "convert": lambda _: convert(x, int8),

@@ -1,4 +1,4 @@
-"""Llama-3-8B's shapes on one GPU, with random weights: the whole table of tokens per second, in one call.
+"""Llama-3-8B's shapes on one GPU, with random weights: the complete table of tokens per second, in one call.
 
     python benchmarks/cuda_model.py [--out FILE.json] [--layers 32] [--only steps,engine]
 
@@ -29,17 +29,18 @@ import triton
 from cuda_engine import bench_engine
 from cuda_kernels import PAIRS, bench_attention, random_planes, read_bandwidth
 
-from motley.backends import Backend, Executable, Joint, ReferenceBackend, join
+from motley.backends import Backend, Executable, Joint, LoadedWeight, ReferenceBackend, join
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.kernels import attention
-from motley.backends.cuda.weights import DeviceWeight, Home
+from motley.backends.cuda.weights import DeviceMatrix, PlaneRef
 from motley.bench.shapes import SHAPES, Shape
 from motley.formats import PackedTensor, get_format
 from motley.gguf import ModelSpec
 from motley.gguf.metadata import Metadata
 from motley.gguf.tensors import TensorInfo
 from motley.graph import CACHE, Graph
-from motley.kvcache.arena import ArenaGroup, ArenaLayer, GroupBatch, SequenceTable
+from motley.graph.ops import cache_layer
+from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
 from motley.kvcache.store import Store
 from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, GraphOptions, build_graph, read_params
@@ -52,7 +53,7 @@ SHAPE = SHAPES["llama-8b"]
 
 
 def describe(shape: Shape, tensors: Mapping[str, tuple[tuple[int, ...], str]], n_layers: int) -> ModelSpec:
-    """A llama without a file."""
+    """A model spec of a llama model without a file."""
     numbers: dict[str, Any] = {
         "general.architecture": "llama",
         "llama.block_count": n_layers,
@@ -77,21 +78,18 @@ class Model:
         shapes = {
             n: s for n, s in shapes.items() if not n.startswith("blk.") or int(n.split(".")[1]) < n_layers
         }
-        self.weights: dict[str, PackedTensor] = {}
+        self.weights: dict[str, LoadedWeight] = {}
         tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, (rows, columns) in shapes.items():
             form = get_format(kinds[name.removesuffix(".weight")])
             planes = random_planes(form.name, rows, columns)
             if planes.scale is not None:
-                # Values of about columns^-0.5, so that activations stay of ordinary size; of Q4_K, minimum = 7.5 scale.
+                # Values of about columns^-0.5, so that activations have an ordinary size; Q4_K: minimum = 7.5 scale.
                 pair = planes.scale.view(torch.float16)
                 pair.fill_(columns**-0.5 / {"Q8_0": 64, "Q4_0": 4, "Q4_K": 4, "Q6_K": 16}[form.name])
                 if form.name == "Q4_K":
                     pair[:, 1::2] *= 7.5
-            shape_only = torch.empty(1, dtype=torch.uint8, device="meta").expand(
-                rows, form.row_bytes(columns)
-            )
-            self.weights[name] = DeviceWeight(shape_only, form, Home(planes))
+            self.weights[name] = DeviceMatrix(PlaneRef(planes))
             tensors[name] = (rows, columns), form.name
         norms = ["output_norm", *(f"blk.{i}.{n}_norm" for i in range(n_layers) for n in ("attn", "ffn"))]
         for name in (f"{norm}.weight" for norm in norms):
@@ -103,12 +101,12 @@ class Model:
 
     @property
     def n_bytes(self) -> int:
-        """That a token reads: all matrices but the embedding."""
+        """Bytes read for each token: all matrices except the embedding."""
         return sum(w.nbytes for name, w in self.weights.items() if name != "token_embd.weight")
 
 
 class Cache:
-    """Stores for all layers; blocks are given out in a shuffled order, and hold random data."""
+    """Cache stores of all layers; blocks are allocated in a shuffled order and hold random data."""
 
     def __init__(self, kind: str, n_tokens: int, shape: Shape, n_layers: int, device: torch.device) -> None:
         self.kind = get_cache_type(kind)
@@ -132,11 +130,11 @@ class Cache:
             )
             for _ in range(2)
         )
-        self.group = ArenaGroup(keys, values)
+        self.keys, self.values = keys, values
         self.order = torch.randperm(self.n_blocks, generator=torch.Generator().manual_seed(2))
 
     def batch(self, depths: list[int], n_new: int) -> GroupBatch:
-        """Sequences with `depths` tokens before, and `n_new` new ones each."""
+        """A batch of sequences with `depths` cached tokens and `n_new` new tokens each."""
         tables, row, block = [], 0, 0
         for depth in depths:
             n_blocks = -(-(depth + n_new) // SIZE)
@@ -146,11 +144,12 @@ class Cache:
         return GroupBatch.of(tables, SIZE)
 
     def layer(self, number: int) -> ArenaLayer:
-        return ArenaLayer(self.group, slice(number * self.n_heads, (number + 1) * self.n_heads))
+        rows = slice(number * self.n_heads, (number + 1) * self.n_heads)
+        return ArenaLayer(self.keys, self.values, rows, 0)
 
 
 def prepare(
-    spec: ModelSpec, backend: Backend, weights: Mapping[str, PackedTensor], cache: Cache, shape: BatchShape
+    spec: ModelSpec, backend: Backend, weights: Mapping[str, LoadedWeight], cache: Cache, shape: BatchShape
 ) -> tuple[Graph, Joint]:
     rotation = cache.head_dim if cache.kind.is_quantized else 0
     graph = build_graph(spec, read_params(spec), shape, GraphOptions(SHAPE.n_ctx, 1, rotation, rotation))
@@ -159,7 +158,7 @@ def prepare(
 
 
 class _Alone:
-    """An executable of a backend that joins none."""
+    """An executable of a backend that cannot join executables, with the joined interface."""
 
     def __init__(self, executable: Executable) -> None:
         self._executable = executable
@@ -169,20 +168,19 @@ class _Alone:
 
 
 def inputs_of(graph: Graph, cache: Cache, batch: GroupBatch, tokens: torch.Tensor) -> list[dict[str, Any]]:
-    """Every sequence wants the logits of its last row."""
-    cache.group.batch = batch
+    """The graph's inputs, with the logits of each sequence's last row as outputs."""
     positions = [torch.arange(t.position, t.position + t.n_rows) for t in batch.tables]
     inputs: dict[str, Any] = {
         "tokens": tokens,
         "positions": torch.cat(positions).int(),
         "output_rows": torch.tensor([t.first_row + t.n_rows - 1 for t in batch.tables], dtype=torch.int32),
     }
-    caches = {node.name for node in graph.inputs if node.dtype == CACHE}
-    return [inputs | {name: cache.layer(int(name.removeprefix("cache."))) for name in caches}]
+    caches = [node for node in graph.inputs if node.dtype == CACHE]
+    return [inputs | {node.name: cache.layer(cache_layer(node)).on(batch) for node in caches}]
 
 
 def step_ms(model: Model, cache: Cache, depths: list[int], n_new: int) -> tuple[float, float]:
-    """Milliseconds of a pass over `n_new` tokens of each sequence: on the GPU, and of a whole run."""
+    """Milliseconds of a pass over `n_new` tokens of each sequence: GPU time, and wall time of a whole run."""
     n_tokens = len(depths) * n_new
     graph, joint = prepare(model.spec, model.backend, model.weights, cache, BatchShape(n_tokens, len(depths)))
     tokens = torch.randint(0, SHAPE.n_vocab, (n_tokens,), dtype=torch.int32)
@@ -215,7 +213,7 @@ def check(matrices: str, kind: str, n_prompt: int = 150, n_steps: int = 4) -> fl
     packed: dict[str, PackedTensor] = {}
     for name, rows, columns in shape.matrices():
         if not name.startswith("blk.") or int(name.split(".")[1]) < 2:
-            rows = min(rows, 2048)  # a small vocabulary
+            rows = min(rows, 2048)  # keeps the vocabulary small
             values = torch.randn(rows, columns, generator=generator) * columns**-0.5
             packed[f"{name}.weight"] = PackedTensor.pack(values, get_format(matrices))
     for norm in ("output_norm", *(f"blk.{i}.{n}_norm" for i in range(2) for n in ("attn", "ffn"))):
@@ -280,7 +278,7 @@ def bench_steps(report: dict[str, Any], options: argparse.Namespace) -> None:
                 continue
             try:
                 result = measure(model, case, options.layers, report["read_gbps"])
-            except Exception as problem:  # the other cases still count
+            except Exception as problem:  # the remaining cases still run
                 print(f"{case}: {problem!r}"[:400], flush=True)
                 continue
             report["results"].append(result)

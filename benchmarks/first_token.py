@@ -1,13 +1,13 @@
-"""From the start of a process to the first token: Motley beside llama.cpp, turn by turn, and the memory that they take.
+"""From the start of a process to the first token: Motley and llama.cpp alternately, with their peak memory.
 
-Each turn is a process of its own: it imports, loads, and computes one prompt. A round that does not count goes first,
-so that files are in the page cache and Python modules are compiled.
+Each turn is a separate process: it imports, loads, and computes one prompt. The first round is a warm-up and not
+counted, so that files are in the page cache and Python modules are compiled.
 
     python -m benchmarks first_token --python build/peers/bin/python --shape llama-1b --weights Q8_0,Q4_0,Q4_K
 
-A virtual machine may have handed free memory back to its host; taking it again then costs as much as reading a disk,
-and whoever copies weights pays. `--touch-first 2000` has so many MiB used and freed right before each turn of either
-engine, as they would be on a machine of one's own.
+A virtual machine may have returned free memory to its host. Getting it back is as slow as reading a disk, which slows
+down an engine that copies weights. `--touch-first 2000` uses and frees that many MiB right before each turn of either
+engine, which gives the conditions of a physical machine.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Any
 
 from benchmarks.peer_amx import amx_is_broken
 from benchmarks.peers import FOLDER, Engine, Workload
-from motley.bench.shapes import SHAPES, write_random_model
+from motley.bench import SHAPES, write_random_model
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One process: seconds of its stages, and bytes that were resident at most."""
+    """One process: seconds of its stages, and its peak resident bytes."""
 
     total: float  # from the start of the process to the first token
     load: float
@@ -55,7 +55,7 @@ def take_turn(name: str, command: Sequence[str], options: dict[str, Any], n_prom
 
 
 def touch(n_bytes: int) -> None:
-    """Use memory and free it."""
+    """Write to `n_bytes` of memory and free it."""
     if n_bytes:
         memory = mmap.mmap(-1, n_bytes)
         for position in range(0, n_bytes, mmap.PAGESIZE):
@@ -113,10 +113,10 @@ def main() -> None:
     parser.add_argument("--touch-first", type=int, default=0, metavar="MIB", help="memory to use and free")
     parser.add_argument("--json", type=Path, help="write every turn's figures there")
     args = parser.parse_args()
-    amx_is_broken()  # takes seconds, once
+    amx_is_broken()  # takes seconds; the result is cached
     with tempfile.TemporaryDirectory() as compiled:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        os.environ["PYTHONPYCACHEPREFIX"] = compiled  # the same for both, whatever has been compiled already
+        os.environ["PYTHONPYCACHEPREFIX"] = compiled  # the same empty cache for both engines
         run(args)
 
 

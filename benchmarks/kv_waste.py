@@ -1,10 +1,10 @@
-"""How much of the paged KV cache holds no token, and what a shared prefix saves.
+"""The unused part of the paged KV cache, and the saving by a shared prefix.
 
     python -m benchmarks kv_waste [--json]
 
-Two savings that have nothing to do with the cache's type, measured on the block manager itself:
-- 200 sequences of random lengths (100 … 2,000 tokens, as a mixed load of chats has them): slots without a token.
-- 100 requests that begin with the same 1,000 tokens: blocks in use, beside one prefix plus 100 tails.
+Two savings that do not depend on the cache's type, measured on the block manager itself:
+- 200 sequences of random lengths (100 … 2,000 tokens, as in a mixed load of chats): slots without a token.
+- 100 requests that begin with the same 1,000 tokens: blocks in use, compared with one prefix plus 100 tails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Waste(TypedDict):
     n_tokens: int
     n_blocks: int
     waste_percent: float
-    contiguous_waste_percent: float  # if each sequence had LONGEST slots to itself
+    contiguous_waste_percent: float  # if each sequence reserved LONGEST slots
 
 
 class Sharing(TypedDict):
@@ -43,7 +43,7 @@ class Sharing(TypedDict):
 
 
 def feed(cache: CacheManager, tokens: Sequence[int]) -> int:
-    """A sequence of these tokens, as if they had been computed."""
+    """A new sequence with these tokens, marked as computed."""
     opened = cache.open(tokens)
     assert cache.reserve(opened.seq, len(tokens) - opened.n_cached) is not None, (
         "the benchmark's pool is too small"
@@ -79,7 +79,7 @@ def measure_sharing(block_size: int, n_requests: int, rng: random.Random) -> Sha
         feed(cache, prefix + tail)
     cache.check_integrity()
     (group,) = cache.stats().groups
-    n_shared, n_copied = divmod(PREFIX, block_size)  # an unfinished block is each request's own
+    n_shared, n_copied = divmod(PREFIX, block_size)  # a partly filled block is not shared
     return Sharing(
         block_size=block_size,
         n_requests=n_requests,

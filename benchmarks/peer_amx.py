@@ -1,11 +1,11 @@
 """For `peers` on machines whose processor claims AMX but does not run it, as in some virtual machines.
 
-llama.cpp built with its defaults (-march=native) dies there of an illegal instruction, and so does torch in bfloat16.
-Nothing else is taken from the peers: run as a program, this prints CMAKE_ARGS for llama-cpp-python with every other
-instruction set that it has an option for and the processor has, or nothing where its defaults work.
+llama.cpp built with its defaults (-march=native) crashes there with SIGILL, and so does torch in bfloat16.
+Only AMX is disabled: run as a program, this prints CMAKE_ARGS for llama-cpp-python with every other instruction set
+of the processor for which there is an option. It prints nothing if llama.cpp's defaults work.
 
 There is no option for AVX-512-FP16, which -march=native implies. With it, f16 attention is 2.6 times slower where heads
-have 64 dims: its loop takes 128 at a time and leaves the rest to scalar code.
+have 64 dims: its loop processes 128 dims at a time, and the rest in scalar code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPTIONS = {
     "avx512_vnni": "GGML_AVX512_VNNI",
     "avx512_bf16": "GGML_AVX512_BF16",
 }
-# llama.cpp's f16 kernels use it where the compiler says that it is there.
+# llama.cpp's f16 kernels use it if the compiler defines it.
 _WITHOUT_OPTION = {"avx512_fp16": "-mavx512fp16"}
 _PROBE = "import torch; torch.ones(512, 512).bfloat16() @ torch.ones(512, 512).bfloat16()"
 
@@ -39,14 +39,14 @@ WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}  # environment for torc
 
 @cache
 def amx_is_broken() -> bool:
-    """Whether a program that trusts the processor's word on AMX is killed."""
+    """Whether a program that uses AMX is killed although the processor reports AMX."""
     if "amx_tile" not in _instruction_sets():
         return False
     return subprocess.run([sys.executable, "-c", _PROBE], check=False).returncode == -signal.SIGILL
 
 
 def cmake_args() -> str:
-    """Build options for llama.cpp: what the processor has, less AMX."""
+    """Build options for llama.cpp: the processor's instruction sets without AMX."""
     sets = _instruction_sets()
     choices = [f"-D{option}={'ON' if name in sets else 'OFF'}" for name, option in _OPTIONS.items()]
     return " ".join(["-DGGML_NATIVE=OFF", *choices])

@@ -1,4 +1,4 @@
-"""A worker for `peers`: llama.cpp, through llama-cpp-python's low-level API. Needs nothing of Motley."""
+"""A worker for `peers`: llama.cpp, through llama-cpp-python's low-level API. Does not import Motley."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class LlamaCpp:
         )
         self._context = lib.llama_init_from_model(self._model, context)
         self._memory = lib.llama_get_memory(self._context)
+        self.about = lib.llama_print_system_info().decode()
         self._deep: dict[int, bytes] = {}  # by depth
 
     def begin(self, depth: int) -> None:

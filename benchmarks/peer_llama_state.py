@@ -1,8 +1,9 @@
-"""llama.cpp's saved sequence, made longer: a deep context without computing it.
+"""Extends llama.cpp's saved sequence: gives a deep context without computing it.
 
-With a quantized cache llama.cpp reads a prompt of 8192 tokens in half an hour. Its speed does not depend on what the
-cache says, so a short sequence is computed, saved (llama_state_seq_get_data), its cells repeated at the positions that
-follow, and loaded again. The layout is that of llama_kv_cache::state_write in llama-cpp-python 0.3.36, little-endian:
+With a quantized cache llama.cpp needs half an hour for a prompt of 8192 tokens. Its speed does not depend on the
+cache's contents, so a short sequence is computed and saved (llama_state_seq_get_data), its cells are repeated at the
+following positions, and the result is loaded again. The layout is that of llama_kv_cache::state_write in
+llama-cpp-python 0.3.36, little-endian:
 
     u32 magic, i32 sequence, u32 streams (1), u32 cells
     per cell: i32 position, u32 sequences (1), i32 sequence
@@ -34,7 +35,7 @@ class _Reader:
 
 
 def stretch(state: bytes, n_cells: int) -> bytes:
-    """The saved state of `n_cells` cells at positions 0, 1, …, whose contents are those of `state`, over and over."""
+    """The saved state of `n_cells` cells at positions 0, 1, …, whose contents are those of `state`, repeated."""
     reader = _Reader(state)
     magic, sequence, n_streams, n_saved = reader.numbers("IiII")
     if n_streams != 1 or not n_saved:
@@ -49,7 +50,7 @@ def stretch(state: bytes, n_cells: int) -> bytes:
     parts.append(struct.pack("<II", is_transposed, n_layers))
 
     def rows(n_rows: int, item_bytes: int) -> None:
-        """`n_rows` runs of one item for each cell."""
+        """Repeat `n_rows` rows that have one item for each cell."""
         for _ in range(n_rows):
             run = reader.take(n_saved * item_bytes)
             parts.append((run * (n_cells // n_saved + 1))[: n_cells * item_bytes])

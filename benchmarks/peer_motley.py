@@ -17,11 +17,12 @@ class Motley:
             cache_type_v=cache_type,
             n_parallel=1,
         )
-        self._sequence = self._llm.bare_sequence()
+        self._sequence = self._llm.raw_sequence()
+        self.about = "; ".join(self._llm.details)
 
     def begin(self, depth: int) -> None:
         self._sequence.close()
-        self._sequence = self._llm.bare_sequence()
+        self._sequence = self._llm.raw_sequence()
         self._sequence.pretend(depth)
 
     def feed(self, tokens: list[int]) -> None:

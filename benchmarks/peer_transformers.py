@@ -15,6 +15,7 @@ class Transformers:
         torch.set_default_dtype(getattr(torch, dtype))
         self._model = LlamaForCausalLM(LlamaConfig(**config)).eval()
         self._cache = DynamicCache()
+        self.about = f"torch {torch.__version__}"
 
     def begin(self, depth: int) -> None:
         self._cache = DynamicCache()

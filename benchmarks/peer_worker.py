@@ -1,4 +1,4 @@
-"""What the workers of `peers` have in common: one engine in a process of its own, asked over its standard input."""
+"""Common code of the workers of `peers`: one engine in a separate process, controlled over its standard input."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from typing import Protocol
 class Worker(Protocol):
     """One engine with one model and one cache type."""
 
+    about: str  # the engine's description of its kernels
+
     def begin(self, depth: int) -> None:
-        """Start a context anew that goes on as if it held `depth` tokens."""
+        """Start a new context that continues after `depth` tokens."""
         ...
 
     def feed(self, tokens: list[int]) -> None:
-        """One pass of these tokens, until the last one's logits are there."""
+        """Run one pass over these tokens; returns when the last token's logits are available."""
         ...
 
 
 def some_tokens(n_tokens: int) -> list[int]:
-    return [i % 256 for i in range(n_tokens)]  # every vocabulary has as many
+    return [i % 256 for i in range(n_tokens)]  # every vocabulary has at least 256 tokens
 
 
 def serve(make: Callable[..., Worker]) -> None:
     """Load with the options of the command line; then answer each line of input with a line of seconds."""
     started = time.perf_counter()
     worker = make(**json.loads(sys.argv[1]))
-    print(json.dumps({"load": time.perf_counter() - started}), flush=True)
+    print(json.dumps({"load": time.perf_counter() - started, "about": worker.about}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         worker.begin(request["depth"])

@@ -1,13 +1,16 @@
-"""Motley beside llama.cpp and HF transformers: the same shapes, threads and cache types, turn by turn in one run.
+"""Motley, llama.cpp and HF transformers: the same shapes, threads and cache types, alternating in one run.
 
-The machine's mood changes over minutes, so only ratios within a round count: each round times every engine once, in one
-order and then in the other, and the tables show medians over the rounds, with their range. Contexts of --depth tokens
+The machine's speed changes over minutes, so only ratios within a round count: each round times every engine once, in
+alternating order, and the tables show medians over the rounds, with their range. Contexts of --depth tokens
 hold random keys and values in every engine. llama.cpp comes from the PyPI package llama-cpp-python (`make bench-peers`
 builds it); give the interpreter that has it:
 
     python -m benchmarks peers --python build/peers/bin/python --shape llama-1b --weights Q8_0,Q4_0,Q4_K
     python -m benchmarks peers --python build/peers/bin/python --shape llama-1b --weights Q4_0 \\
         --cache-types f16,q8_0,q4_0 --depth 8192
+
+--isa compares kernels of one instruction set: Motley is told to use those, and llama.cpp must be built for them
+(`make bench-peers ISA=avx2` does both).
 """
 
 from __future__ import annotations
@@ -47,18 +50,20 @@ class Engine:
             text=True,
             env=os.environ | (WITHOUT_AMX if amx_is_broken() else {}),
         )
-        self.seconds_to_load: float = self._answer()["load"]
+        answer = self._answer()
+        self.seconds_to_load: float = answer["load"]
+        self.about: str = answer["about"]  # the engine's description of its kernels
 
     def rate(self, workload: Workload) -> float:
         """Tokens per second: the median of the workload's passes."""
         return workload.n_tokens / median(self._time(workload.n_tokens, workload.times, workload.depth))
 
     def warm_up(self, workload: Workload) -> None:
-        """Plans and page faults of that size of pass; at no depth, where a prompt takes seconds and not minutes."""
+        """Run the workload once, for plans and page faults. At depth 0, where a prompt takes seconds, not minutes."""
         self._time(workload.n_tokens, 1, 0)
 
     def peak_bytes(self) -> int:
-        """The most memory that was resident, as the system counts it."""
+        """The process's peak resident memory, as reported by the system."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 
@@ -95,7 +100,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Tokens per second of one workload, by engine, of each round."""
+    """Tokens per second of one workload in each round, by engine."""
 
     model: str
     workload: Workload
@@ -105,7 +110,7 @@ class Comparison:
         return sorted(a / b for a, b in zip(self.rates[engine], self.rates[other], strict=True))
 
     def table(self) -> str:
-        """As Markdown: a line for each engine, and how many times as fast each of ours is."""
+        """A Markdown table: a line for each engine, and the speed ratios of Motley's engines to the others."""
         ours = [name for name in self.rates if name.startswith(OURS)]
         lines = [
             f"| {self.model}, {self.workload.name} | tokens/s | {' | '.join(f'{name}: ×' for name in ours)} |",
@@ -125,7 +130,7 @@ def compare(engines: Sequence[Engine], model: str, workload: Workload, n_rounds:
     for engine in engines:
         engine.warm_up(workload)
     for i in range(n_rounds):
-        for engine in engines if i % 2 == 0 else reversed(engines):  # a drift cancels out
+        for engine in engines if i % 2 == 0 else reversed(engines):  # alternating order cancels a drift
             rates[engine.name].append(engine.rate(workload))
     return Comparison(model, workload, rates)
 
@@ -144,22 +149,39 @@ def started(args: argparse.Namespace, model: Path) -> Iterator[list[Engine]]:
 
         shared = {"model": str(model), "n_ctx": args.depth + args.n_prompt + args.n_gen}
         cache_types = args.cache_types.split(",")
+        if args.isa:
+            os.environ["MOTLEY_INSTRUCTION_SET"] = args.isa
         for kind in cache_types:
             start(f"{OURS} {kind}", sys.executable, "peer_motley.py", cache_type=kind, **shared)
         ways = [(kind, kind, True) for kind in cache_types]
-        if "f16" in cache_types:  # without flash attention V cannot be quantized
+        if "f16" in cache_types:  # without flash attention V must be f16
             ways.append(("f16 -fa 0", "f16", False))
         for name, kind, flash in ways:
             options = shared | {"cache_type": kind, "flash": flash}
             start(f"llama.cpp {name}", args.python, "peer_llama_cpp.py", **options)
+            require_set(args.isa, engines[-1].about)
         for dtype in filter(None, [] if args.model else args.transformers.split(",")):
             options = {"config": transformers_config(args.shape), "dtype": dtype}
             start(f"transformers {dtype}", sys.executable, "peer_transformers.py", **options)
         yield engines
 
 
+def require_set(isa: str, about: str) -> None:
+    """Ends the program if llama.cpp was built for wider instructions than `isa` ("": no limit)."""
+    wider = {
+        "avx2": ("AVX_VNNI = 1", "AVX512 = 1"),
+        "avx_vnni": ("AVX512 = 1",),
+        "avx512": ("AVX512_VNNI = 1",),
+    }
+    if found := [name for name in wider.get(isa, ()) if name in about]:
+        raise SystemExit(
+            f"llama.cpp was built with {found[0].partition(' ')[0]}, which {isa} does not have; "
+            f"`make bench-peers ISA={isa}` builds one without"
+        )
+
+
 def transformers_config(shape_name: str) -> dict[str, Any]:
-    """That shape in the words of LlamaConfig."""
+    """The shape as arguments of LlamaConfig."""
     shape = SHAPES[shape_name]
     return {
         "num_hidden_layers": shape.n_layers,
@@ -174,7 +196,7 @@ def transformers_config(shape_name: str) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, model: Path, name: str) -> Iterator[Comparison]:
-    """Compare on one file, printing as it goes."""
+    """Compare the engines on one model file; prints each result at once."""
     sizes = {"prompt": (args.n_prompt, 1), "decode": (1, args.n_gen)}
     suffix = f" at {args.depth}" if args.depth else ""
     with started(args, model) as engines:
@@ -184,7 +206,7 @@ def run(args: argparse.Namespace, model: Path, name: str) -> Iterator[Comparison
             comparison = compare(engines, name, workload, args.rounds)
             print(comparison.table(), end="\n\n", flush=True)
             yield comparison
-        if not args.depth:  # workers keep copies of what they fill a deep context with
+        if not args.depth:  # workers keep copies of the data for deep contexts
             for engine in engines:
                 peak = engine.peak_bytes() >> 20
                 print(f"- {engine.name}: load {engine.seconds_to_load:.2f} s, peak resident {peak} MiB")
@@ -196,6 +218,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--python", required=True, help="interpreter that has llama-cpp-python")
+    parser.add_argument(
+        "--isa", default="", help="instruction set to compare kernels of. Default: each engine's best"
+    )
     parser.add_argument("--shape", default="llama-160m", choices=SHAPES)
     parser.add_argument("--weights", default="Q8_0,Q4_0,Q4_K", help="formats, by comma")
     parser.add_argument("--model", type=Path, help="a GGUF file instead of random weights")
@@ -212,9 +237,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every round's figures there")
     args = parser.parse_args()
     found: list[Comparison] = []
-    load = os.getloadavg()[0]  # engines that share their cores with others cannot be compared
+    head = {**environment(make_crew("cpu")), "n_threads": args.threads, "isa": args.isa}
+    load = os.getloadavg()[0]  # other programs on the same cores make the comparison invalid
     print(
-        f"Tokens/s and ratios: medians of {args.rounds} rounds, {args.threads} threads (range in brackets). "
+        f"{head['hardware']}{f', {args.isa} kernels' if args.isa else ''}. Tokens/s and ratios: medians of "
+        f"{args.rounds} rounds, {args.threads} threads (range in brackets). "
         f"Load average before: {load:.2f}\n"
     )
     for weights in [""] if args.model else args.weights.split(","):
@@ -225,8 +252,7 @@ def main() -> None:
                 write_random_model(path, args.shape, weights)
             found += run(args, path, name)
     if args.json:
-        head = {**environment(make_crew("cpu")), "n_threads": args.threads, "load_average": load}
-        figures = {"comparisons": [asdict(comparison) for comparison in found]}
+        figures = {"load_average": load, "comparisons": [asdict(comparison) for comparison in found]}
         args.json.write_text(json.dumps(head | figures, indent=1) + "\n")
 
 

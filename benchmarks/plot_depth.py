@@ -1,4 +1,4 @@
-"""Draw decode speed over depth on a GPU, Motley's beside llama.cpp's: the README's picture, from results/*.json.
+"""Draw decode speed over depth on a GPU, for Motley and llama.cpp: the README's figure, from results/*.json.
 
 python -m benchmarks plot_depth
 """
@@ -19,7 +19,7 @@ CACHE_TYPES = ("f16", "q8_0", "q4_0")
 
 
 def newest(pattern: str) -> Path:
-    """Names begin with the date."""
+    """The newest result file that matches `pattern`; file names begin with the date."""
     return max(RESULTS.glob(pattern))
 
 

@@ -1,13 +1,15 @@
-"""A soak of the KV cache: random requests, forks, truncations and cancellations under a full pool.
+"""Soak test of engine and KV cache: random requests, forks, truncations, cancellations and failures under a full pool.
 
     python -m benchmarks soak --minutes 10
     python -m benchmarks soak --steps 500 --seed 7      # the same every time
     python -m benchmarks soak --model model.gguf        # a real model, through motley.LLM
 
-Without a model, a fake one stands in whose K/V is a digest of the past, and whose next token is a digest of all K/V
-that it reads through the block tables. A block that is lost, shared wrongly or overwritten therefore changes a token,
-and each finished request is compared with what it would have said alone. The cache's `check_integrity()` runs after
-every step, and at the end nothing may be in use.
+Without a model, a fake one is used: its K/V is a digest of all earlier tokens, and its next token is a digest of all
+K/V that it reads through the block tables. A block that is lost, shared wrongly or overwritten therefore changes a
+token. Each finished request is compared with the answer of the same request run alone. One run in fifty fails at a
+random point, and some requests make every run fail that contains them: only such requests, and requests that failed
+twice, may end without an answer. `check_integrity()` of the cache runs after every step, and at the end no block may
+be in use.
 """
 
 from __future__ import annotations
@@ -18,21 +20,26 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from hashlib import blake2b
 from itertools import count
 
-from motley import LLM
-from motley.engine.request import CANCELLED, Request, TextStream
-from motley.engine.scheduler import Scheduler, Step
+import torch
+
+from motley import LLM, SamplingParams
+from motley.engine import Engine, Request, Stream
+from motley.engine.request import CANCELLED, FAILED
+from motley.errors import CacheError, DeviceError
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy, GroupSpec
-from motley.llm import Stream
+from motley.runtime import Batch
 
 BLOCK, WINDOW, VOCAB = 4, 11, 5
+POISON = VOCAB  # a token that makes every run fail
 N_BLOCKS = 40
-N_REQUEST = 60  # tokens of a request, at most: with what bare sequences take, one always fits
-N_BARE, MAX_BARE = 40, 6  # tokens of all bare sequences, and how many there may be
+N_REQUEST = 60  # maximum tokens of a request: one always fits, also with all raw sequences in the pool
+N_RAW, MAX_RAW = 40, 6  # maximum tokens of all raw sequences together, and maximum number of them
 Tokens = Sequence[int]
 
 
@@ -41,7 +48,7 @@ def digest(last: bytes, token: int) -> bytes:
 
 
 class Silence:
-    """A tokenizer of which no text is wanted."""
+    """A tokenizer that returns empty text for every token."""
 
     eog_ids: frozenset[int] = frozenset()
 
@@ -55,41 +62,91 @@ class Silence:
         return ""
 
 
-class FakeModel:
-    """K/V in slots, written and read as the manager says: a group with full attention and one with a window."""
+@dataclass(frozen=True)
+class Placed:
+    """Block tables of a batch: for each chunk and group, a copy of the sequence's blocks at the time of the call."""
+
+    batch: Batch
+    blocks: list[list[list[int]]]
+
+
+class FakeRunner:
+    """K/V in slots given by the cache manager: a group with full attention and one with a window.
+
+    Replaces `runtime.Runner` in the engine. Some runs fail before, between or after the writes.
+    """
 
     windows = (None, WINDOW)
 
-    def __init__(self, cache: CacheManager) -> None:
+    def __init__(self, cache: CacheManager, rng: random.Random, failure_odds: float = 0.0) -> None:
         self.cache = cache
         self.arenas = [[b""] * (N_BLOCKS * BLOCK) for _ in self.windows]
+        self.n_failures = 0
+        self._rng = rng
+        self._failure_odds = failure_odds
+
+    def place(self, batch: Batch, cache: CacheManager) -> Placed:
+        sequences = [chunk.sequence for chunk in batch.chunks]
+        groups = [
+            [list(view.blocks) for view in cache.tables(sequences, g)] for g in range(len(self.windows))
+        ]
+        return Placed(batch, [list(blocks) for blocks in zip(*groups, strict=True)])
+
+    def run(self, placed: Placed, tokens: Tokens, copies: Sequence[BlockCopy]) -> torch.Tensor:
+        fails_at = self._rng.randint(0, 3) if self._rng.random() < self._failure_odds else None
+        self._maybe_fail(fails_at, 0)
+        self.copy(copies)
+        self._maybe_fail(fails_at, 1)
+        if POISON in tokens:
+            raise MemoryError("no plan for poison")
+        rows, first = [], 0
+        for chunk, blocks in zip(placed.batch.chunks, placed.blocks, strict=True):
+            self.store(blocks, chunk.start, tokens[first : first + chunk.n_tokens])
+            self._maybe_fail(fails_at, 2)
+            if chunk.n_outputs:
+                rows.append(self.next_token(blocks, chunk.start + chunk.n_tokens))
+            first += chunk.n_tokens
+        self._maybe_fail(fails_at, 3)
+        logits = torch.zeros(len(rows), POISON + 1)
+        logits[range(len(rows)), rows] = 1.0
+        return logits
+
+    def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
+        assert len(emptied) == len(self.windows)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         for copy in copies:
             arena, src, dst = self.arenas[copy.group], copy.src * BLOCK, copy.dst * BLOCK
             arena[dst : dst + copy.n_tokens] = arena[src : src + copy.n_tokens]
 
-    def store(self, sequence: int, start: int, tokens: Tokens) -> None:
-        """K/V of the next tokens, from the last K/V that is there."""
-        for group, arena in enumerate(self.arenas):
-            last = arena[self.slot(sequence, group, start - 1)] if start else b""
+    def store(self, blocks: Sequence[Sequence[int]], start: int, tokens: Tokens) -> None:
+        """Write K/V of the next tokens, computed from the last stored K/V. `blocks`: the sequence's, for each group."""
+        for arena, table in zip(self.arenas, blocks, strict=True):
+            last = arena[slot(table, start - 1)] if start else b""
             for position, token in enumerate(tokens, start):
                 last = digest(last, token)
-                arena[self.slot(sequence, group, position)] = last
+                arena[slot(table, position)] = last
 
-    def next_token(self, sequence: int, n_tokens: int) -> int:
-        """From everything that the last position sees."""
+    def next_token(self, blocks: Sequence[Sequence[int]], n_tokens: int) -> int:
+        """The next token, computed from all K/V that the last position attends to."""
         return choose(
-            [
-                [arena[self.slot(sequence, group, t)] for t in range(first_seen(window, n_tokens), n_tokens)]
-                for group, (arena, window) in enumerate(zip(self.arenas, self.windows, strict=True))
-            ]
+            [arena[slot(table, t)] for t in range(first_seen(window, n_tokens), n_tokens)]
+            for arena, window, table in zip(self.arenas, self.windows, blocks, strict=True)
         )
 
-    def slot(self, sequence: int, group: int, position: int) -> int:
-        block = self.cache.tables([sequence], group)[0].blocks[position // BLOCK]
-        assert block >= 0, f"token {position} of sequence {sequence} is in a hole"
-        return block * BLOCK + position % BLOCK
+    def blocks_of(self, sequence: int) -> list[list[int]]:
+        return [list(self.cache.tables([sequence], group)[0].blocks) for group in range(len(self.windows))]
+
+    def _maybe_fail(self, fails_at: int | None, here: int) -> None:
+        if fails_at == here:
+            self.n_failures += 1
+            raise self._rng.choice([DeviceError, MemoryError, KeyboardInterrupt, AssertionError])("injected")
+
+
+def slot(blocks: Sequence[int], position: int) -> int:
+    block = blocks[position // BLOCK]
+    assert block >= 0, f"token {position} is in a hole"
+    return block * BLOCK + position % BLOCK
 
 
 def first_seen(window: int | None, n_tokens: int) -> int:
@@ -101,126 +158,122 @@ def choose(seen: Iterable[Iterable[bytes]]) -> int:
 
 
 def answer_alone(prompt: Tokens, n_tokens: int) -> list[int]:
-    """What the fake model says when nothing is paged, shared or preempted."""
+    """The fake model's answer without paging, sharing or preemption."""
     tokens = list(prompt)
     kvs = [reduce(digest, tokens[: i + 1], b"") for i in range(len(tokens))]
     for _ in range(n_tokens):
-        tokens.append(choose(kvs[first_seen(window, len(kvs)) :] for window in FakeModel.windows))
+        tokens.append(choose(kvs[first_seen(window, len(kvs)) :] for window in FakeRunner.windows))
         kvs.append(digest(kvs[-1], tokens[-1]))
     return tokens[len(prompt) :]
 
 
 class Soak:
-    """One step at a time; `seen` counts what has happened."""
+    """Runs a real engine step by step; `seen` counts events by kind."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, failure_odds: float = 0.02) -> None:
         self.rng = random.Random(seed)
         self.cache = CacheManager([GroupSpec("full", N_BLOCKS), GroupSpec("window", N_BLOCKS, WINDOW)], BLOCK)
-        self.model = FakeModel(self.cache)
-        self.scheduler = Scheduler(self.cache, n_batch=8, n_parallel=6)
+        self.model = FakeRunner(self.cache, self.rng, failure_odds)
+        self.engine = Engine(
+            self.model,  # type: ignore[arg-type]
+            self.cache,
+            Silence(),  # type: ignore[arg-type]
+            n_ctx=N_REQUEST,
+            n_vocab=POISON + 1,
+            n_batch=8,
+            n_parallel=6,
+            clock=lambda: 0.0,
+        )
         self.requests: list[Request] = []
-        self.bare: dict[int, list[int]] = {}  # sequences without a request, and their tokens
-        self.ahead: Step | None = None  # what was foreseen, as the engine does
+        self.raw: dict[int, list[int]] = {}  # sequences without a request, and their tokens
         self.seen: Counter[str] = Counter()
 
     def step(self) -> None:
         for act, odds in (
             (self.add, 0.25),
             (self.cancel, 0.03),
-            (self.open_bare, 0.1),
-            (self.change_bare, 0.5),
+            (self.open_raw, 0.1),
+            (self.change_raw, 0.5),
         ):
             if self.rng.random() < odds:
                 act()
-        if self.scheduler.has_work:
-            self.run()
-        self.cache.take_emptied()
-        self.cache.check_integrity()
+        self.run()
         self.seen["steps"] += 1
 
     def finish(self) -> None:
-        """Let all requests end; nothing may be left over."""
-        while self.scheduler.has_work:
+        """Run all requests to the end; no block may remain in use."""
+        while self.engine.has_work:
             self.run()
-        for sequence in list(self.bare):
-            self.free_bare(sequence)
+        for sequence in list(self.raw):
+            self.free_raw(sequence)
         self.cache.check_integrity()
         assert all(group.n_used == 0 for group in self.cache.stats().groups), "blocks have leaked"
         self.seen["evictions"] = self.cache.stats().prefix.n_evictions
+        self.seen["failed steps"] = self.model.n_failures
 
     def add(self) -> None:
-        if len(self.scheduler.waiting) > 6:
+        if len(self.engine.scheduler.waiting) > 6:
             return
-        others = [r.tokens for r in self.requests[-20:]] + [[]]
+        others = [[t for t in r.tokens if t != POISON] for r in self.requests[-20:]] + [[]]
         shared = self.rng.choice(others)
         prompt = [*shared[: self.rng.randint(0, 30)], *self.draw(self.rng.randint(1, 10))]
-        request = Request(
-            prompt=tuple(prompt),
-            sampler=lambda logits, tokens: 0,
-            text=TextStream(Silence(), (), ()),  # type: ignore[arg-type]
-            stop_ids=frozenset(),
-            max_tokens=self.rng.randint(1, N_REQUEST - len(prompt)),
-        )
-        self.scheduler.add(request)
-        self.requests = [*self.requests[-20:], request]
+        if self.rng.random() < 0.08:
+            prompt.append(POISON)
+        params = SamplingParams(temperature=0, max_tokens=self.rng.randint(1, N_REQUEST - len(prompt)))
+        self.requests.append(self.engine.add(prompt, params))
         self.seen["requests"] += 1
 
     def cancel(self) -> None:
-        alive = [*self.scheduler.running, *self.scheduler.waiting]
-        if alive:
-            request = self.rng.choice(alive)
-            self.scheduler.remove(request)
-            request.finish(CANCELLED)
-            self.seen["cancelled"] += 1
+        if alive := self.engine.scheduler.requests:
+            self.engine.cancel(self.rng.choice(alive))
 
     def run(self) -> None:
-        running = set(map(id, self.scheduler.running))
-        if self.ahead is not None and self.scheduler.is_next(self.ahead):
-            step = self.ahead
-            self.seen["foreseen"] += 1
-        else:
-            step = self.scheduler.schedule()
-        self.seen["preempted"] += len(running - set(map(id, self.scheduler.running)))
-        self.model.copy(step.copies)
-        for request, n_tokens in step.work:
-            assert request.sequence is not None
-            start = request.n_computed
-            self.model.store(request.sequence, start, request.tokens[start : start + n_tokens])
-        self.scheduler.complete(step)
-        ready = [request for request, _ in step.work if not request.n_pending]
-        tokens = [self.model.next_token(r.sequence, r.n_computed) for r in ready if r.sequence is not None]
-        self.ahead = self.scheduler.foresee()  # drops what the next step does not see: this one has run
-        for request, token in zip(ready, tokens, strict=True):
-            request.accept(token)
-            if request.is_finished:
-                self.scheduler.remove(request)
-                self.check(request)
+        if self.engine.can_step:
+            self.engine.step()
+        self.cache.check_integrity()
+        for request in [request for request in self.requests if request.is_finished]:
+            self.requests.remove(request)
+            self.check(request)
 
     def check(self, request: Request) -> None:
+        answer = request.outbox.result()
+        self.seen["preempted"] += answer.timings.n_preemptions
+        self.seen["retried"] += answer.timings.n_retries
+        if answer.finish_reason == CANCELLED:
+            self.seen["cancelled"] += 1
+            return
+        if POISON in request.prompt or isinstance(answer.error, CacheError):
+            assert answer.finish_reason == FAILED, "poison was answered"
+            self.seen["failed alone"] += 1
+            return
+        if answer.finish_reason == FAILED:  # two failures in a row, the second one in a batch of its own
+            assert answer.timings.n_retries, "a request failed at once"
+            self.seen["failed twice"] += 1
+            return
         assert request.max_tokens is not None
         expected = answer_alone(request.prompt, request.max_tokens)
         assert request.generated == expected, f"a wrong token: {request.generated}, alone {expected}"
         self.seen["answers"] += 1
 
-    def open_bare(self) -> None:
-        if len(self.bare) == MAX_BARE:
+    def open_raw(self) -> None:
+        if len(self.raw) == MAX_RAW:
             return
         tokens = self.draw(self.rng.randint(1, 12))
         opened = self.cache.open(tokens)
         self.model.copy(opened.copies)
-        self.bare[opened.seq] = tokens[: opened.n_cached]
-        self.extend_bare(opened.seq, tokens[opened.n_cached :])
+        self.raw[opened.seq] = tokens[: opened.n_cached]
+        self.extend_raw(opened.seq, tokens[opened.n_cached :])
 
-    def change_bare(self) -> None:
-        if not self.bare:
+    def change_raw(self) -> None:
+        if not self.raw:
             return
-        sequence = self.rng.choice(list(self.bare))
-        tokens = self.bare[sequence]
+        sequence = self.rng.choice(list(self.raw))
+        tokens = self.raw[sequence]
         match self.rng.choice(["extend", "extend", "fork", "truncate", "free"]):
             case "extend":
-                self.extend_bare(sequence, self.draw(self.rng.randint(1, 6)))
-            case "fork" if self.n_bare + len(tokens) <= N_BARE and len(self.bare) < MAX_BARE:
-                self.bare[self.cache.fork(sequence)] = list(tokens)
+                self.extend_raw(sequence, self.draw(self.rng.randint(1, 6)))
+            case "fork" if self.n_raw + len(tokens) <= N_RAW and len(self.raw) < MAX_RAW:
+                self.raw[self.cache.fork(sequence)] = list(tokens)
                 self.seen["forks"] += 1
             case "truncate":
                 n_kept = self.rng.randint(0, len(tokens))
@@ -229,37 +282,38 @@ class Soak:
                     del tokens[n_kept:]
                     self.seen["truncations"] += 1
             case "free":
-                self.free_bare(sequence)
+                self.free_raw(sequence)
 
-    def extend_bare(self, sequence: int, tokens: list[int]) -> None:
-        known = self.bare[sequence]
+    def extend_raw(self, sequence: int, tokens: list[int]) -> None:
+        known = self.raw[sequence]
         self.cache.advance(sequence, len(known))
-        room = self.cache.reserve(sequence, len(tokens)) if self.n_bare + len(tokens) <= N_BARE else None
+        room = self.cache.reserve(sequence, len(tokens)) if self.n_raw + len(tokens) <= N_RAW else None
         if room is not None:
             self.model.copy(room)
-            self.model.store(sequence, len(known), tokens)
+            self.model.store(self.model.blocks_of(sequence), len(known), tokens)
             self.cache.commit(sequence, tokens)
             known += tokens
 
-    def free_bare(self, sequence: int) -> None:
-        """After a look at all that it has."""
-        tokens = self.bare.pop(sequence)
+    def free_raw(self, sequence: int) -> None:
+        """Check all K/V of a raw sequence, then free it."""
+        tokens = self.raw.pop(sequence)
+        blocks = self.model.blocks_of(sequence)[0]
         for t in range(len(tokens)):
-            found = self.model.arenas[0][self.model.slot(sequence, 0, t)]
-            assert found == reduce(digest, tokens[: t + 1], b""), "a bare sequence has another's K/V"
+            found = self.model.arenas[0][slot(blocks, t)]
+            assert found == reduce(digest, tokens[: t + 1], b""), "a raw sequence has another's K/V"
         self.cache.free(sequence)
-        self.seen["bare sequences"] += 1
+        self.seen["raw sequences"] += 1
 
     @property
-    def n_bare(self) -> int:
-        return sum(map(len, self.bare.values()))
+    def n_raw(self) -> int:
+        return sum(map(len, self.raw.values()))
 
     def draw(self, n: int) -> list[int]:
         return [self.rng.randrange(VOCAB) for _ in range(n)]
 
 
 def soak_model(model: str, seed: int, n_answers: int) -> Counter[str]:
-    """Streams through a real model whose cache is far too small, each compared with its answer alone."""
+    """Run streams on a real model with a cache that is far too small; compare each with its answer when run alone."""
     rng, seen = random.Random(seed), Counter[str]()
     with LLM(model, n_ctx=96, kv_block_size=8, n_parallel=1, backend="reference", prefix_cache=False) as solo:
         vocabulary = min(solo.tokenizer.n_vocab, 200)
@@ -282,7 +336,7 @@ def soak_model(model: str, seed: int, n_answers: int) -> Counter[str]:
             else:
                 assert stream.completion.tokens == alone[i], "a wrong token"
                 seen["answers"] += 1
-            llm._cache.check_integrity()
+            llm._call(llm._loaded.cache.check_integrity)
             seen["steps"] += 1
         for _, stream in streams:
             stream.close()

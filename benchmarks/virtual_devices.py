@@ -1,7 +1,7 @@
 """Two virtual devices of one thread each against one device of two threads: decode speed, interleaved in one run.
 
-A fixed split cannot make up for a core that is taken away, and one device whose threads share their tasks can. So on a
-virtual machine the last line says how much of its processors' time the host gave to others during the run.
+A fixed split cannot compensate for a core that is used elsewhere; one device whose threads share their tasks can. So on
+a virtual machine the last line shows the share of processor time that the host gave to other guests (steal time).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from motley.bench import Workload, measure, write_random_model
 
 
 def processor_time() -> tuple[int, int]:
-    """Ticks of all processors: wanted (all but idle), and of these, given to others by the host."""
+    """Ticks of all processors: demanded (all except idle), and the part of these that was stolen by the host."""
     try:
         ticks = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except OSError:  # not Linux

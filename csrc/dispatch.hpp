@@ -1,4 +1,4 @@
-// The same kernels for several instruction sets, and which of them this machine can run.
+// The same kernels for several instruction sets, and the sets that this machine supports.
 #pragma once
 #include <string>
 #include <vector>
@@ -7,10 +7,10 @@
 
 namespace motley {
 
-// Names of the sets that this machine can run, best first; the last one, "portable", always is there.
+// Names of the sets that this machine supports, best first; the last one is always "portable".
 std::vector<std::string> instruction_sets();
 
-// The kernels of one of them; "" is the best. Throws std::invalid_argument for what this machine cannot run.
+// The kernels of one set; "": the best one. Throws std::invalid_argument for a set that is not supported here.
 const Kernels& kernels_for(const std::string& name);
 
 }  // namespace motley

@@ -1,5 +1,5 @@
-// Where the programs of several devices of one process meet: each shows its buffer, all read everybody's; or one sends
-// what another receives.
+// Rendezvous of the programs of several devices in one process: each device publishes its buffer and all devices read
+// all buffers; or one device sends and another receives.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -12,7 +12,7 @@ class Group {
 public:
     explicit Group(int n_devices) : barrier_(n_devices), parts_(n_devices, nullptr), mail_(n_devices * n_devices) {}
 
-    // False if another device has failed.
+    // Publishes a device's buffer and waits for all devices. False if another device has failed.
     bool show(int device, const float* part) {
         parts_[device] = part;
         return barrier_.arrive_and_wait();
@@ -21,7 +21,7 @@ public:
     const float* part(int device) const { return parts_[device]; }
     int n_devices() const { return static_cast<int>(parts_.size()); }
 
-    // Waits only while the last message lies there unread. False if another device has failed.
+    // Waits only while the previous message is unread. False if another device has failed.
     bool send(int source, int target, const float* x, int64_t n) {
         Mail& mail = mail_[source * n_devices() + target];
         const uint32_t n_sent = mail.n_sent.load(std::memory_order_relaxed);
@@ -49,7 +49,7 @@ public:
         }
     }
 
-    // When nobody is here.
+    // Call it only when no device is in the group's functions.
     void reset() {
         barrier_.reset();
         for (Mail& mail : mail_) {

@@ -1,7 +1,8 @@
-// What kernels take: plain pointers, sizes and strides (in values, not bytes). Everything is float32 unless it says so.
+// Arguments of kernels: plain pointers, sizes and strides (in values, not bytes). Values are float32 unless noted.
 //
-// A kernel is run by all threads of a pool at once. Its work is cut into tasks that threads take as they come;
-// `Worker::take` hands out their numbers. The same sources are compiled once for each instruction set, see dispatch.hpp.
+// A kernel is run by all threads of a pool at once. Its work is divided into tasks that threads take dynamically;
+// `Worker::take` returns the next task's number. The same sources are compiled once for each instruction set, see
+// dispatch.hpp.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -17,8 +18,15 @@ struct Worker {
 
 constexpr int64_t kScratchBytes = 1 << 20;
 
-enum Format { kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIQ4_NL, kIQ4_XS, kNumFormats };
-enum Function { kNoFunction, kSilu, kGelu, kGeluTanh, kRelu, kSigmoid, kTanh };
+// Limits of the kernels' scratch memory. Programs reject larger sizes (`require_cache_shape` in module.cpp); before
+// that, the predicates of backends/cpu/kernels.py choose another kernel.
+constexpr int64_t kMaxHeadDim = 512;
+constexpr int64_t kMaxQueryGroup = 64;  // query heads that share a KV head
+
+enum Format { kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIQ4_NL, kIQ4_XS, kMXFP4,
+              kQ8_0Rows,  // in the file's layout, see rows.hpp; all others are repacked, see formats.hpp
+              kNumFormats };
+enum Function { kNoFunction, kSilu, kGelu, kGeluTanh, kRelu, kSigmoid, kTanh, kClampedSwiglu };
 
 // Rows of activations; for matrix products also as int8 codes, a scale for each 32 columns, and the sums of scale ·
 // code over 32 and over 16 columns. One allocation, see quantized_bytes.
@@ -39,20 +47,30 @@ struct QuantizeArgs {
 struct NormArgs {
     const float* x;
     const float* weight;  // may be null
-    float* out;           // may be null, if only the quantized rows are wanted
+    float* out;           // may be null if only the quantized rows are needed
     Rows quantized;       // codes may be null
     int64_t n_rows, n_columns;
     float eps;
 };
 
+// How one token's product reads its weights. The fastest pattern depends on the processor, see patterns.py.
+struct ReadPattern {
+    int streams = 1;       // groups of rows that a thread reads side by side, up to kMaxStreams
+    int fetch_ahead = 0;   // bytes from the current read to the prefetch; 0: hardware prefetching only
+    int first_share = 75;  // percent of its even share that a thread takes in one piece; the rest is in smaller pieces
+};
+
+constexpr int kMaxStreams = 8;
+
 struct MatMulPart {
-    const uint8_t* weight;  // in groups of 16 rows, see formats.hpp
+    const uint8_t* weight;  // in groups of rows, see formats.hpp
     int format;
-    int64_t n_rows;         // of the weight: columns of the result
+    int64_t n_rows;         // rows of the weight, columns of the result
     const float* bias;      // (n_rows,), may be null
     const float* residual;  // like the result, may be null
     float* out;
     int64_t out_stride;
+    ReadPattern pattern = {};
 };
 
 constexpr int kMaxParts = 4;
@@ -65,7 +83,7 @@ struct MatMulArgs {
     int n_parts;
     MatMulPart parts[kMaxParts];
     int gate;
-    bool is_exact;  // float activations, whatever the format
+    bool is_exact;  // float activations for every format
 };
 
 struct RopeTableArgs {
@@ -105,7 +123,7 @@ struct UnaryArgs {
     float* out;
     int64_t n;
     int function;
-    float factor;  // where function is kNoFunction
+    float factor;  // if function is kNoFunction
 };
 
 struct SoftmaxArgs {
@@ -159,8 +177,8 @@ enum CacheKind { kCacheF32, kCacheF16, kCacheBF16, kCacheQ8_0, kCacheQ5_1, kCach
 struct CacheStoreView {
     int kind;
     uint8_t* codes;      // or values
-    uint8_t* high_bits;  // where there are five bits
-    uint16_t* scale;     // where it is quantized
+    uint8_t* high_bits;  // if codes have five bits
+    uint16_t* scale;     // if the cache is quantized
     uint16_t* minimum;
     int64_t n_rows;  // of the whole plane
     int64_t first_row;
@@ -179,7 +197,7 @@ struct SequenceView {
     const int32_t* blocks;
 };
 
-// What a batch reads and writes in one group of layers; it changes from run to run, its address does not.
+// The batch's slots and sequences in one group of layers. Its contents change from run to run, its address does not.
 struct BatchView {
     const int64_t* slots;  // (tokens,)
     const SequenceView* sequences;
@@ -206,9 +224,70 @@ struct AttentionArgs {
     int64_t window;  // 0: none
     int out_rotation;
     const BatchView* batch;
-    float* partial;  // room for what the splits of a sequence find, see attention_bytes
+    float* partial;  // buffer for the partial results of a sequence's splits, see attention_bytes
     int64_t n_partial;
-    int n_threads;  // to find enough tasks for; the same in attention and attention_join
+    int n_threads;  // the number of tasks depends on it; the same in attention and attention_join
+    const float* sinks;  // (heads,): one more score, without a value; may be null
+};
+
+// Mixture of experts, see kernels/experts.cpp.
+constexpr int kMaxExpertGroups = 64;
+
+struct RouteArgs {
+    const float* logits;    // (tokens, experts)
+    const int32_t* n_used;  // (tokens,)
+    const float* bias;      // (experts,), may be null
+    int32_t* ids;           // (tokens, k)
+    int64_t n_tokens, n_experts, k, n_groups, n_groups_used;
+    bool is_sigmoid;
+};
+
+struct RouteWeightsArgs {
+    const float* logits;
+    const int32_t* ids;
+    float* out;  // (tokens, k)
+    int64_t n_tokens, n_experts, k;
+    bool is_sigmoid, normalizes;
+    float scale;
+};
+
+// The places of the rows of (token, expert) pairs: those of expert e are bounds[e] … bounds[e + 1].
+struct ExpertPlaces {
+    int32_t* bounds;             // (experts + 1,)
+    int32_t* place_of;           // (tokens · k,): -1 for an id of -1
+    int32_t* id_at;              // (tokens · k,): which of the ids a place is for
+    std::atomic<int64_t>* next;  // (2, experts): the next task of each expert's two products
+    int64_t n_experts;
+};
+
+struct ExpertGroupArgs {
+    const int32_t* ids;
+    int64_t n_ids;
+    ExpertPlaces places;
+};
+
+struct ExpertGatherArgs {
+    Rows x;    // a row for each token
+    Rows out;  // a row for each place; values may be null if only the quantized rows are needed
+    int64_t n_columns, k;
+    ExpertPlaces places;
+};
+
+// `product` is the product of the first expert with all rows; the other experts' weights follow at weight_stride.
+struct ExpertMatMulArgs {
+    MatMulArgs product;
+    int64_t weight_stride[kMaxParts];  // bytes
+    int pass;                          // 0: gate and up, 1: down
+    ExpertPlaces places;
+};
+
+struct ExpertSumArgs {
+    const float* rows;      // (places, columns)
+    const float* weights;   // (tokens, k)
+    const float* residual;  // (tokens, columns), may be null
+    float* out;
+    int64_t n_tokens, n_columns, k;
+    ExpertPlaces places;
 };
 
 struct Kernels {
@@ -230,6 +309,12 @@ struct Kernels {
     void (*cache_write)(const CacheWriteArgs&, const Worker&);
     void (*attention)(const AttentionArgs&, const Worker&);
     void (*attention_join)(const AttentionArgs&, const Worker&);
+    void (*route)(const RouteArgs&, const Worker&);
+    void (*route_weights)(const RouteWeightsArgs&, const Worker&);
+    void (*expert_group)(const ExpertGroupArgs&, const Worker&);
+    void (*expert_gather)(const ExpertGatherArgs&, const Worker&);
+    void (*expert_matmul)(const ExpertMatMulArgs&, const Worker&);
+    void (*expert_sum)(const ExpertSumArgs&, const Worker&);
 };
 
 }  // namespace motley

@@ -1,13 +1,19 @@
-// The native core as a Python module. Tensors come as addresses and sizes, never as torch objects; whoever calls keeps
-// the memory alive. Long calls release the GIL.
+// The native core as a Python module. Tensors are passed as addresses and sizes, never as torch objects; the caller
+// keeps the memory alive. Long calls release the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
+#include "addresses.hpp"
 #include "dispatch.hpp"
+#include "expert_ffn.hpp"
+#include "names.hpp"
 #include "program.hpp"
 #include "team.hpp"
 
@@ -17,31 +23,7 @@ using namespace nb::literals;
 namespace motley {
 namespace {
 
-using Address = uintptr_t;
-
-template <class T = float>
-T* at(Address address) {
-    return reinterpret_cast<T*>(address);
-}
-
-int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
-// The parts of quantized rows, one behind the other.
-int64_t quantized_bytes(int64_t n_rows, int64_t n_columns) {
-    return aligned(n_rows * n_columns) + 2 * aligned(n_rows * n_columns / 8) + aligned(n_rows * n_columns / 4);
-}
-
-Rows rows_at(Address values, int64_t stride, Address quantized, int64_t n_rows, int64_t n_columns) {
-    Rows rows{at(values), stride, at<int8_t>(quantized), nullptr, nullptr, nullptr};
-    if (quantized) {
-        rows.scales = at(quantized + aligned(n_rows * n_columns));
-        rows.sums = at(quantized + aligned(n_rows * n_columns) + aligned(n_rows * n_columns / 8));
-        rows.half_sums = at(quantized + aligned(n_rows * n_columns) + 2 * aligned(n_rows * n_columns / 8));
-    }
-    return rows;
-}
-
-// The batch's addresses in one group of layers; programs hold on to it, runs fill it.
+// The batch's addresses in one group of layers. Programs keep a reference to it; each run sets its contents.
 struct Batch {
     std::vector<SequenceView> sequences;
     BatchView view{};
@@ -67,6 +49,18 @@ CacheStoreView store_view(const StoreTuple& t) {
 
 CacheShape cache_shape(int64_t n_heads, int64_t dim, int64_t block_size) { return {n_heads, dim, (dim + 31) / 32, block_size}; }
 
+// Kernels of the cache keep a head, and the queries of a KV head, in scratch memory of fixed size.
+CacheShape require_cache_shape(int64_t n_heads, int64_t dim, int64_t block_size, int64_t n_query_heads) {
+    if (dim < 1 || dim > kMaxHeadDim) throw std::invalid_argument("a head's dims do not fit into the scratch memory");
+    if (n_query_heads > n_heads * kMaxQueryGroup) throw std::invalid_argument("too many query heads for a KV head");
+    return cache_shape(n_heads, dim, block_size);
+}
+
+// Weights and activations are read in blocks of this many columns.
+void require_whole_steps(int64_t n_columns, Address quantized) {
+    if (quantized && n_columns % 32) throw std::invalid_argument("quantized rows have a multiple of 32 columns");
+}
+
 // (weight, format, rows, bias, residual, out, out stride)
 using PartTuple = std::tuple<Address, int, int64_t, Address, Address, Address, int64_t>;
 using Axes = std::array<int64_t, 4>;
@@ -86,13 +80,18 @@ CopyArgs copy_args(Address source, Address out, const Axes& shape, const Axes& s
 void bind_program(nb::module_& m) {
     nb::class_<Program>(m, "Program", "A list of kernel calls. Work estimates are nanoseconds of one thread.")
         .def(nb::init<std::shared_ptr<Pool>>(), "pool"_a)
-        .def("run", &Program::run, nb::call_guard<nb::gil_scoped_release>())
+        .def("run", &Program::run, "n_tokens"_a = -1, "n_outputs"_a = -1, nb::call_guard<nb::gil_scoped_release>())
+        .def("set_batch", &Program::set_batch, "n_tokens"_a, "n_outputs"_a, "How many rows the next run with others is for.")
+        .def("set_rows", &Program::set_rows, "kind"_a, "n_planned"_a,
+             "What the kernels added from now on work on: 0 all rows, 1 tokens, 2 outputs; and how many there are at most.")
         .def_prop_ro("n_steps", &Program::n_steps)
         .def("quantize", [](Program& p, Address x, int64_t stride, Address quantized, int64_t n_rows, int64_t n_columns) {
+            require_whole_steps(n_columns, quantized);
             p.add_kernel(p.kernels().quantize, QuantizeArgs{rows_at(x, stride, quantized, n_rows, n_columns), n_rows, n_columns},
                          0.2 * n_rows * n_columns);
         })
         .def("norm", [](Program& p, Address x, Address weight, Address out, Address quantized, int64_t n_rows, int64_t n_columns, float eps) {
+            require_whole_steps(n_columns, quantized);
             p.add_kernel(p.kernels().norm, NormArgs{at(x), at(weight), at(out), rows_at(0, 0, quantized, n_rows, n_columns), n_rows, n_columns, eps},
                          n_rows < 2 ? 0 : 0.4 * n_rows * n_columns);
         })
@@ -102,7 +101,7 @@ void bind_program(nb::module_& m) {
             if (parts.size() > kMaxParts) throw std::invalid_argument("too many parts");
             double n_products = 0;
             for (const auto& [weight, format, n_rows, bias, residual, out, out_stride] : parts) {
-                args.parts[args.n_parts++] = {at<uint8_t>(weight), format, n_rows, at(bias), at(residual), at(out), out_stride};
+                args.parts[args.n_parts++] = {at<uint8_t>(weight), format, n_rows, at(bias), at(residual), at(out), out_stride, p.pattern(format)};
                 n_products += 1.0 * n_rows * n_columns * n_tokens;
             }
             p.add_kernel(p.kernels().matmul, args, n_products / 16);
@@ -149,19 +148,41 @@ void bind_program(nb::module_& m) {
         })
         .def("cache_write", [](Program& p, Address keys, Address values, int64_t n_tokens, int64_t n_heads, int64_t dim, int64_t block_size,
                                const StoreTuple& k, const StoreTuple& v, int k_rotation, int v_rotation, const std::shared_ptr<Batch>& batch) {
-            const CacheWriteArgs args{at(keys), at(values), n_tokens, cache_shape(n_heads, dim, block_size), store_view(k), store_view(v),
+            const CacheWriteArgs args{at(keys), at(values), n_tokens, require_cache_shape(n_heads, dim, block_size, n_heads), store_view(k), store_view(v),
                                       k_rotation, v_rotation, &batch->view};
             p.add_kernel(p.kernels().cache_write, args, 4.0 * n_tokens * n_heads * dim);
         })
         .def("attention", [](Program& p, Address q, Address out, int64_t n_tokens, int64_t n_heads, int64_t n_kv_heads, int64_t dim,
                              int64_t block_size, const StoreTuple& k, const StoreTuple& v, float scale, int64_t window, int out_rotation,
-                             const std::shared_ptr<Batch>& batch, Address partial, int64_t n_partial, int n_threads) {
-            const AttentionArgs args{at(q), at(out), n_tokens, n_heads, cache_shape(n_kv_heads, dim, block_size), store_view(k), store_view(v),
-                                     scale, window, out_rotation, &batch->view, at(partial), n_partial, n_threads};
-            // The context's length is data: count on some.
+                             const std::shared_ptr<Batch>& batch, Address partial, int64_t n_partial, int n_threads, Address sinks) {
+            const CacheShape shape = require_cache_shape(n_kv_heads, dim, block_size, n_heads);
+            const AttentionArgs args{at(q), at(out), n_tokens, n_heads, shape, store_view(k), store_view(v),
+                                     scale, window, out_rotation, &batch->view, at(partial), n_partial, n_threads, at(sinks)};
+            // The context's length is not known here: assume a typical one.
             const double work = 20.0 * n_tokens * n_heads * dim;
             p.add_kernel(p.kernels().attention, args, work);
             if (n_partial) p.add_kernel(p.kernels().attention_join, args, 0);
+        })
+        .def("route", [](Program& p, Address logits, Address n_used, Address bias, Address ids, int64_t n_tokens, int64_t n_experts,
+                         int64_t k, int64_t n_groups, int64_t n_groups_used, bool is_sigmoid) {
+            if (n_groups > kMaxExpertGroups) throw std::invalid_argument("too many groups of experts");
+            p.add_kernel(p.kernels().route,
+                         RouteArgs{at(logits), at<int32_t>(n_used), at(bias), at<int32_t>(ids), n_tokens, n_experts, k, n_groups,
+                                   n_groups_used, is_sigmoid},
+                         n_tokens < 2 ? 0 : 1.0 * n_tokens * n_experts * k);
+        })
+        .def("route_weights", [](Program& p, Address logits, Address ids, Address out, int64_t n_tokens, int64_t n_experts, int64_t k,
+                                 bool is_sigmoid, bool normalizes, float scale) {
+            p.add_kernel(p.kernels().route_weights,
+                         RouteWeightsArgs{at(logits), at<int32_t>(ids), at(out), n_tokens, n_experts, k, is_sigmoid, normalizes, scale},
+                         n_tokens < 2 ? 0 : 10.0 * n_tokens * k);
+        })
+        .def("expert_ffn", [](Program& p, Address x, Address quantized, int64_t n_tokens, int64_t n_columns, Address ids, Address weights,
+                              int64_t k, int64_t n_experts, const std::array<ExpertTuple, 3>& parts, int gate, Address residual,
+                              Address out, Address room, bool takes_values, bool takes_codes_of_hidden, bool is_exact) {
+            ExpertFfn{x, quantized, n_tokens, n_columns, ids, weights, k, n_experts, parts, gate, residual, out, room, takes_values,
+                      takes_codes_of_hidden, is_exact}
+                .add_to(p);
         })
         .def("all_reduce", [](Program& p, const std::shared_ptr<Group>& group, int device, Address x, Address out, int64_t n) {
             p.add_all_reduce(group, device, at(x), at(out), n);
@@ -180,12 +201,29 @@ void bind_program(nb::module_& m) {
         });
 }
 
+// Weights are read from one end to the other for each token: with huge pages, if the system has them, there are
+// fewer TLB misses, and speed depends less on the pages' addresses.
+void ask_for_huge_pages([[maybe_unused]] Address start, [[maybe_unused]] int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    constexpr Address kHuge = 2 << 20;
+    const Address first = (start + kHuge - 1) / kHuge * kHuge, stop = (start + bytes) / kHuge * kHuge;
+    if (first < stop) madvise(at<void>(first), stop - first, MADV_HUGEPAGE);
+#endif
+}
+
 void repack(Pool& pool, Address source, Address out, int format, int64_t n_rows, int64_t n_columns, int64_t row_bytes) {
+    ask_for_huge_pages(out, n_rows * row_bytes);
     pool.run_kernel(pool.kernels().repack, RepackArgs{at<uint8_t>(source), at<uint8_t>(out), format, n_rows, n_columns, row_bytes});
 }
 
 void unpack(Pool& pool, Address weight, Address out, int format, int64_t n_rows, int64_t n_columns) {
     pool.run_kernel(pool.kernels().unpack, UnpackArgs{at<uint8_t>(weight), at(out), format, n_rows, n_columns});
+}
+
+nb::dict numbers(const std::vector<Named>& names) {
+    nb::dict result;
+    for (const Named& each : names) result[each.name.c_str()] = each.number;
+    return result;
 }
 
 }  // namespace
@@ -194,13 +232,27 @@ void unpack(Pool& pool, Address weight, Address out, int format, int64_t n_rows,
 NB_MODULE(_core, m) {
     using namespace motley;
     m.doc() = "Motley's native core";
-    nb::set_leak_warnings(false);  // what still lives when the interpreter ends is not lost
+    nb::set_leak_warnings(false);  // objects that are alive at interpreter exit are no leaks
+    m.attr("FORMATS") = numbers(kFormatNames);
+    m.attr("ROW_FORMATS") = numbers(kRowFormatNames);
+    m.attr("FUNCTIONS") = numbers(kFunctionNames);
+    m.attr("CACHE_TYPES") = numbers(kCacheTypeNames);
+    m.attr("MAX_PARTS") = static_cast<int>(kMaxParts);
+    m.attr("MAX_RANGES") = static_cast<int>(kMaxRanges);
     m.def("instruction_sets", &instruction_sets, "What this machine can run, best first.");
+    m.def("expert_bytes", [](int64_t n_tokens, int64_t k, int64_t n_columns, int64_t n_hidden, int64_t n_experts) {
+        return ExpertRoom(n_tokens, k, n_columns, n_hidden, n_experts).size;
+    }, "Bytes of room that an expert FFN needs.");
     m.def("quantized_bytes", &quantized_bytes, "n_rows"_a, "n_columns"_a, "Bytes of rows quantized for a matrix product.");
     nb::class_<Pool>(m, "Pool", "Threads that run programs together; the caller is one of them.")
         .def(nb::init<int, const std::string&, std::vector<int>>(), "n_threads"_a, "instruction_set"_a = "", "cores"_a = std::vector<int>{})
         .def_prop_ro("n_threads", &Pool::n_threads)
         .def_prop_ro("instruction_set", [](const Pool& pool) { return std::string(pool.kernels().name); })
+        .def("set_pattern", [](Pool& pool, int format, int streams, int fetch_ahead, int first_share) {
+            if (format < 0 || format >= kNumFormats || streams < 1 || streams > kMaxStreams || fetch_ahead < 0 || first_share < 0 || first_share > 100)
+                throw std::invalid_argument("no such reading pattern");
+            pool.patterns[format] = {streams, fetch_ahead, first_share};
+        }, "format"_a, "streams"_a, "fetch_ahead"_a, "first_share"_a, "How programs that are made from now on read weights of a format.")
         .def("repack", &repack, nb::call_guard<nb::gil_scoped_release>())
         .def("unpack", &unpack, nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Batch>(m, "Batch", "Where a batch reads and writes in one group of cache layers.")

@@ -19,7 +19,9 @@ void Program::add_meeting(std::function<bool()> meet) {
 void Program::add_all_reduce(std::shared_ptr<Group> group, int device, const float* x, float* out, int64_t n) {
     constexpr int64_t kChunk = 4096;
     add_meeting([=] { return group->show(device, x); });
-    const auto sum = [=](const Worker& worker) {
+    const auto sum = [this, group, out, n_all = n, rows = rows_](const Worker& worker) {
+        int64_t n = n_all;
+        rescale(n, n_rows(rows), rows.n_planned);
         for (int64_t task; (task = worker.take()) * kChunk < n;) {
             const int64_t first = task * kChunk, stop = n < first + kChunk ? n : first + kChunk;
             const float* part = group->part(0);
@@ -38,7 +40,7 @@ void Program::add_exchange(std::shared_ptr<Group> group, int device, const float
     add_meeting([=] { return group->show(device, x); });
     add([this, group, pieces = std::move(pieces)](const Worker& worker) {
         if (has_failed_.load()) return;
-        for (const Piece& piece : pieces) {  // by the first thread
+        for (const Piece& piece : pieces) {  // on the first thread
             std::atomic<int64_t> next{0};
             CopyArgs copy = piece.copy;
             copy.source = group->part(piece.device) + piece.offset;
@@ -48,13 +50,18 @@ void Program::add_exchange(std::shared_ptr<Group> group, int device, const float
     add_meeting([=] { return group->leave(); });
 }
 
-void Program::run() {
+void Program::run(int64_t n_tokens, int64_t n_outputs) {
+    set_batch(n_tokens, n_outputs);
+    run_batch();
+}
+
+void Program::run_batch() {
     has_failed_.store(false);
     for (auto& entry : steps_) entry.next->store(0, std::memory_order_relaxed);
     bool is_shared = false;
     for (const auto& entry : steps_) is_shared = is_shared || entry.is_shared;
     if (is_shared) {
-        pool_->run([this](int thread) { run_thread(thread); });
+        pool_->run([this](int thread, int64_t first) { return run_thread(thread, static_cast<size_t>(first)); });
     } else {
         const CoreBinding binding = pool_->bind_caller();
         for (auto& entry : steps_) entry.step({0, 1, entry.next.get(), pool_->worker(0, nullptr).scratch});
@@ -62,16 +69,17 @@ void Program::run() {
     if (has_failed_.load()) throw HungUp();
 }
 
-void Program::run_thread(int thread) {
-    for (size_t i = 0; i < steps_.size(); i++) {
+bool Program::run_thread(int thread, size_t first) {
+    for (size_t i = first; i < steps_.size(); i++) {
         Entry& entry = steps_[i];
         if (entry.is_shared)
             entry.step(pool_->worker(thread, entry.next.get()));
         else if (thread == 0)
             entry.step({0, 1, entry.next.get(), pool_->worker(0, nullptr).scratch});
         const bool is_next_shared = i + 1 < steps_.size() && steps_[i + 1].is_shared;
-        if (entry.is_shared || is_next_shared) pool_->meet();
+        if ((entry.is_shared || is_next_shared) && !pool_->meet(thread, static_cast<int64_t>(i) + 1)) return false;
     }
+    return true;
 }
 
 }  // namespace motley

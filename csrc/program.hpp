@@ -1,7 +1,7 @@
-// A device plan as a flat list of kernel calls, run by all threads of a pool in one go.
+// A device plan as a flat list of kernel calls, run by all threads of a pool in one call.
 //
-// Steps that are too small to share run on the first thread, and threads meet only where a shared step is near:
-// a tiny model never waits for a barrier.
+// Steps that are too small to share run on the first thread, and there are barriers only next to shared steps:
+// a tiny model needs no barrier.
 #pragma once
 #include <functional>
 #include <memory>
@@ -10,6 +10,7 @@
 
 #include "group.hpp"
 #include "pool.hpp"
+#include "row_counts.hpp"
 
 namespace motley {
 
@@ -23,18 +24,29 @@ public:
 
     using Step = std::function<void(const Worker&)>;
 
-    // `work`: roughly the nanoseconds that one thread needs.
+    // `work`: estimated nanoseconds on one thread.
     void add(Step step, double work);
 
     template <class Args>
     void add_kernel(void (*kernel)(const Args&, const Worker&), const Args& args, double work) {
-        add([kernel, args](const Worker& worker) { kernel(args, worker); }, work);
+        add([this, kernel, args, rows = rows_](const Worker& worker) {
+            if (n_rows(rows) == rows.n_planned) return kernel(args, worker);
+            Args fewer = args;
+            take_rows(fewer, n_rows(rows), rows.n_planned);
+            kernel(fewer, worker);
+        }, work);
     }
 
-    // Everybody's `x` of n values, summed in the order of devices into `out` on all of them.
+    // Sets the kind of rows for kernels that are added after this call, and the planned number of these rows.
+    void set_rows(int kind, int64_t n_planned) {
+        if (kind < kAllRows || kind >= kNumRowKinds || n_planned < 1) throw std::invalid_argument("no such rows");
+        rows_ = {kind, n_planned};
+    }
+
+    // Sums all devices' `x` of n values, in the order of devices, into `out` on every device.
     void add_all_reduce(std::shared_ptr<Group> group, int device, const float* x, float* out, int64_t n);
 
-    // Copies from everybody's `x`; `source` of each is an offset into that device's.
+    // Copies pieces from the devices' `x`; `source` of a piece is an offset into its device's `x`.
     struct Piece {
         int device;
         int64_t offset;
@@ -49,11 +61,20 @@ public:
         add_meeting([=] { return group->receive(source, device, out); });
     }
 
-    // Throws HungUp if another device of a group has failed.
-    void run();
+    // Runs a batch with these numbers of tokens and outputs, at most the planned ones; -1: the planned ones. Throws
+    // HungUp if another device of a group has failed.
+    void run(int64_t n_tokens = -1, int64_t n_outputs = -1);
+
+    // Sets the batch's sizes for programs that are started together (team.hpp).
+    void set_batch(int64_t n_tokens, int64_t n_outputs) {
+        n_actual_[kTokenRows] = n_tokens;
+        n_actual_[kOutputRows] = n_outputs;
+    }
+    void run_batch();
 
     int n_steps() const { return static_cast<int>(steps_.size()); }
     const Kernels& kernels() const { return pool_->kernels(); }
+    const ReadPattern& pattern(int format) const { return pool_->patterns[format]; }
 
 private:
     struct Entry {
@@ -61,10 +82,16 @@ private:
         bool is_shared;
         std::unique_ptr<std::atomic<int64_t>> next;
     };
-    void run_thread(int thread);
+    bool run_thread(int thread, size_t first);
     void add_meeting(std::function<bool()> meet);
 
+    int64_t n_rows(const RowCount& rows) const {
+        return rows.kind == kAllRows || n_actual_[rows.kind] < 0 ? rows.n_planned : n_actual_[rows.kind];
+    }
+
     std::shared_ptr<Pool> pool_;
+    RowCount rows_;
+    int64_t n_actual_[kNumRowKinds] = {-1, -1, -1};  // rows of the running batch
     std::vector<Entry> steps_;
     std::atomic<bool> has_failed_{false};
 };

@@ -1,5 +1,5 @@
-// Programs of several devices, started together by one call: a thread for each device but the first, which is the
-// caller's. Where programs meet (group.hpp) they wait for each other, so all of them must run at the same time.
+// Programs of several devices, started together by one call: one thread for each device, where the first one is
+// the caller's thread. In collectives (group.hpp) programs wait for each other, so all of them must run concurrently.
 #pragma once
 #include <exception>
 #include <thread>
@@ -23,7 +23,7 @@ public:
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
-    // programs[device] on each device; returns when all are done. Not for two callers at a time.
+    // Runs programs[device] on each device; returns when all are done. Only one caller at a time.
     void run(const std::vector<Program*>& programs) {
         programs_ = programs.data();
         if (!threads_.empty()) call();
@@ -41,7 +41,7 @@ private:
     void run_one(int device) {
         errors_[device] = nullptr;
         try {
-            programs_[device]->run();
+            programs_[device]->run_batch();
         } catch (...) {
             errors_[device] = std::current_exception();
         }

@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+from motley.bundled import bundled_model_path
+from random_models import GEMMA3, LLAMA, NARROW
 
 torch.set_num_threads(1)  # the tensors of tests are tiny: more threads only wait for each other
+
+# No test asserts a time: on a busy machine, any example may be slow. `timeout` in pyproject.toml ends what hangs.
+settings.register_profile("motley", deadline=None)
+settings.load_profile("motley")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -20,3 +28,27 @@ def shared() -> Path:
             f"no reference data at {SHARED.parent.name}/shared: tests against goldens and corpora are skipped"
         )
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Path:
+    """The trained model that comes with Motley: 8 layers, 4 KV heads of 64 dims, 4,096 tokens."""
+    return bundled_model_path()
+
+
+@pytest.fixture(scope="session")
+def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without meaning, smaller than the bundled one: 4 layers, 2 KV heads of 64 dims."""
+    return LLAMA.write(tmp_path_factory.mktemp("models") / "llama.gguf")
+
+
+@pytest.fixture(scope="session")
+def random_narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without meaning whose heads of 24 dims no rotation fits: 2 layers, 2 KV heads."""
+    return NARROW.write(tmp_path_factory.mktemp("models") / "narrow.gguf")
+
+
+@pytest.fixture(scope="session")
+def random_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without meaning with sliding windows: 6 layers, five of which see 32 tokens."""
+    return GEMMA3.write(tmp_path_factory.mktemp("models") / "gemma3.gguf")

@@ -1,4 +1,4 @@
-"""Endless training batches: windows of the books, and recall drills.
+"""Windows of the books, and recall drills in them.
 
 A drill is a window of a book with sentences "The secret of X is Y." put into it. When X occurs first, its Y
 cannot be known; when it occurs again, Y is the answer, and only answers count in a drill's loss. So the books
@@ -12,13 +12,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from torch.utils.data import IterableDataset, get_worker_info
 
 from motley.bundled.recall import is_held_out, pseudo_word
 from training.corpus import Split
@@ -27,15 +25,34 @@ from training.vocabulary import BOS_ID, EOS_ID, N_VOCAB, SPECIAL
 Ids = NDArray[np.int16]
 NO_LOSS, TEXT, ANSWER = range(3)  # what a token counts as, when it is the target
 
-N_WORDS = 100_000
+N_WORDS = 40_000
 AS_PRINTED_SHARE = 0.2  # of text windows
 
 
-def encode_books(tokenizer: Tokenizer, split: Split) -> Ids:
-    """All training text as one stream, each chapter closed by the end token."""
-    chapters = [chapter for book in split.train for chapter in book]
-    parts = [[*encoding.ids, EOS_ID] for encoding in tokenizer.encode_batch(chapters)]
-    return np.fromiter((i for part in parts for i in part), np.int16)
+@dataclass(frozen=True)
+class Books:
+    """The training text of all books as two streams of tokens: lines joined, and as printed."""
+
+    joined: Ids
+    printed: Ids
+
+    @staticmethod
+    def encode(tokenizer: Tokenizer, splits: tuple[Split, Split]) -> Books:
+        """Each chapter is closed by the end token."""
+        streams = []
+        for split in splits:
+            chapters = [chapter for book in split.train for chapter in book]
+            parts = [[*encoding.ids, EOS_ID] for encoding in tokenizer.encode_batch(chapters)]
+            streams.append(np.fromiter((i for part in parts for i in part), np.int16))
+        return Books(*streams)
+
+    def save(self, path: Path) -> None:
+        np.savez_compressed(path, joined=self.joined, printed=self.printed)
+
+    @staticmethod
+    def load(path: Path) -> Books:
+        with np.load(path) as file:
+            return Books(file["joined"], file["printed"])
 
 
 @dataclass(frozen=True)
@@ -49,7 +66,7 @@ class Phrases:
     def make(tokenizer: Tokenizer, seed: int) -> Phrases:
         rng = random.Random(seed)
         words = sorted({pseudo_word(rng, held_out=False) for _ in range(N_WORDS)})
-        numbers = [str(n) for n in range(100, 20_000) if not is_held_out(str(n))]
+        numbers = [str(n) for n in range(100, 20_000, 3) if not is_held_out(str(n))]
         pairs = [f"{rng.choice(words)} {rng.choice(words)}" for _ in range(N_WORDS // 8)]
 
         def encode(phrases: list[str]) -> list[Ids]:
@@ -64,8 +81,9 @@ class Phrases:
 class Drills:
     """Makes one sequence at a time; one per worker process."""
 
-    def __init__(self, tokenizer: Tokenizer, books: Ids, phrases: Phrases, rng: np.random.Generator) -> None:
-        self.books, self.phrases, self.rng = books, phrases, rng
+    def __init__(self, tokenizer: Tokenizer, books: Books, rng: np.random.Generator) -> None:
+        self.books, self.rng = books, rng
+        self.phrases = Phrases.make(tokenizer, int(rng.integers(1 << 30)))
 
         def encode(text: str) -> Ids:
             return np.array(tokenizer.encode(text).ids, np.int16)
@@ -75,7 +93,7 @@ class Drills:
         closers = [
             i for i in range(N_VOCAB) if tokenizer.decode([i]).strip() in {".", "!", "?", '."', '!"', '?"'}
         ]
-        self.sentence_ends = np.flatnonzero(np.isin(books, closers)) + 1
+        self.sentence_ends = np.flatnonzero(np.isin(books.joined, closers)) + 1
 
     def key(self, known: list[int]) -> tuple[int, Ids]:
         """A fresh key, and its place in the alphabet (-1: none). Some look much like a known one."""
@@ -97,8 +115,8 @@ class Drills:
         n = int(self.rng.integers(1, 5))
         if self.rng.random() < 0.5:
             return self.rng.integers(len(SPECIAL), N_VOCAB, n).astype(np.int16)
-        start = self.rng.integers(len(self.books) - n)
-        scrap = self.books[start : start + n]
+        start = self.rng.integers(len(self.books.joined) - n)
+        scrap = self.books.joined[start : start + n]
         return scrap[scrap >= len(SPECIAL)] if (scrap >= len(SPECIAL)).any() else self.stop
 
     def sentences(self, n: int, n_exam: int) -> Iterator[tuple[Ids, NDArray[np.int8]]]:
@@ -130,13 +148,13 @@ class Drills:
             yield ids, kinds
 
     def drill(self, length: int) -> tuple[Ids, NDArray[np.int8]]:
-        rng = self.rng
+        rng, books = self.rng, self.books.joined
         n = int(rng.integers(4, 5 + length // 48))
         n_exam = int(rng.integers(1, n // 2 + 1)) if rng.random() < 0.6 else 0
         parts = list(self.sentences(n, n_exam))
         n_text = length - 1 - sum(len(ids) for ids, _ in parts)
-        start = int(rng.integers(len(self.books) - n_text))
-        window = self.books[start : start + n_text]
+        start = int(rng.integers(len(books) - n_text))
+        window = books[start : start + n_text]
         # Places between sentences; a power above 1 crowds the secrets at the front, far from the exam.
         lo, hi = np.searchsorted(self.sentence_ends, (start, start + n_text))
         ends = np.concatenate(([0], self.sentence_ends[lo:hi] - start))
@@ -153,39 +171,9 @@ class Drills:
         kinds.append(np.zeros(n_text - done, np.int8))
         return np.concatenate(ids), np.concatenate(kinds)
 
-
-class Batches(IterableDataset):
-    """Batches of (batch, length + 1) token ids and kinds. The main process sets the length while it runs."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        splits: tuple[Split, Split],
-        length: Synchronized,
-        *,
-        tokens: int,
-        text: float,
-        seed: int,
-    ) -> None:
-        self.tokenizer, self.length, self.tokens, self.text, self.seed = tokenizer, length, tokens, text, seed
-        self.books, self.printed = (encode_books(tokenizer, split) for split in splits)
-        self.phrases = Phrases.make(tokenizer, seed)
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        info = get_worker_info()
-        rng = np.random.default_rng((self.seed, info.id if info else 0))
-        drills = Drills(self.tokenizer, self.books, self.phrases, rng)
-        while True:
-            length = self.length.value + 1
-            n = max(2, self.tokens // length)
-            n_text = max(1, round(n * self.text))
-            rows = [self.window(rng, length) for _ in range(n_text)]
-            rows += [drills.drill(length) for _ in range(n - n_text)]
-            ids, kinds = (np.stack(column) for column in zip(*rows, strict=True))
-            yield torch.from_numpy(ids), torch.from_numpy(kinds)
-
-    def window(self, rng: np.random.Generator, length: int) -> tuple[Ids, NDArray[np.int8]]:
-        books = self.printed if rng.random() < AS_PRINTED_SHARE else self.books
-        start = int(rng.integers(len(books) - length))
+    def window(self, length: int) -> tuple[Ids, NDArray[np.int8]]:
+        """A piece of a book; every token counts."""
+        books = self.books.printed if self.rng.random() < AS_PRINTED_SHARE else self.books.joined
+        start = int(self.rng.integers(len(books) - length))
         ids = np.concatenate((np.array([BOS_ID], np.int16), books[start : start + length - 1]))
         return ids, np.full(length, TEXT, np.int8)

@@ -1,250 +1,317 @@
-"""Trains the bundled model and writes it as GGUF.
+"""Trains the bundled model and its two siblings, and writes them as GGUF.
 
-    python -m training.train --corpora FOLDER --out FOLDER [--minutes 6.6]
+    python -m training.train --prepared FOLDER --work FOLDER --out FOLDER [--total-seconds 780] [--stop-after 560]
 
-The schedule follows the clock, so that a run ends in time on any machine: short passages first, because
-looking things up is learned faster there, then long ones; the learning rate falls to zero over the last part.
+Length of passages and learning rate follow the clock (all calls together take --total-seconds), so that training ends
+in time on any machine. A call that is stopped leaves a checkpoint under --work, and the next call goes on from it; with
+--start-from it goes on from finished files instead.
+The three models read the same batches. The draft model also learns to predict what the main model predicts, and so does
+the main model's exit after half of its layers.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import math
 import os
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from multiprocessing import Value
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from motley.bundled.recall import RecallPrompt, make_recall_prompts
-from training.corpus import read_books
-from training.drills import ANSWER, TEXT, Batches
-from training.evaluate import negative_log_likelihood, recall, sample, with_bos
-from training.export import write_gguf
-from training.model import Config, Llama
-from training.vocabulary import train_tokenizer
+from training import exam
+from training.data import Feed
+from training.drills import ANSWER, TEXT
+from training.export import NAMES, read_model, write_gguf
+from training.mixture import Shares
+from training.model import CONFIGS, TINY, Config, Model, compile_steps
+from training.optimizer import Optimizer
+from training.vocabulary import load_tokenizer
 
-TINY = Config(n_layer=3, n_embd=128, n_head=4, n_head_kv=2, head_dim=32, n_ff=256, n_ctx=2048)
+STARTED = time.monotonic()
 
 
 @dataclass(frozen=True)
 class Recipe:
-    minutes: float = 6.6
+    total_seconds: float = 780.0
+    stop_after: float = 560.0  # seconds of this call, preparation included
     seed: int = 1
-    tokens_per_step: int = 32_768
-    lengths: tuple[int, ...] = (512, 2048, 4096)
-    length_until: tuple[float, ...] = (0.2, 0.6, 1.0)  # share of the time after which each length ends
-    text_share: float = 0.4  # of the sequences; the others are drills
-    answer_weight: float = 1.0  # the loss of an answer's token against that of a text's
-    dropout: float = 0.1
+    tokens: int = 131_072  # of one step
+    lengths: tuple[int, ...] = (1024, 2048, 4096)
+    length_until: tuple[float, ...] = (0.7, 0.85, 1.0)  # share of the time after which each length ends
+    siblings_every: int = 2  # steps of the main model for each step of its siblings
+    text_weight: float = 1.0  # stories and books against answers
+    exit_weight: float = 0.3
+    soft_share: float = 0.5  # of the draft model's loss: what the main model predicts, against the text
+    balance_weight: float = 0.01
     kv_noise: float = 0.15  # at most, on keys and values, against their own size; q4_0 makes about 0.09
-    learning_rate: float = 2e-3
-    weight_decay: float = 1.5  # much, because the books are read some forty times
-    warmup_steps: int = 200
-    decay_from: float = 0.4
-    average: float = 0.997  # moving average of the weights: what is evaluated and kept
-    wanted_recall: float = 0.99
-    evaluate_every_s: float = 25.0
+    muon_rate: float = 0.012
+    adam_rate: float = 3e-3
+    weight_decay: float = 0.1
+    warmup_steps: int = 100
+    decay_from: float = 0.35
+    exam_every: float = 100.0  # seconds
+    save_every: float = 120.0
 
 
-class KVNoise(nn.Module):
-    """Noise like that of a 4-bit cache, so that attention learns to do without the last bits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("level", torch.zeros(()), persistent=False)
-
-    def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.blur(k), self.blur(v)
-
-    def blur(self, x: Tensor) -> Tensor:
-        size = x.detach().float().square().mean(-1, keepdim=True).sqrt()
-        return x + (self.level * size * torch.randn_like(x)).to(x.dtype)
+def main_loss(
+    last: Tensor, early: Tensor, output: Tensor, targets: Tensor, weights: Tensor
+) -> tuple[Tensor, ...]:
+    """The loss of the text, the loss of the early exit against what all layers predict, and these predictions."""
+    output = output.to(DTYPE)
+    logits = F.linear(last.to(DTYPE), output).float()
+    log_chances = logits.log_softmax(-1)
+    hard = -log_chances.gather(-1, targets[:, None])[:, 0]
+    early_chances = F.linear(early.to(DTYPE), output).float().log_softmax(-1)
+    soft = -(log_chances.detach().exp() * early_chances).sum(-1)
+    return (hard * weights).sum(), (soft * weights).sum(), logits.detach().to(DTYPE)
 
 
-@dataclass(frozen=True)
-class Exam:
-    """What is asked of the model while it trains: the held-out ends of the books, and secrets in them."""
-
-    tokenizer: Tokenizer
-    books: list[list[int]]
-    prompts: dict[int, list[RecallPrompt]]
-
-    @staticmethod
-    def make(tokenizer: Tokenizer, held_out: list[str], lengths: list[int], n_prompts: int) -> Exam:
-        text = "\n\n".join(held_out)
-        prompts = {
-            n: make_recall_prompts(with_bos(tokenizer), text, n_prompts, n, seed=n + 1) for n in lengths
-        }
-        return Exam(tokenizer, [tokenizer.encode(book).ids for book in held_out], prompts)
-
-    def sit(self, model: Llama) -> dict[str, float]:
-        with autocast(model.token_embd.weight.device.type):
-            parts = [negative_log_likelihood(model, ids) for ids in self.books]
-            hits = {n: recall(model, self.tokenizer, group) for n, group in self.prompts.items()}
-        loss = sum(total for total, _ in parts) / sum(count for _, count in parts)
-        return {"val_loss": loss, **{f"recall_{n}": sum(hit) / len(hit) for n, hit in hits.items()}}
+def sibling_loss(
+    last: Tensor, output: Tensor, targets: Tensor, weights: Tensor, teacher: Tensor, soft_share: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of the text, and the mixture of it with the loss against the main model's predictions."""
+    log_chances = F.linear(last.to(DTYPE), output.to(DTYPE)).float().log_softmax(-1)
+    hard = (-log_chances.gather(-1, targets[:, None])[:, 0] * weights).sum()
+    if soft_share == 0:
+        return hard, hard
+    soft = (-(teacher.float().softmax(-1) * log_chances).sum(-1) * weights).sum()
+    return hard, (1 - soft_share) * hard + soft_share * soft
 
 
-def autocast(device: str) -> torch.autocast | nullcontext[None]:
-    return torch.autocast("cuda", dtype=torch.bfloat16) if device == "cuda" else nullcontext()
-
-
-def token_losses(hidden: Tensor, output: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(
-        F.linear(hidden, output).float().flatten(0, 1), targets.flatten(), reduction="none"
-    )
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 class Trainer:
-    def __init__(self, config: Config, recipe: Recipe, batches: Batches, exam: Exam, started: float) -> None:
-        self.recipe, self.batches, self.exam, self.started = recipe, batches, exam, started
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+    def __init__(
+        self, configs: dict[str, Config], recipe: Recipe, tokenizer: Tokenizer, *, is_eager: bool = False
+    ) -> None:
+        self.recipe, self.tokenizer = recipe, tokenizer
         torch.manual_seed(recipe.seed)
-        self.noise = KVNoise()
-        self.model = Llama(replace(config, dropout=recipe.dropout), self.noise).to(self.device)
-        self.average = Llama(config).to(self.device).eval()
-        self.average.load_state_dict(self.model.state_dict())
-        self.token_losses = token_losses
-        if self.device == "cuda":
-            for block in self.model.blk:
-                block.compile(dynamic=False)
-            self.token_losses = torch.compile(token_losses, dynamic=False)
-        matrices = [p for p in self.model.parameters() if p.dim() == 2]
-        norms = [p for p in self.model.parameters() if p.dim() == 1]
-        groups = [
-            {"params": matrices, "weight_decay": recipe.weight_decay},
-            {"params": norms, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=self.device == "cuda")
-        self.best: dict[str, Tensor] = {}
-        self.best_score = math.inf
-        self.step = self.tokens = 0
+        self.models = {name: Model(config).to(DEVICE) for name, config in configs.items()}
+        rates = {
+            "muon_rate": recipe.muon_rate,
+            "adam_rate": recipe.adam_rate,
+            "weight_decay": recipe.weight_decay,
+        }
+        self.optimizers = {name: Optimizer(model, **rates) for name, model in self.models.items()}
+        self.main_loss, self.sibling_loss = main_loss, sibling_loss
+        self.is_compiled = DEVICE == "cuda" and not is_eager
+        if self.is_compiled:
+            torch._dynamo.config.recompile_limit = 64
+            compile_steps()
+            self.main_loss = torch.compile(main_loss, dynamic=False)
+            self.sibling_loss = torch.compile(sibling_loss, dynamic=False)
+        self.step = self.tokens = self.calls = 0
+        self.seconds_before = 0.0  # of earlier calls
 
     @property
     def progress(self) -> float:
         """From 0 to 1, by the clock."""
-        return (time.monotonic() - self.started) / (60 * self.recipe.minutes)
+        return (self.seconds_before + time.monotonic() - STARTED) / self.recipe.total_seconds
+
+    def length(self, progress: float) -> int:
+        r = self.recipe
+        return next(
+            (n for n, end in zip(r.lengths, r.length_until, strict=True) if progress < end), r.lengths[-1]
+        )
 
     def learning_rate(self, progress: float) -> float:
-        r = self.recipe
-        warmup = min(1.0, (self.step + 1) / r.warmup_steps)
-        decay = min(1.0, max(0.0, (1 - progress) / (1 - r.decay_from)))
-        return r.learning_rate * warmup * decay
+        warmup = min(1.0, (self.step + 1) / self.recipe.warmup_steps)
+        return warmup * min(1.0, max(0.0, (1 - progress) / (1 - self.recipe.decay_from)))
 
-    def learn(self, ids: Tensor, kinds: Tensor, progress: float) -> Tensor:
-        """One step. Returns the mean losses of text and of answers."""
-        ids = ids.to(self.device, non_blocking=True).long()
-        kinds = kinds[:, 1:].to(self.device, non_blocking=True).flatten()
-        self.noise.level.uniform_(0, self.recipe.kv_noise)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(progress)
-        with autocast(self.device):
-            hidden = self.model.hidden(ids[:, :-1])
-            losses = self.token_losses(hidden, self.model.token_embd.weight, ids[:, 1:])
+    def learn(self, ids: Tensor, kinds: Tensor, factor: float) -> Tensor:
+        """One step of the main model, and every few steps one of the others. Returns losses."""
+        r = self.recipe
+        ids = ids.to(DEVICE, non_blocking=True).long()
+        kinds = kinds[:, 1:].to(DEVICE, non_blocking=True).flatten()
+        inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].flatten()
         is_text, is_answer = kinds == TEXT, kinds == ANSWER
-        text = (losses * is_text).sum() / is_text.sum()
-        answer = (losses * is_answer).sum() / is_answer.sum()
-        (text + self.recipe.answer_weight * answer).backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        # A short memory at first, or the start would linger.
-        keep = min(self.recipe.average, (1 + self.step) / (10 + self.step))
-        with torch.no_grad():
-            torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - keep)
+        weights = is_text * (
+            r.text_weight / is_text.sum().clamp_min(1)
+        ) + is_answer / is_answer.sum().clamp_min(1)
+        noise = torch.rand((), device=DEVICE) * r.kv_noise
+        losses = torch.zeros(4, device=DEVICE)
+        main = self.models["main"]
+        last, early, _ = main.hidden(inputs, noise=noise, dtype=DTYPE, compiled=self.is_compiled)
+        hard, soft, teacher = self.main_loss(last, early, main.token_embd.weight, targets, weights)
+        (hard + r.exit_weight * soft).backward()
+        losses[0], losses[1] = hard.detach(), soft.detach()
+        self.update("main", factor)
+        if self.step % r.siblings_every == 0:
+            for i, name in enumerate(("draft", "experts"), 2):
+                model = self.models[name]
+                last, _, uneven = model.hidden(inputs, noise=noise, dtype=DTYPE, compiled=self.is_compiled)
+                soft_share = r.soft_share if name == "draft" else 0.0
+                hard, loss = self.sibling_loss(
+                    last, model.token_embd.weight, targets, weights, teacher, soft_share
+                )
+                (loss + r.balance_weight * uneven).backward()
+                losses[i] = hard.detach()
+                self.update(name, factor)
         self.step += 1
-        self.tokens += ids.numel()
-        return torch.stack((text.detach(), answer.detach()))
+        self.tokens += targets.numel()
+        return losses
 
-    def evaluate(self, losses: Tensor) -> None:
-        marks = self.exam.sit(self.average)
-        hardest = min(value for key, value in marks.items() if key.startswith("recall"))
-        score = marks["val_loss"] + 5 * max(0.0, self.recipe.wanted_recall - hardest)
-        if score < self.best_score:
-            self.best_score = score
-            self.best = copy.deepcopy(self.average.state_dict())
-        line = {"s": time.monotonic() - self.started, "step": self.step, "Mtok": self.tokens / 1e6}
-        line |= {
-            "length": self.batches.length.value,
-            "text": losses[0].item(),
-            "answer": losses[1].item(),
-            **marks,
+    def update(self, name: str, factor: float) -> None:
+        nn.utils.clip_grad_norm_(self.models[name].parameters(), 1.0)
+        self.optimizers[name].step(factor)
+        self.models[name].zero_grad(set_to_none=True)
+
+    def save(self, path: Path) -> None:
+        state: dict[str, Any] = {
+            "models": {name: model.state_dict() for name, model in self.models.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "counts": (self.step, self.tokens, self.calls + 1),
+            "seconds": self.seconds_before + time.monotonic() - STARTED,
         }
-        print(json.dumps({key: round(value, 4) for key, value in line.items()}), flush=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
 
-    def run(self, workers: int) -> Llama:
-        r = self.recipe
-        loader = iter(
-            DataLoader(self.batches, batch_size=None, num_workers=workers, pin_memory=self.device == "cuda")
-        )
-        next_evaluation = r.evaluate_every_s
-        while (progress := self.progress) < 1:
-            length = next(n for n, until in zip(r.lengths, r.length_until, strict=True) if progress < until)
-            self.batches.length.value = length
-            losses = self.learn(*next(loader), progress)
-            if time.monotonic() - self.started > next_evaluation:
-                self.evaluate(losses)
-                next_evaluation = time.monotonic() - self.started + r.evaluate_every_s
-        self.evaluate(losses)
-        self.average.load_state_dict(self.best)
-        return self.average
+    def load(self, path: Path) -> None:
+        state = torch.load(path, map_location=DEVICE)
+        for name, model in self.models.items():
+            model.load_state_dict(state["models"][name])
+            self.optimizers[name].load_state_dict(state["optimizers"][name])
+        self.step, self.tokens, self.calls = state["counts"]
+        self.seconds_before = state["seconds"]
+
+    def start_from(self, folder: Path) -> None:
+        """Weights of finished files; the optimizers start anew."""
+        for name, model in self.models.items():
+            model.load_state_dict(read_model(folder / f"{name}.gguf").state_dict())
+
+    def export(self, out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, model in self.models.items():
+            write_gguf(out / f"{name}.gguf", model, self.tokenizer, NAMES[name])
+
+
+class Examiner:
+    """Held-out items, and the recall prompts that `training.prepare` made."""
+
+    def __init__(self, tokenizer: Tokenizer, prepared: Path, n: int) -> None:
+        self.tokenizer = tokenizer
+        self.items = {skill: exam.make_items(tokenizer, exam.make_tasks(skill, n)) for skill in exam.SKILLS}
+        recall = json.loads((prepared / "recall.json").read_text())
+        self.items |= {
+            f"recall {length}": [exam.Item(question, answer) for question, answer in pairs[:n]]
+            for length, pairs in recall.items()
+        }
+
+    def sit(self, models: dict[str, Model], names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+        marks = {name: exam.sit(models[name], self.tokenizer, self.items, dtype=DTYPE) for name in names}
+        if "draft" in names:
+            items = [item for group in self.items.values() for item in group]
+            answers = [exam.most_likely(models[name], items, dtype=DTYPE).full for name in ("main", "draft")]
+            marks["draft"]["agrees with main"] = exam.agreement(*answers)
+        return {name: {key: round(value, 3) for key, value in row.items()} for name, row in marks.items()}
+
+
+def log(**values: object) -> None:
+    print(json.dumps({"s": round(time.monotonic() - STARTED, 1), **values}), flush=True)
+
+
+def run(trainer: Trainer, feed: Feed, examiner: Examiner, args: argparse.Namespace) -> None:
+    recipe = trainer.recipe
+    checkpoint = args.work / "checkpoint.pt"
+    next_exam, next_save = recipe.exam_every, recipe.save_every
+    shown, shown_at = trainer.tokens, time.monotonic()
+    while (progress := trainer.progress) < 1 and time.monotonic() - STARTED < recipe.stop_after:
+        length = trainer.length(progress)
+        losses = trainer.learn(*feed.take(length), trainer.learning_rate(progress))
+        if trainer.step % 50 == 0 or trainer.step in (1, 2, 5, 10, 20):
+            values = [round(value, 4) for value in losses.tolist()]  # waits for the device
+            speed = (trainer.tokens - shown) / (time.monotonic() - shown_at) / 1e6
+            shown, shown_at = trainer.tokens, time.monotonic()
+            log(step=trainer.step, Mtok=round(trainer.tokens / 1e6, 1), Mtok_s=round(speed, 3), length=length,
+                loss=values, progress=round(progress, 3), repeated=feed.n_repeated, fresh=feed.n_fresh)  # fmt: skip
+        elif trainer.step % 4 == 0 and DEVICE == "cuda":
+            torch.cuda.synchronize()  # so that the clock is the device's
+        if time.monotonic() - STARTED > next_save:
+            trainer.save(checkpoint)
+            trainer.export(args.out)
+            next_save = time.monotonic() - STARTED + recipe.save_every
+        if time.monotonic() - STARTED > next_exam:
+            log(exam=examiner.sit(trainer.models, ("main",)))
+            next_exam = time.monotonic() - STARTED + recipe.exam_every
+    trainer.save(checkpoint)
+    trainer.export(args.out)
+    log(done=trainer.step, tokens=trainer.tokens, progress=round(trainer.progress, 3))
+
+
+def parse_tuple(item: Callable[[str], Any], text: str) -> tuple[Any, ...]:
+    return tuple(map(item, text.split(",")))
 
 
 def parse_arguments() -> tuple[argparse.Namespace, Recipe]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--corpora", type=Path, required=True, help="the folder of the books")
-    parser.add_argument("--out", type=Path, required=True, help="where model.gguf is written")
-    parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
-    parser.add_argument("--tiny", action="store_true", help="a toy model, to see everything work on a CPU")
+    parser.add_argument("--prepared", type=Path, required=True, help="the folder that training.prepare made")
+    parser.add_argument("--work", type=Path, required=True, help="the folder of the checkpoint")
+    parser.add_argument("--out", type=Path, required=True, help="where the GGUF files are written")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 3))
+    parser.add_argument("--tiny", action="store_true", help="toy models, to see everything work on a CPU")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--start-from", type=Path, help="a folder of GGUF files to train on from")
+    parser.add_argument(
+        "--exam-items", type=int, default=50, help="held-out items of each skill, while training"
+    )
+    parser.add_argument("--final-items", type=int, default=200, help="the same at the end")
+    parser.add_argument("--shares", default="", help="other shares of the mixture, as json=0.2,sums=0.1")
     for field in fields(Recipe):
-        if not isinstance(field.default, tuple):
-            name = f"--{field.name.replace('_', '-')}"
-            parser.add_argument(name, type=type(field.default), default=field.default)
+        kind: Any = type(field.default)
+        if isinstance(field.default, tuple):
+            kind = partial(parse_tuple, type(field.default[0]))
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     args = parser.parse_args()
-    recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe) if hasattr(args, f.name)})
+    recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
     if args.tiny:
-        recipe = replace(recipe, lengths=(128, 256, 384), tokens_per_step=4096)
+        recipe = replace(recipe, lengths=(512, 1024, 2048), tokens=min(recipe.tokens, 32_768))
     return args, recipe
 
 
 def main() -> None:
-    started = time.monotonic()
     args, recipe = parse_arguments()
-    config = TINY if args.tiny else Config()
     torch.set_float32_matmul_precision("high")
-
-    splits = (read_books(args.corpora), read_books(args.corpora, as_printed=True))
-    tokenizer = train_tokenizer(chapter for split in splits for book in split.train for chapter in book)
-    if args.tiny:
-        exam = Exam.make(tokenizer, [book[:5000] for book in splits[0].held_out], [250], n_prompts=32)
-    else:
-        exam = Exam.make(tokenizer, splits[0].held_out, [500, 1000, 2000, 4000], n_prompts=64)
-    length = Value("i", recipe.lengths[0])
-    batches = Batches(
-        tokenizer, splits, length, tokens=recipe.tokens_per_step, text=recipe.text_share, seed=recipe.seed
-    )
-    print(f"ready after {time.monotonic() - started:.0f} s; {len(batches.books)} tokens of text; {recipe}")
-    trainer = Trainer(config, recipe, batches, exam, started)
-    model = trainer.run(args.workers)
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_gguf(args.out / "model.gguf", model, tokenizer)
-    seconds = time.monotonic() - started
-    print(f"{trainer.step} steps, {trainer.tokens / 1e6:.0f} M tokens in {seconds:.0f} s; {config}")
-    for prompt in ("Once upon a time", "The captain", "KING RICHARD:\n"):
-        print("---", sample(model, tokenizer, prompt, 80), flush=True)
+    checkpoint = args.work / "checkpoint.pt"
+    calls = torch.load(checkpoint, map_location="cpu", mmap=True)["counts"][2] if checkpoint.exists() else 0
+    changed = {
+        name: float(value) for name, value in (pair.split("=") for pair in args.shares.split(",") if pair)
+    }
+    shares = replace(Shares(), **changed)
+    # Workers are forked before the device is touched; the seed differs from call to call.
+    feed = Feed(args.prepared, shares, (recipe.seed, calls), recipe.lengths[0], recipe.tokens, args.workers)
+    tokenizer = load_tokenizer(args.prepared / "tokenizer.json")
+    trainer = Trainer(TINY if args.tiny else CONFIGS, recipe, tokenizer, is_eager=args.eager)
+    if checkpoint.exists():
+        trainer.load(checkpoint)
+    elif args.start_from:
+        trainer.start_from(args.start_from)
+    sizes = {name: sum(p.numel() for p in model.parameters()) for name, model in trainer.models.items()}
+    log(parameters=sizes, recipe=repr(recipe), shares=repr(shares), device=DEVICE)
+    examiner = Examiner(tokenizer, args.prepared, args.exam_items)
+    run(trainer, feed, examiner, args)
+    if args.final_items:
+        final = Examiner(tokenizer, args.prepared, args.final_items)
+        log(final=final.sit(trainer.models, ("main", "draft", "experts")))
+        consistent, calm, stories = exam.tell_stories(
+            trainer.models["main"], tokenizer, min(100, args.final_items), dtype=DTYPE
+        )
+        log(stories=consistent, without_loops=calm)
+        (args.out / "stories.txt").write_text("\n\n=====\n".join(stories), encoding="utf-8")
+    if DEVICE == "cuda":
+        log(memory_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1))
 
 
 if __name__ == "__main__":

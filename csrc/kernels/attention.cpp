@@ -1,14 +1,14 @@
-// softmax(scale · q·kᵀ) · v over the paged cache, straight from its packed tiles.
+// softmax(scale · q·kᵀ) · v over the paged cache, computed directly from its packed tiles.
 //
-// A task is one KV head and up to 64 *rows*: the queries of the head's group for some tokens of one sequence. It walks
-// the keys 128 at a time (a chunk), each 16 of them (a stretch) in the lanes of a vector:
+// A task is one KV head and up to 64 *rows*: the queries of the head's group for some tokens of one sequence. It reads
+// the keys 128 at a time (a chunk), each kLanes of them (a stretch) in the lanes of a vector:
 //
 //     s = scale_k · (codes_k · codes_q) - minimum_k · Σq            scores, for each tile of 32 dims
-//     m' = max(m, s),  p = e^(s - m'),  l = l·e^(m - m') + Σp       softmax as it goes
+//     m' = max(m, s),  p = e^(s - m'),  l = l·e^(m - m') + Σp       online softmax
 //     o = o·e^(m - m') + Σ (p · scale_v) · codes_v - Σ p · minimum_v
 //
-// So scales are applied to scores and probabilities, not to codes. Plain types skip them. When there are fewer tasks
-// than threads want (a token of one sequence), the keys are split, and attention_join puts the parts together.
+// So scales are applied to scores and probabilities, not to codes. Plain types skip them. If there are too few
+// tasks for the threads (a token of one sequence), the keys are split, and attention_join combines the parts.
 #include "cache_types.hpp"
 #include "hadamard.hpp"
 #include "quantize.hpp"
@@ -17,10 +17,11 @@
 namespace motley::MOTLEY_ISA {
 namespace {
 
-constexpr int kMaxRows = 64, kMaxDim = 512, kChunk = 128, kMaxTiles = kMaxDim / kTile;
+constexpr int kMaxRows = kMaxQueryGroup, kMaxDim = kMaxHeadDim, kChunk = 128, kMaxTiles = kMaxDim / kTile;
 constexpr int kMaxSplits = 16;
 constexpr int64_t kMinSplitKeys = 256;
 constexpr int kStretches = kChunk / kStretch;
+constexpr int kValueRows = kVectorBytes == 64 ? 16 : 4;  // rows whose outputs stay in registers while values are added
 
 struct Scratch {
     float q[kMaxRows][kMaxDim];
@@ -32,11 +33,11 @@ struct Scratch {
     int64_t low[kMaxRows], high[kMaxRows];  // keys that a row sees: low … high
     alignas(64) float panel[kMaxDim][kStretch];
     KeyCodes key_codes[kMaxTiles];
-    alignas(64) uint8_t staged[kStretch * 128 + kStretch * 8];  // a stretch's tile, where blocks are not multiples of 16
+    alignas(64) uint8_t staged[kStretch * 128 + kStretch * 8];  // copy of a stretch's tile, see cells_of
 };
 static_assert(sizeof(Scratch) <= kScratchBytes);
 
-// How the work is cut: a function of the arguments alone, so that all threads come to the same result.
+// The division of the work into tasks. It depends only on the arguments, so all threads compute the same division.
 struct Cut {
     int64_t group, tokens_per_task, n_tasks;
     int n_splits;
@@ -87,7 +88,7 @@ const float* query_of(const AttentionArgs& a, const Cut& cut, const Task& task, 
     return a.q + (token * a.n_heads + task.head * cut.group + row % cut.group) * a.shape.dim;
 }
 
-// Queries, padded to whole tiles and multiplied by the scale; as codes too if keys are.
+// Loads queries, padded to whole tiles and multiplied by the scale; also as codes if keys are codes.
 void read_queries(const AttentionArgs& a, const Cut& cut, const Task& task, int n_rows, Scratch& s) {
     const int64_t padded = a.shape.n_tiles * kTile;
     for (int r = 0; r < n_rows; r++) {
@@ -104,7 +105,8 @@ void read_queries(const AttentionArgs& a, const Cut& cut, const Task& task, int 
     }
 }
 
-// Where keys first … first + 15 of a tile lie; `first` is a multiple of 16. Cells of odd blocks are brought together.
+// Addresses in a tile of the stretch of keys that begins at `first`, a multiple of kStretch. If block size is no
+// multiple of kStretch, the cells are copied to `staged`.
 TileCells cells_of(const CacheStoreView& store, const CacheShape& shape, const SequenceView& sequence, int64_t head,
                    int64_t tile, int64_t first, int64_t n_keys, uint8_t* staged) {
     const KindShape kind = shape_of(store.kind);
@@ -131,40 +133,45 @@ TileCells cells_of(const CacheStoreView& store, const CacheShape& shape, const S
     return {staged, high_bits, scale, minimum};
 }
 
-// Blocks of a head are far apart, and no stretch is long enough for the hardware to see a stream: ask ahead.
+// Prefetches: blocks of a head are far apart, and each is too short for the hardware prefetcher.
 [[gnu::always_inline]] inline void fetch_stretch(const CacheStoreView& store, const CacheShape& shape, const Task& task, int64_t first, int64_t n_keys, uint8_t* staged) {
     if (first >= n_keys || shape.block_size % kStretch) return;
     const int64_t n_bytes = kStretch * shape_of(store.kind).code_bytes;
     for (int64_t tile = 0; tile < shape.n_tiles; tile++) {
         const TileCells cells = cells_of(store, shape, *task.sequence, task.head, tile, first, n_keys, staged);
         fetch(cells.codes, n_bytes);
-        fetch(cells.scale, 1);  // where there is none, nothing happens
+        fetch(cells.scale, 1);  // a null address has no effect
         fetch(cells.minimum, 1);
         fetch(cells.high_bits, 1);
     }
 }
 
-template <int Rows>
+template <int Rows, int MaxCode>
 void score_codes(Scratch& s, int row, int64_t n_tiles, int stretch) {
-    f32x16 score[Rows] = {};
+    f32v score[Rows] = {};
     for (int64_t tile = 0; tile < n_tiles; tile++) {
         const KeyCodes& keys = s.key_codes[tile];
-        i32x16 acc[Rows] = {};
-        for (int j = 0; j < 8; j++)
-#pragma GCC unroll 8
-            for (int r = 0; r < Rows; r++) acc[r] = dot4(acc[r], keys.codes[j], splat4(s.q_codes[row + r] + tile * kTile + 4 * j));
+        i32v acc[1][Rows];
+        dot<MaxCode, 8>(
+            acc, 0, [&](int, int j) { return keys.codes[j]; },
+            [&](int r, int j) { return splat4(s.q_codes[row + r] + tile * kTile + 4 * j); });
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; r++)
-            score[r] += to_float(acc[r]) * (keys.scale * s.q_scales[row + r][tile]) - keys.minimum * s.q_sums[row + r][tile];
+            score[r] += to_float(acc[0][r]) * (keys.scale * s.q_scales[row + r][tile]) - keys.minimum * s.q_sums[row + r][tile];
     }
     for (int r = 0; r < Rows; r++) store(s.scores[row + r] + stretch * kStretch, score[r]);
 }
 
+template <int MaxCode>
+void score_code_rows(Scratch& s, int n_rows, int64_t n_tiles, int stretch) {
+    in_tiles<8>(n_rows, [&](auto count, int64_t r) { score_codes<count.value, MaxCode>(s, r, n_tiles, stretch); });
+}
+
 template <int Rows>
 void score_floats(Scratch& s, int row, int64_t dim, int stretch) {
-    f32x16 score[Rows] = {};
+    f32v score[Rows] = {};
     for (int64_t d = 0; d < dim; d++) {
-        const f32x16 keys = load<f32x16>(s.panel[d]);
+        const f32v keys = load<f32v>(s.panel[d]);
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; r++) score[r] += keys * s.q[row + r][d];
     }
@@ -181,29 +188,33 @@ void score_stretch(const AttentionArgs& a, const Task& task, int64_t first, int6
     }
     if (is_float_kind(a.k.kind))
         in_tiles<12>(n_rows, [&](auto count, int64_t r) { score_floats<count.value>(s, r, a.shape.dim, stretch); });
+    else if (run_of(max_code_of(a.k.kind)) == 8)
+        score_code_rows<15>(s, n_rows, a.shape.n_tiles, stretch);
+    else if (run_of(max_code_of(a.k.kind)) == 4)
+        score_code_rows<31>(s, n_rows, a.shape.n_tiles, stretch);
     else
-        in_tiles<8>(n_rows, [&](auto count, int64_t r) { score_codes<count.value>(s, r, a.shape.n_tiles, stretch); });
+        score_code_rows<kMaxFull>(s, n_rows, a.shape.n_tiles, stretch);
 }
 
 // Scores of a chunk → probabilities relative to the largest score so far.
 void soften(Scratch& s, int row, int64_t first, int n_stretches) {
-    f32x16 most = splat(s.largest[row]);
+    f32v most = splat(s.largest[row]);
     for (int i = 0; i < n_stretches; i++) {
         const int64_t key = first + i * kStretch;
-        f32x16 score = load<f32x16>(s.scores[row] + i * kStretch);
+        f32v score = load<f32v>(s.scores[row] + i * kStretch);
         if (key < s.low[row] || key + kStretch - 1 > s.high[row]) {
-            const i32x16 low = lane_numbers() < splat(static_cast<int32_t>(s.low[row] - key < 16 ? s.low[row] - key : 16));
-            const i32x16 high = lane_numbers() > splat(static_cast<int32_t>(s.high[row] - key > -1 ? s.high[row] - key : -1));
+            const i32v low = lane_numbers() < splat(static_cast<int32_t>(s.low[row] - key < kLanes ? s.low[row] - key : kLanes));
+            const i32v high = lane_numbers() > splat(static_cast<int32_t>(s.high[row] - key > -1 ? s.high[row] - key : -1));
             score = (low | high) ? splat(-INFINITY) : score;
             store(s.scores[row] + i * kStretch, score);
         }
         most = score > most ? score : most;
     }
     const float largest = max_lanes(most);
-    const float base = largest == -INFINITY ? 0.0f : largest;  // nothing to see yet: e^-inf = 0, not NaN
-    f32x16 total = {};
+    const float base = largest == -INFINITY ? 0.0f : largest;  // no visible key yet: e^-inf = 0, not NaN
+    f32v total = {};
     for (int i = 0; i < n_stretches; i++) {
-        const f32x16 p = vexp(load<f32x16>(s.scores[row] + i * kStretch) - base);
+        const f32v p = vexp(load<f32v>(s.scores[row] + i * kStretch) - base);
         total += p;
         store(s.scores[row] + i * kStretch, p);
     }
@@ -212,38 +223,38 @@ void soften(Scratch& s, int row, int64_t first, int n_stretches) {
     s.largest[row] = largest;
 }
 
+// Adds the values of one half of a tile.
 template <int Kind, int Rows>
-void add_values(const TileCells cells[kStretches], int64_t tile, int row, int64_t n_keys, Scratch& s) {
-    f32x16 out[Rows][2], taken[Rows] = {};
+void add_values(const TileCells cells[kStretches], int64_t tile, int half, int row, int64_t n_keys, Scratch& s) {
+    f32v out[Rows][kValueVectors], taken[Rows] = {};
+    const int64_t at = tile * kTile + half * 16;
     for (int r = 0; r < Rows; r++)
-        for (int h = 0; h < 2; h++) out[r][h] = load<f32x16>(s.out[row + r] + tile * kTile + 16 * h) * s.fade[row + r];
+        for (int i = 0; i < kValueVectors; i++) out[r][i] = load<f32v>(s.out[row + r] + at + kLanes * i) * s.fade[row + r];
     for (int i = 0; i * kStretch < n_keys; i++) {
         const int n = n_keys - i * kStretch < kStretch ? static_cast<int>(n_keys - i * kStretch) : kStretch;
         alignas(64) float weights[Rows][kStretch];
-        f32x16 scale, minimum;
+        f32v scale, minimum;
         if constexpr (Kind > kCacheBF16) read_value_scales<Kind>(cells[i], scale, minimum);
         for (int r = 0; r < Rows; r++) {
-            f32x16 p = load<f32x16>(s.scores[row + r] + i * kStretch);
+            f32v p = load<f32v>(s.scores[row + r] + i * kStretch);
             if constexpr (Kind > kCacheBF16) {
-                if (n < kStretch) p = lane_numbers() < splat(n) ? p : f32x16{};
-                if constexpr (Kind != kCacheQ8_0) taken[r] += n < kStretch ? (p == 0.0f ? f32x16{} : p * minimum) : p * minimum;
+                if (n < kStretch) p = lane_numbers() < splat(n) ? p : f32v{};
+                if constexpr (Kind != kCacheQ8_0) taken[r] += n < kStretch ? (p == 0.0f ? f32v{} : p * minimum) : p * minimum;
                 p *= scale;
             }
             store(weights[r], p);
         }
         for (int t = 0; t < n; t++) {
-            f32x16 v[2];
-            read_value<Kind>(cells[i], t, v);
-#pragma GCC unroll 8
-            for (int r = 0; r < Rows; r++) {
-                out[r][0] += v[0] * weights[r][t];
-                out[r][1] += v[1] * weights[r][t];
-            }
+            f32v v[kValueVectors];
+            read_value<Kind>(cells[i], t, half, v);
+#pragma GCC unroll 16
+            for (int r = 0; r < Rows; r++)
+                for (int k = 0; k < kValueVectors; k++) out[r][k] += v[k] * weights[r][t];
         }
     }
     for (int r = 0; r < Rows; r++) {
         const float less = sum_lanes(taken[r]);
-        for (int h = 0; h < 2; h++) store(s.out[row + r] + tile * kTile + 16 * h, out[r][h] - less);
+        for (int i = 0; i < kValueVectors; i++) store(s.out[row + r] + at + kLanes * i, out[r][i] - less);
     }
 }
 
@@ -254,7 +265,8 @@ void add_chunk(const AttentionArgs& a, const Task& task, int64_t first, int64_t 
         TileCells cells[kStretches];
         for (int i = 0; first + i * kStretch < stop; i++)
             cells[i] = cells_of(a.v, a.shape, *task.sequence, task.head, tile, first + i * kStretch, n_keys, staged[i]);
-        in_tiles<8>(n_rows, [&](auto count, int64_t r) { add_values<Kind, count.value>(cells, tile, r, stop - first, s); });
+        for (int half = 0; half < 2; half++)
+            in_tiles<kValueRows>(n_rows, [&](auto count, int64_t r) { add_values<Kind, count.value>(cells, tile, half, r, stop - first, s); });
     }
 }
 
@@ -275,7 +287,7 @@ void add_chunk(const AttentionArgs& a, const Task& task, int64_t first, int64_t 
 void attend(const AttentionArgs& a, const Cut& cut, const Task& task, Scratch& s) {
     const int n_rows = static_cast<int>(task.n_tokens * cut.group);
     read_queries(a, cut, task, n_rows, s);
-    const int64_t n_keys = s.high[n_rows - 1] + 1;  // up to the last row's own
+    const int64_t n_keys = s.high[n_rows - 1] + 1;  // up to the last row's own key
     const int64_t low = s.low[0] / kChunk * kChunk;
     const int64_t n_chunks = (n_keys - low + kChunk - 1) / kChunk;
     const int64_t start = low + n_chunks * task.split / cut.n_splits * kChunk;
@@ -293,7 +305,12 @@ void attend(const AttentionArgs& a, const Cut& cut, const Task& task, Scratch& s
     }
 }
 
-// x / total, turned back, to its place.
+// The sum of a head's probabilities, relative to the largest score, with its sink.
+float with_sink(const AttentionArgs& a, int64_t row, float largest, float total) {
+    return a.sinks ? total + std::exp(a.sinks[row % a.n_heads] - largest) : total;
+}
+
+// Stores x / total, rotated back.
 void write_row(const AttentionArgs& a, float* x, float total, float* out) {
     for (int64_t d = 0; d < a.shape.dim; d++) x[d] /= total;
     if (a.out_rotation) hadamard_stretches(x, a.shape.dim, a.out_rotation);
@@ -312,7 +329,7 @@ void attention(const AttentionArgs& a, const Worker& worker) {
         for (int r = 0; r < task.n_tokens * cut.group; r++) {
             const int64_t at = (query_of(a, cut, task, r) - a.q) / a.shape.dim;  // (token, head) as one number
             if (cut.n_splits == 1) {
-                write_row(a, s.out[r], s.total[r], a.out + at * a.shape.dim);
+                write_row(a, s.out[r], with_sink(a, at, s.largest[r], s.total[r]), a.out + at * a.shape.dim);
             } else {
                 float* partial = a.partial + (at * cut.n_splits + task.split) * (a.shape.dim + 2);
                 partial[0] = s.largest[r];
@@ -341,7 +358,7 @@ void attention_join(const AttentionArgs& a, const Worker& worker) {
             total += factor * part[1];
             for (int64_t d = 0; d < dim; d++) sum[d] += factor * part[2 + d];
         }
-        write_row(a, sum, total, a.out + row * dim);
+        write_row(a, sum, with_sink(a, row, largest, total), a.out + row * dim);
     }
 }
 

@@ -1,17 +1,19 @@
 // Keys and values of a batch into the cache: (rotate,) quantize and write in one pass.
 //
-// A head's dims are cut into tiles of 32, each with its own scale. The rules are those of motley.formats.planar,
-// which are ggml's: which value falls on the grid's end, how ties round, and that a tile with a NaN or an infinity
-// becomes NaN as a whole.
+// A head's dims are divided into tiles of 32, each with its own scale. The rules are those of motley.formats.planar
+// (and ggml): which value is on the grid's end, how ties round, and that a tile with a NaN or an infinity becomes NaN
+// as a whole.
 #include "cache_types.hpp"
 #include "hadamard.hpp"
 
 namespace motley::MOTLEY_ISA {
 namespace {
 
-constexpr float kLargest = 8388608.0f;  // 2^23: nothing larger can be stored, and sums stay finite
+static_assert(kMaxHeadDim * sizeof(float) <= kScratchBytes);
 
-struct Cell {  // where a token's tile goes
+constexpr float kLargest = 8388608.0f;  // 2^23: larger values cannot be stored, and sums stay finite
+
+struct Cell {  // the destination of a token's tile
     uint8_t* codes;
     uint8_t* high_bits;
     uint16_t* scale;
@@ -50,7 +52,7 @@ void uniform_codes(const float* x, float minus, float inverse, float shift, int 
 constexpr int8_t kLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 uint8_t nearest_level(float x) {
-    const float half_steps = std::floor((x + 127.0f) * 2.0f);  // midpoints of levels lie on borders of half steps
+    const float half_steps = std::floor((x + 127.0f) * 2.0f);  // midpoints of levels are borders of half steps
     const float v = (half_steps < 0 ? 0 : (half_steps > 480 ? 480 : half_steps)) / 2.0f - 127.0f;
     uint8_t code = 0;
     while (code < 15 && v >= (kLevels[code] + kLevels[code + 1]) / 2.0f) code++;

@@ -4,7 +4,7 @@
 namespace motley::MOTLEY_ISA {
 namespace {
 
-constexpr int64_t kChunk = 4096;  // values a task
+constexpr int64_t kChunk = 4096;  // values per task
 
 int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -14,7 +14,7 @@ void binary(const BinaryArgs& a, const Worker& worker) {
     for (int64_t task; (task = worker.take()) * kChunk < a.n;) {
         const int64_t stop = shorter(a.n, (task + 1) * kChunk);
         for (int64_t i = task * kChunk; i < stop;) {
-            // as far as b goes in one run: b_inner values, or one value b_repeat times
+            // up to the end of b's run: b_inner values, or one value b_repeat times
             const int64_t at = i / a.b_repeat % a.b_inner;
             const int64_t run = a.b_repeat == 1 ? a.b_inner - at : a.b_repeat - i % a.b_repeat;
             const int64_t end = shorter(stop, i + run);
@@ -34,7 +34,7 @@ void unary(const UnaryArgs& a, const Worker& worker) {
         const int64_t stop = shorter(a.n, (task + 1) * kChunk);
         for (int64_t i = task * kChunk; i < stop; i += kLanes) {
             const int n = static_cast<int>(shorter(kLanes, stop - i));
-            const f32x16 x = load_some(a.x + i, n);
+            const f32v x = load_some(a.x + i, n);
             store_some(a.out + i, a.function == kNoFunction ? x * a.factor : apply(a.function, x), n);
         }
     }
@@ -48,7 +48,7 @@ void softmax(const SoftmaxArgs& a, const Worker& worker) {
         for (int64_t i = 0; i < a.n_columns; i++) most = x[i] > most ? x[i] : most;
         for (int64_t i = 0; i < a.n_columns; i += kLanes) {
             const int n = static_cast<int>(shorter(kLanes, a.n_columns - i));
-            const f32x16 e = vexp(load_some(x + i, n) - most);
+            const f32v e = vexp(load_some(x + i, n) - most);
             store_some(out + i, e, n);
             for (int j = 0; j < n; j++) total += e[j];
         }

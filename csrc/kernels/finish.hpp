@@ -1,18 +1,18 @@
-// What becomes of a product before it is stored: + bias, + residual, or gate(first) · second.
+// Final operations on a product before it is stored: + bias, + residual, or gate(first) · second.
 #pragma once
 #include "functions.hpp"
 #include "formats.hpp"
 
 namespace motley::MOTLEY_ISA {
 
-// `y`: one token's results for the 16 rows of group `g`.
-inline void finish(const MatMulPart& part, int64_t token, int64_t g, f32x16 y) {
+// `y`: one token's results for the rows of group `g`.
+inline void finish(const MatMulPart& part, int64_t token, int64_t g, f32v y) {
     const int64_t row = g * kGroup, left = part.n_rows - row;
     const int n = left < kGroup ? static_cast<int>(left) : kGroup;
     const int64_t at = token * part.out_stride + row;
     if (n == kGroup) {
-        if (part.bias) y += load<f32x16>(part.bias + row);
-        if (part.residual) y += load<f32x16>(part.residual + at);
+        if (part.bias) y += load<f32v>(part.bias + row);
+        if (part.residual) y += load<f32v>(part.residual + at);
         store(part.out + at, y);
     } else {
         if (part.bias) y += load_some(part.bias + row, n);
@@ -21,16 +21,16 @@ inline void finish(const MatMulPart& part, int64_t token, int64_t g, f32x16 y) {
     }
 }
 
-inline f32x16 with_bias(const MatMulPart& part, int64_t g, f32x16 y) {
+inline f32v with_bias(const MatMulPart& part, int64_t g, f32v y) {
     if (!part.bias) return y;
     const int64_t left = part.n_rows - g * kGroup;
     return y + load_some(part.bias + g * kGroup, left < kGroup ? static_cast<int>(left) : kGroup);
 }
 
-// The gate's part and the other's → the gate's place.
+// gate(first) · second, stored at the first part's output.
 inline void finish_gated(const MatMulPart& gate, const MatMulPart& other, int function, int64_t token, int64_t g,
-                         f32x16 first, f32x16 second) {
-    const f32x16 y = apply(function, with_bias(gate, g, first)) * with_bias(other, g, second);
+                         f32v first, f32v second) {
+    const f32v y = gated(function, with_bias(gate, g, first), with_bias(other, g, second));
     const int64_t left = gate.n_rows - g * kGroup;
     store_some(gate.out + token * gate.out_stride + g * kGroup, y, left < kGroup ? static_cast<int>(left) : kGroup);
 }

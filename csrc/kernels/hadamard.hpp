@@ -16,7 +16,7 @@ inline void hadamard(float* x, int n) {
     for (int i = 0; i < n; i++) x[i] *= factor;
 }
 
-// Each stretch of `size` of x's n values.
+// Transforms each run of `size` values of x, which has n.
 inline void hadamard_stretches(float* x, int64_t n, int size) {
     for (int64_t i = 0; i < n; i += size) hadamard(x + i, size);
 }

@@ -2,6 +2,13 @@
 #include "quantize.hpp"
 
 namespace motley::MOTLEY_ISA {
+namespace {
+
+// Values that are normalized and then quantized at a time: they fit into the scratch memory for any row length.
+constexpr int64_t kNormChunk = 4096;
+static_assert(kNormChunk * sizeof(float) <= kScratchBytes && kNormChunk % 32 == 0);
+
+}  // namespace
 
 void quantize(const QuantizeArgs& a, const Worker& worker) {
     for (int64_t row; (row = worker.take()) < a.n_rows;) quantize_row(a.x.values + row * a.x.stride, a.x, row, a.n_columns);
@@ -11,17 +18,20 @@ void norm(const NormArgs& a, const Worker& worker) {
     const int64_t n = a.n_columns, whole = n / kLanes * kLanes;
     for (int64_t row; (row = worker.take()) < a.n_rows;) {
         const float* x = a.x + row * n;
-        float* out = a.out ? a.out + row * n : reinterpret_cast<float*>(worker.scratch);
-        f32x16 squares = {};
+        f32v squares = {};
         for (int64_t i = 0; i < whole; i += kLanes) {
-            const f32x16 v = load<f32x16>(x + i);
+            const f32v v = load<f32v>(x + i);
             squares += v * v;
         }
         float total = sum_lanes(squares);
         for (int64_t i = whole; i < n; i++) total += x[i] * x[i];
         const float factor = 1.0f / std::sqrt(total / static_cast<float>(n) + a.eps);
-        for (int64_t i = 0; i < n; i++) out[i] = a.weight ? x[i] * factor * a.weight[i] : x[i] * factor;
-        if (a.quantized.codes) quantize_row(out, a.quantized, row, n);
+        for (int64_t first = 0; first < n; first += kNormChunk) {
+            const int64_t stop = n - first < kNormChunk ? n : first + kNormChunk;
+            float* out = a.out ? a.out + row * n + first : reinterpret_cast<float*>(worker.scratch);
+            for (int64_t i = first; i < stop; i++) out[i - first] = a.weight ? x[i] * factor * a.weight[i] : x[i] * factor;
+            if (a.quantized.codes) quantize_stretch(out, a.quantized, row, n, first, stop - first);
+        }
     }
 }
 

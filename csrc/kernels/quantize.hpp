@@ -2,7 +2,7 @@
 //
 //     scale = max|x| / 127 over 32 columns,  code = round(x / scale),  sum = scale · Σ code over 32, and over 16
 //
-// 32 columns with a NaN or an infinity get a NaN for scale, so every product with them is NaN: damage shows.
+// 32 columns with a NaN or an infinity get a NaN as scale, so every product with them is NaN and the error is visible.
 #pragma once
 #include "../kernels.hpp"
 #include "simd.hpp"
@@ -10,29 +10,35 @@
 namespace motley::MOTLEY_ISA {
 
 inline void quantize_row(const float* x, int64_t n, int8_t* codes, float* scales, float* sums, float* half_sums) {
+    constexpr int kVectors = 32 / kLanes;
     for (int64_t b = 0; b < n / 32; b++) {
-        const f32x16 v[2] = {load<f32x16>(x + 32 * b), load<f32x16>(x + 32 * b + 16)};
-        const float most = max_lanes(vmax(vabs(v[0]), vabs(v[1])));
-        const f32x16 odd = (v[0] - v[0]) + (v[1] - v[1]);  // zeros, or NaN where something is not finite
-        const float damage = sum_lanes(odd);
-        const float scale = most / 127.0f;
-        const float inverse = most > 1e-30f ? 127.0f / most : 0.0f;
-        float sum = 0;
-        for (int h = 0; h < 2; h++) {
-            const f32x16 rounded = round_even(v[h] * inverse);
-            const i32x16 whole = __builtin_convertvector(damage == 0 ? rounded : f32x16{}, i32x16);
-            store(codes + 32 * b + 16 * h, narrow(whole));
-            half_sums[2 * b + h] = sum_lanes(to_float(whole)) * scale;
-            sum += half_sums[2 * b + h];
+        f32v v[kVectors], most = {}, odd = {};
+        for (int i = 0; i < kVectors; i++) {
+            v[i] = load<f32v>(x + 32 * b + kLanes * i);
+            most = vmax(vabs(v[i]), most);
+            odd += v[i] - v[i];  // zeros, or NaN where something is not finite
         }
+        const float largest = max_lanes(most), damage = sum_lanes(odd);
+        const float scale = largest / 127.0f;
+        const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
+        f32v halves[2] = {};
+        for (int i = 0; i < kVectors; i++) {
+            const f32v rounded = damage == 0 ? round_even(v[i] * inverse) : f32v{};
+            store(codes + 32 * b + kLanes * i, narrow(__builtin_convertvector(rounded, i32v)));
+            halves[2 * i / kVectors] += rounded;
+        }
+        for (int h = 0; h < 2; h++) half_sums[2 * b + h] = sum_lanes(halves[h]) * scale;
         scales[b] = damage == 0 ? scale : NAN;
-        sums[b] = damage == 0 ? sum : NAN;
+        sums[b] = damage == 0 ? half_sums[2 * b] + half_sums[2 * b + 1] : NAN;
     }
 }
 
-inline void quantize_row(const float* x, const Rows& out, int64_t row, int64_t n) {
-    const int64_t steps = n / 32;
-    quantize_row(x, n, out.codes + row * n, out.scales + row * steps, out.sums + row * steps, out.half_sums + row * 2 * steps);
+// Columns first … first + n of a row of `n_columns`; x is where they begin, and `first` a multiple of 32.
+inline void quantize_stretch(const float* x, const Rows& out, int64_t row, int64_t n_columns, int64_t first, int64_t n) {
+    const int64_t step = row * (n_columns / 32) + first / 32;
+    quantize_row(x, n, out.codes + row * n_columns + first, out.scales + step, out.sums + step, out.half_sums + 2 * step);
 }
+
+inline void quantize_row(const float* x, const Rows& out, int64_t row, int64_t n) { quantize_stretch(x, out, row, n, 0, n); }
 
 }  // namespace motley::MOTLEY_ISA

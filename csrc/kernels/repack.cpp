@@ -1,4 +1,4 @@
-// GGUF rows ⇄ groups of 16 rows with their 4-byte words transposed (formats.hpp), and rows of a table by id.
+// GGUF rows ⇄ groups of kLanes rows with their 4-byte words transposed (formats.hpp), and rows of a table by id.
 //
 //     out[word][row] = source[row][word]
 //
@@ -13,27 +13,31 @@
 namespace motley::MOTLEY_ISA {
 namespace {
 
-// The blocks of 16 rows at `rows` (null: zeros) → one group block.
-void interleave(const uint8_t* const rows[kGroup], int64_t bytes, int half_at, uint8_t* out) {
+struct BlockShape {
+    int64_t columns, bytes;
+    int half_at, lone_bytes;
+};
+
+// The blocks of a group's rows at `rows` (null: zeros) → one group block.
+void interleave(const uint8_t* const rows[kGroup], int64_t bytes, const BlockShape& shape, uint8_t* out) {
+    const int half_at = shape.half_at, lone_bytes = shape.lone_bytes;
     if (half_at >= 0) {
         for (int r = 0; r < kGroup; r++) {
             uint16_t half = 0;
-            if (rows[r]) std::memcpy(&half, rows[r] + half_at, 2);
-            std::memcpy(out + 2 * r, &half, 2);
+            if (rows[r]) std::memcpy(&half, rows[r] + half_at, lone_bytes);
+            std::memcpy(out + lone_bytes * r, &half, lone_bytes);
         }
-        out += 2 * kGroup;
+        out += lone_bytes * kGroup;
     }
-    const int64_t skip = half_at == 0 ? 2 : 0;
-    const int64_t n_words = bytes / 4;  // a lone half is two bytes: what is left over
+    const int64_t skip = half_at == 0 ? lone_bytes : 0;
+    const int64_t n_words = bytes / 4;  // the remainder is a lone scale of one or two bytes
     int64_t n_done = 0;
     bool is_full = true;
     for (int r = 0; r < kGroup; r++) is_full = is_full && rows[r];
     if (is_full)
         for (; n_done + 4 <= n_words; n_done += 4) {
-            const auto at = [&](int r) { return rows[r] + skip + 4 * n_done; };
-            u32x16 in[4], words[4];
-            for (int i = 0; i < 4; i++) in[i] = load_pieces(at(4 * i), at(4 * i + 1), at(4 * i + 2), at(4 * i + 3));
-            transpose4(in, words);
+            u32v words[4];
+            transpose_words<4>([&](int r) { return rows[r] + skip + 4 * n_done; }, words);
             for (int i = 0; i < 4; i++) store(out + (n_done + i) * kWordBytes, words[i]);
         }
     for (int r = 0; r < kGroup; r++) {
@@ -46,24 +50,19 @@ void interleave(const uint8_t* const rows[kGroup], int64_t bytes, int half_at, u
     }
 }
 
-struct BlockShape {
-    int64_t columns, bytes;
-    int half_at;
-};
-
 // Plain formats have no blocks: 32 columns at a time, fewer at the end of a row.
 BlockShape shape_of(int format) {
-    if (is_plain(format)) return {kStep, kStep * (format == kF32 ? 4 : 2), -1};
+    if (is_plain(format)) return {kStep, kStep * (format == kF32 ? 4 : 2), -1, 0};
     BlockShape shape{};
-    with_quantized(format, [&](auto f) { shape = {f.kColumns, f.kBytes, f.kHalfAt}; });
+    with_quantized(format, [&](auto f) { shape = {f.kColumns, f.kBytes, f.kHalfAt, f.kLoneBytes}; });
     return shape;
 }
 
-// New memory comes a page at a time, with a fault for each; asked for before it is written, it comes twice as fast. Where
-// the system cannot be asked, nothing is lost.
+// New memory is mapped page by page, with a page fault for each. Populating it before the writes is twice as fast. If
+// the system does not support the request, it has no effect.
 void ask_for_pages([[maybe_unused]] uint8_t* start, [[maybe_unused]] int64_t bytes) {
 #if defined(MADV_POPULATE_WRITE)
-    constexpr uintptr_t kPage = 4096;  // where pages are larger the call is refused
+    constexpr uintptr_t kPage = 4096;  // with larger pages the call fails, which is harmless
     const auto address = reinterpret_cast<uintptr_t>(start), first = address / kPage * kPage;
     madvise(reinterpret_cast<void*>(first), address + bytes - first, MADV_POPULATE_WRITE);
 #endif
@@ -84,7 +83,7 @@ void repack(const RepackArgs& a, const Worker& worker) {
         ask_for_pages(out, stride);
         for (int64_t done = 0; done < a.row_bytes; done += shape.bytes) {
             const int64_t bytes = a.row_bytes - done < shape.bytes ? a.row_bytes - done : shape.bytes;
-            interleave(rows, bytes, shape.half_at, out);
+            interleave(rows, bytes, shape, out);
             out += bytes * kGroup;
             for (auto& row : rows)
                 if (row) row += bytes;
@@ -107,6 +106,7 @@ void unpack(const UnpackArgs& a, const Worker& worker) {
 void gather(const GatherArgs& a, const Worker& worker) {
     auto& panel = *reinterpret_cast<FloatPanel*>(worker.scratch);
     uint8_t* packed = worker.scratch + sizeof(FloatPanel);
+    static_assert(sizeof(FloatPanel) + kGroup * kPanelColumns * sizeof(float) <= kScratchBytes);  // no block is larger
     const BlockShape shape = shape_of(a.format);
     for (int64_t g; (g = worker.take() * kGroup) < a.n_ids;) {
         const int64_t n_rows = a.n_ids - g < kGroup ? a.n_ids - g : kGroup;
@@ -119,7 +119,7 @@ void gather(const GatherArgs& a, const Worker& worker) {
         for (int64_t done = 0; done < a.row_bytes; done += shape.bytes) {
             const int64_t bytes = a.row_bytes - done < shape.bytes ? a.row_bytes - done : shape.bytes;
             const int64_t n = bytes * shape.columns / shape.bytes;
-            interleave(rows, bytes, shape.half_at, packed);
+            interleave(rows, bytes, shape, packed);
             decode_floats(a.format, packed, 0, n, panel);
             for (int64_t r = 0; r < n_rows; r++) {
                 float* out = a.out + (g + r) * a.n_columns + column;

@@ -1,9 +1,9 @@
-// Rotary positions. A pair (a, b) of dims turns by the angle position · frequency:
+// RoPE. A pair (a, b) of dims is rotated by the angle position · frequency:
 //
 //     a' = a·cos - b·sin      b' = a·sin + b·cos
 //
 // Pairs are neighbours (interleaved), or dims i and i + n_pairs. The cosines of a batch are the same in all heads and
-// layers, so they come from a table. A Hadamard transform of the turned head may follow at once.
+// layers, so they are read from a table. A Hadamard transform of the rotated head may follow.
 #include "../kernels.hpp"
 #include "hadamard.hpp"
 

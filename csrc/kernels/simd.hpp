@@ -1,63 +1,62 @@
-// The few vector operations that kernels are written in, 512 bits wide on every machine.
+// The vector operations that all kernels use. A vector is as wide as a register of the instruction set:
+// kLanes numbers of 32 bits, so 16 with AVX-512, 8 with AVX2 and 4 elsewhere (SSE2, NEON).
 //
-// The types are the compiler's own vectors: with AVX-512 each is one register, with AVX2 two, otherwise four of
-// SSE2 or NEON. Only what plain operators cannot say has a version for each instruction set. Everything here and in
-// the kernels lives in a namespace of its own for each set (MOTLEY_ISA), as the same source is compiled for all.
+// The types are the compiler's own vectors. Only operations that plain operators cannot express have a version for
+// each instruction set. All code here and in the kernels is in a separate namespace for each set (MOTLEY_ISA), because
+// the same source is compiled for all sets. Products of bytes, which differ most between the sets, are in dot.hpp.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include "simd_neon.hpp"
+#endif
+
+#if defined(MOTLEY_VECTOR_BYTES)  // given by the build: narrower than the instruction set allows
+#elif defined(__AVX512F__)
+#define MOTLEY_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define MOTLEY_VECTOR_BYTES 32
+#else
+#define MOTLEY_VECTOR_BYTES 16
 #endif
 
 namespace motley::MOTLEY_ISA {
 
-using f32x16 = float __attribute__((vector_size(64)));
-using i32x16 = int32_t __attribute__((vector_size(64)));
-using u32x16 = uint32_t __attribute__((vector_size(64)));
-using u16x32 = uint16_t __attribute__((vector_size(64)));
-using u8x64 = uint8_t __attribute__((vector_size(64)));
-using i8x64 = int8_t __attribute__((vector_size(64)));
-using u16x16 = uint16_t __attribute__((vector_size(32)));
+constexpr int kVectorBytes = MOTLEY_VECTOR_BYTES;
+constexpr int kLanes = kVectorBytes / 4;
+
+// Whole vectors.
+using f32v = float __attribute__((vector_size(kVectorBytes)));
+using i32v = int32_t __attribute__((vector_size(kVectorBytes)));
+using u32v = uint32_t __attribute__((vector_size(kVectorBytes)));
+using i16v = int16_t __attribute__((vector_size(kVectorBytes)));
+using u16v = uint16_t __attribute__((vector_size(kVectorBytes)));
+using u8v = uint8_t __attribute__((vector_size(kVectorBytes)));
+using i8v = int8_t __attribute__((vector_size(kVectorBytes)));
+// One narrow number for each lane.
+using u16l = uint16_t __attribute__((vector_size(kVectorBytes / 2)));
+using u8l = uint8_t __attribute__((vector_size(kVectorBytes / 4)));
+using i8l = int8_t __attribute__((vector_size(kVectorBytes / 4)));
+// 16 bytes, whatever the width.
 using u8x16 = uint8_t __attribute__((vector_size(16)));
-using i8x16 = int8_t __attribute__((vector_size(16)));
 
-constexpr int kLanes = 16;
-
-// A vector from four pieces of 16 bytes, or two of 32. (By way of memory it would wait for the stores.)
-inline u32x16 load_pieces(const void* a, const void* b, const void* c, const void* d) {
-#if defined(__AVX512F__)
-    const auto piece = [](const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); };
-    __m512i v = _mm512_castsi128_si512(piece(a));
-    v = _mm512_inserti32x4(v, piece(b), 1);
-    v = _mm512_inserti32x4(v, piece(c), 2);
-    return reinterpret_cast<u32x16>(_mm512_inserti32x4(v, piece(d), 3));
-#else
-    u32x16 v;
-    const void* const pieces[4] = {a, b, c, d};
-    for (int i = 0; i < 4; i++) std::memcpy(reinterpret_cast<char*>(&v) + 16 * i, pieces[i], 16);
-    return v;
-#endif
+// Vectors as the arguments of intrinsics: same bits, another type.
+template <class To, class From>
+inline To as(From v) {
+    static_assert(sizeof(To) == sizeof(From));
+    return reinterpret_cast<To>(v);
 }
 
-inline u32x16 load_pieces(const void* a, const void* b) {
-#if defined(__AVX512F__)
-    const auto piece = [](const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); };
-    return reinterpret_cast<u32x16>(_mm512_inserti64x4(_mm512_castsi256_si512(piece(a)), piece(b), 1));
-#else
-    u32x16 v;
-    std::memcpy(&v, a, 32);
-    std::memcpy(reinterpret_cast<char*>(&v) + 32, b, 32);
-    return v;
-#endif
-}
-
-// Fetches memory ahead of its use. Inlined by force: GCC takes a function of nothing but prefetches for one without
-// any effect, and drops the call.
+// Prefetches memory into the first-level cache, or only into the second. Always inlined: GCC treats a function that
+// only prefetches as one without effects, and removes the call.
+template <int Level = 1>
 [[gnu::always_inline]] inline void fetch(const void* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i, 0, Level == 1 ? 3 : 2);
 }
 
 template <class V>
@@ -72,141 +71,130 @@ inline void store(void* p, V v) {
     std::memcpy(p, &v, sizeof v);
 }
 
-inline f32x16 splat(float x) { return x - f32x16{}; }
-inline i32x16 splat(int32_t x) { return x - i32x16{}; }
-inline u32x16 splat(uint32_t x) { return x - u32x16{}; }
-inline u8x64 splat(uint8_t x) { return static_cast<uint8_t>(x) - u8x64{}; }
+inline f32v splat(float x) { return x - f32v{}; }
+inline i32v splat(int32_t x) { return x - i32v{}; }
+inline u32v splat(uint32_t x) { return x - u32v{}; }
+inline u8v splat(uint8_t x) { return static_cast<uint8_t>(x) - u8v{}; }
 
-// Wider and narrower numbers; the compiler's own conversions between such sizes go value by value.
-inline i32x16 widen(u8x16 v) {
-#if defined(__AVX512F__)
-    return reinterpret_cast<i32x16>(_mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(v)));
-#elif defined(__AVX2__)
-    const __m128i all = reinterpret_cast<__m128i>(v);
-    const __m256i both[2] = {_mm256_cvtepu8_epi32(all), _mm256_cvtepu8_epi32(_mm_srli_si128(all, 8))};
-    return load<i32x16>(both);
+// The bytes of a lane at the low end of a 128-bit register.
+#if MOTLEY_VECTOR_BYTES == 32
+template <class V>
+inline __m128i low_bytes(V v) {
+    int64_t bits;
+    std::memcpy(&bits, &v, 8);
+    return _mm_cvtsi64_si128(bits);
+}
+#endif
+
+// Conversions to wider and narrower numbers; the compiler's own conversions are scalar.
+inline i32v widen(u8l v) {
+#if MOTLEY_VECTOR_BYTES == 64
+    return as<i32v>(_mm512_cvtepu8_epi32(as<__m128i>(v)));
+#elif MOTLEY_VECTOR_BYTES == 32
+    return as<i32v>(_mm256_cvtepu8_epi32(low_bytes(v)));
+#elif defined(__aarch64__)
+    return as<i32v>(neon::widen_unsigned(v));
 #else
-    return __builtin_convertvector(v, i32x16);
+    return __builtin_convertvector(v, i32v);
 #endif
 }
 
-inline i32x16 widen(i8x16 v) {
-#if defined(__AVX512F__)
-    return reinterpret_cast<i32x16>(_mm512_cvtepi8_epi32(reinterpret_cast<__m128i>(v)));
-#elif defined(__AVX2__)
-    const __m128i all = reinterpret_cast<__m128i>(v);
-    const __m256i both[2] = {_mm256_cvtepi8_epi32(all), _mm256_cvtepi8_epi32(_mm_srli_si128(all, 8))};
-    return load<i32x16>(both);
+inline i32v widen(i8l v) {
+#if MOTLEY_VECTOR_BYTES == 64
+    return as<i32v>(_mm512_cvtepi8_epi32(as<__m128i>(v)));
+#elif MOTLEY_VECTOR_BYTES == 32
+    return as<i32v>(_mm256_cvtepi8_epi32(low_bytes(v)));
+#elif defined(__aarch64__)
+    return as<i32v>(neon::widen_signed(v));
 #else
-    return __builtin_convertvector(v, i32x16);
+    return __builtin_convertvector(v, i32v);
 #endif
 }
 
-inline u32x16 widen(u16x16 v) {
-#if defined(__AVX512F__)
-    return reinterpret_cast<u32x16>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(v)));
+inline u32v widen(u16l v) {
+#if MOTLEY_VECTOR_BYTES == 64
+    return as<u32v>(_mm512_cvtepu16_epi32(as<__m256i>(v)));
+#elif MOTLEY_VECTOR_BYTES == 32
+    return as<u32v>(_mm256_cvtepu16_epi32(as<__m128i>(v)));
 #else
-    return __builtin_convertvector(v, u32x16);
+    return __builtin_convertvector(v, u32v);
 #endif
 }
 
-inline u16x16 narrow(u32x16 v) {
-#if defined(__AVX512F__)
-    return reinterpret_cast<u16x16>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)));
+// The low bits of each lane; with 8 bits, only of numbers that fit.
+inline u16l narrow(u32v v) {
+#if MOTLEY_VECTOR_BYTES == 64
+    return as<u16l>(_mm512_cvtepi32_epi16(as<__m512i>(v)));
+#elif MOTLEY_VECTOR_BYTES == 32
+    const __m256i low = _mm256_and_si256(as<__m256i>(v), _mm256_set1_epi32(0xffff));
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
+    return as<u16l>(_mm256_castsi256_si128(packed));
 #else
-    return __builtin_convertvector(v, u16x16);
+    return __builtin_convertvector(v, u16l);
 #endif
 }
 
-inline i8x16 narrow(i32x16 v) {
-#if defined(__AVX512F__)
-    return reinterpret_cast<i8x16>(_mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(v)));
+inline i8l narrow(i32v v) {
+#if MOTLEY_VECTOR_BYTES == 64
+    return as<i8l>(_mm512_cvtepi32_epi8(as<__m512i>(v)));
+#elif MOTLEY_VECTOR_BYTES == 32
+    const __m256i pairs = _mm256_packs_epi32(as<__m256i>(v), as<__m256i>(v));
+    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(pairs, pairs), _mm256_setr_epi32(0, 4, 0, 0, 0, 0, 0, 0));
+    i8l narrowed;
+    const int64_t bits = _mm256_extract_epi64(bytes, 0);
+    std::memcpy(&narrowed, &bits, 8);
+    return narrowed;
+#elif defined(__aarch64__)
+    const uint32_t bits = neon::narrow_to_bytes(as<int32x4_t>(v));
+    i8l narrowed;
+    std::memcpy(&narrowed, &bits, 4);
+    return narrowed;
 #else
-    return __builtin_convertvector(v, i8x16);
+    return __builtin_convertvector(v, i8l);
 #endif
 }
 
-inline f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
-inline f32x16 to_float(u32x16 v) { return to_float(reinterpret_cast<i32x16>(v)); }  // for values below 2^31
+inline f32v to_float(i32v v) { return __builtin_convertvector(v, f32v); }
+inline f32v to_float(u32v v) { return to_float(as<i32v>(v)); }  // for values below 2^31
 
-inline f32x16 vmax(f32x16 a, f32x16 b) { return a > b ? a : b; }
-inline f32x16 vmin(f32x16 a, f32x16 b) { return a < b ? a : b; }
-inline f32x16 vabs(f32x16 v) {
-    return reinterpret_cast<f32x16>(reinterpret_cast<u32x16>(v) & splat(uint32_t{0x7fffffff}));
+inline f32v vmax(f32v a, f32v b) { return a > b ? a : b; }
+inline f32v vmin(f32v a, f32v b) { return a < b ? a : b; }
+inline f32v vabs(f32v v) {
+    return as<f32v>(as<u32v>(v) & splat(uint32_t{0x7fffffff}));
 }
 
-// Bytes shifted right by n < 8; what comes in from the neighbouring byte is for the caller to mask off.
-inline u8x64 shift_right(u8x64 v, int n) { return reinterpret_cast<u8x64>(reinterpret_cast<u16x32>(v) >> n); }
-inline u8x64 shift_left(u8x64 v, int n) { return reinterpret_cast<u8x64>(reinterpret_cast<u16x32>(v) << n); }
+// Bytes shifted right by n < 8; the caller masks off the bits from the neighbouring byte.
+inline u8v shift_right(u8v v, int n) { return as<u8v>(as<u16v>(v) >> n); }
+inline u8v shift_left(u8v v, int n) { return as<u8v>(as<u16v>(v) << n); }
 
 // Byte `i` of each lane, as a number.
-inline u32x16 byte_of(u32x16 v, int i) { return (v >> (8 * i)) & splat(uint32_t{0xff}); }
-
-// acc[lane] += Σ over the lane's four bytes of unsigned w · signed x.
-inline i32x16 dot4(i32x16 acc, u8x64 w, i32x16 x) {
-#if defined(__AVX512VNNI__)
-    return reinterpret_cast<i32x16>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(acc), reinterpret_cast<__m512i>(w),
-                                                        reinterpret_cast<__m512i>(x)));
-#elif defined(__AVX2__)
-    // Even and odd bytes as 16-bit numbers: exact, where the 8-bit multiply of AVX2 would saturate.
-    struct Halves { __m256i part[2]; } a, b, c;
-    std::memcpy(&a, &acc, 64);
-    std::memcpy(&b, &w, 64);
-    std::memcpy(&c, &x, 64);
-    const __m256i low = _mm256_set1_epi16(0xff);
-    for (int i = 0; i < 2; i++) {
-        const __m256i even = _mm256_madd_epi16(_mm256_and_si256(b.part[i], low),
-                                               _mm256_srai_epi16(_mm256_slli_epi16(c.part[i], 8), 8));
-        const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(b.part[i], 8), _mm256_srai_epi16(c.part[i], 8));
-        a.part[i] = _mm256_add_epi32(a.part[i], _mm256_add_epi32(even, odd));
-    }
-    std::memcpy(&acc, &a, 64);
-    return acc;
-#else
-    const u32x16 codes = reinterpret_cast<u32x16>(w);
-    for (int i = 0; i < 4; i++)
-        acc += reinterpret_cast<i32x16>(byte_of(codes, i)) * ((x << (24 - 8 * i)) >> 24);
-    return acc;
-#endif
-}
-
-// Four consecutive bytes in every lane.
-inline i32x16 splat4(const int8_t* p) {
-    int32_t x;
-    std::memcpy(&x, p, 4);
-    return splat(x);
-}
+inline u32v byte_of(u32v v, int i) { return (v >> (8 * i)) & splat(uint32_t{0xff}); }
 
 // table[code] for codes below 16.
-inline u8x64 look_up(u8x16 table, u8x64 codes) {
-#if defined(__AVX512BW__)
-    return reinterpret_cast<u8x64>(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(reinterpret_cast<__m128i>(table)),
-                                                       reinterpret_cast<__m512i>(codes)));
-#elif defined(__AVX2__)
-    const __m256i both = _mm256_broadcastsi128_si256(reinterpret_cast<__m128i>(table));
-    __m256i part[2];
-    std::memcpy(part, &codes, 64);
-    for (auto& p : part) p = _mm256_shuffle_epi8(both, p);
-    std::memcpy(&codes, part, 64);
-    return codes;
+inline u8v look_up(u8x16 table, u8v codes) {
+#if MOTLEY_VECTOR_BYTES == 64
+    return as<u8v>(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(as<__m128i>(table)), as<__m512i>(codes)));
+#elif MOTLEY_VECTOR_BYTES == 32
+    return as<u8v>(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(as<__m128i>(table)), as<__m256i>(codes)));
+#elif defined(__aarch64__)
+    return as<u8v>(neon::look_up(as<uint8x16_t>(table), as<uint8x16_t>(codes)));
 #else
-    for (int i = 0; i < 64; i++) codes[i] = table[codes[i] & 15];
+    for (int i = 0; i < kVectorBytes; i++) codes[i] = table[codes[i] & 15];
     return codes;
 #endif
 }
 
+#if MOTLEY_VECTOR_BYTES != 16
 inline u8x16 look_up(u8x16 table, u8x16 codes) {
-#if defined(__AVX2__)
-    return reinterpret_cast<u8x16>(_mm_shuffle_epi8(reinterpret_cast<__m128i>(table), reinterpret_cast<__m128i>(codes)));
-#else
-    for (int i = 0; i < 16; i++) codes[i] = table[codes[i] & 15];
-    return codes;
-#endif
+    return as<u8x16>(_mm_shuffle_epi8(as<__m128i>(table), as<__m128i>(codes)));
 }
+#endif
 
 inline float half_to_float(uint16_t h) {
 #if defined(__F16C__)
     return _cvtsh_ss(h);
+#elif defined(__aarch64__)
+    return neon::half_to_float(h);
 #else
     const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff;
     float magnitude;
@@ -228,6 +216,8 @@ inline float half_to_float(uint16_t h) {
 inline uint16_t float_to_half(float x) {
 #if defined(__F16C__)
     return static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    return neon::float_to_half(x);
 #else
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -247,26 +237,25 @@ inline uint16_t float_to_half(float x) {
 #endif
 }
 
-inline f32x16 halves_to_float(u16x16 h) {
-#if defined(__AVX512F__)
-    return reinterpret_cast<f32x16>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(h)));
-#elif defined(__AVX2__)
-    __m128i half[2];
-    std::memcpy(half, &h, 32);
-    const __m256 both[2] = {_mm256_cvtph_ps(half[0]), _mm256_cvtph_ps(half[1])};
-    return load<f32x16>(both);
+inline f32v halves_to_float(u16l h) {
+#if MOTLEY_VECTOR_BYTES == 64
+    return as<f32v>(_mm512_cvtph_ps(as<__m256i>(h)));
+#elif MOTLEY_VECTOR_BYTES == 32
+    return as<f32v>(_mm256_cvtph_ps(as<__m128i>(h)));
+#elif defined(__aarch64__)
+    return as<f32v>(neon::halves_to_float(as<uint16x4_t>(h)));
 #else
-    f32x16 v;
+    f32v v;
     for (int i = 0; i < kLanes; i++) v[i] = half_to_float(h[i]);
     return v;
 #endif
 }
 
 // The low 16 bits of each lane, a float16.
-inline f32x16 low_half_to_float(u32x16 v) { return halves_to_float(narrow(v)); }
+inline f32v low_half_to_float(u32v v) { return halves_to_float(narrow(v)); }
 
-inline f32x16 bf16_to_float(u16x16 v) {
-    return reinterpret_cast<f32x16>(widen(v) << 16);
+inline f32v bf16_to_float(u16l v) {
+    return as<f32v>(widen(v) << 16);
 }
 
 inline uint16_t float_to_bf16(float x) {
@@ -276,24 +265,30 @@ inline uint16_t float_to_bf16(float x) {
     return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-inline f32x16 bytes_to_float(u8x16 v) { return to_float(widen(v)); }
-inline f32x16 bytes_to_float(i8x16 v) { return to_float(widen(v)); }
+inline f32v bytes_to_float(u8l v) { return to_float(widen(v)); }
+inline f32v bytes_to_float(i8l v) { return to_float(widen(v)); }
 
-inline float sum_lanes(f32x16 v) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_ps(reinterpret_cast<__m512>(v));
+inline float sum_lanes(f32v v) {
+#if MOTLEY_VECTOR_BYTES == 64
+    return _mm512_reduce_add_ps(as<__m512>(v));
+#elif MOTLEY_VECTOR_BYTES == 32
+    const __m256 all = as<__m256>(v);
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 #else
-    float total = 0;
-    for (int i = 0; i < 8; i++) v[i] += v[i + 8];
-    for (int i = 0; i < 4; i++) v[i] += v[i + 4];
-    for (int i = 0; i < 4; i++) total += v[i];
-    return total;
+    return (v[0] + v[2]) + (v[1] + v[3]);
 #endif
 }
 
-inline float max_lanes(f32x16 v) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_ps(reinterpret_cast<__m512>(v));
+inline float max_lanes(f32v v) {
+#if MOTLEY_VECTOR_BYTES == 64
+    return _mm512_reduce_max_ps(as<__m512>(v));
+#elif MOTLEY_VECTOR_BYTES == 32
+    const __m256 all = as<__m256>(v);
+    __m128 most = _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+    return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
 #else
     float most = v[0];
     for (int i = 1; i < kLanes; i++) most = v[i] > most ? v[i] : most;
@@ -301,38 +296,42 @@ inline float max_lanes(f32x16 v) {
 #endif
 }
 
-inline i32x16 lane_numbers() { return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+inline i32v lane_numbers() {
+    i32v numbers;
+    for (int i = 0; i < kLanes; i++) numbers[i] = i;
+    return numbers;
+}
 
-// The first n values, zeros behind them; and the way back.
-inline f32x16 load_some(const float* p, int n) {
-    f32x16 v = {};
+// Load the first n values, with zeros after them; and store them.
+inline f32v load_some(const float* p, int n) {
+    f32v v = {};
     std::memcpy(&v, p, n * sizeof(float));
     return v;
 }
-inline void store_some(float* p, f32x16 v, int n) { std::memcpy(p, &v, n * sizeof(float)); }
+inline void store_some(float* p, f32v v, int n) { std::memcpy(p, &v, n * sizeof(float)); }
 
 // Ties to even, for |v| < 2^22.
-inline f32x16 round_even(f32x16 v) { return (v + 12582912.0f) - 12582912.0f; }
+inline f32v round_even(f32v v) { return (v + 12582912.0f) - 12582912.0f; }
 
 // e^x to within 2 units in the last place; 0 below -87.3, infinity above 88.7, NaN stays.
-inline f32x16 vexp(f32x16 x) {
-    const f32x16 lowest = splat(-87.3f), highest = splat(88.7f);
-    const f32x16 clamped = x < lowest ? lowest : (x > highest ? highest : x);
-    const f32x16 n = round_even(clamped * 1.44269504f);
-    const f32x16 r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-    f32x16 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+inline f32v vexp(f32v x) {
+    const f32v lowest = splat(-87.3f), highest = splat(88.7f);
+    const f32v clamped = x < lowest ? lowest : (x > highest ? highest : x);
+    const f32v n = round_even(clamped * 1.44269504f);
+    const f32v r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+    f32v p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    const f32x16 whole = n == n ? n : f32x16{};
-    const i32x16 power = __builtin_convertvector(whole, i32x16);
-    const i32x16 half = power >> 1;  // two factors: 2^128 is no float
-    const f32x16 y = p * reinterpret_cast<f32x16>((half + 127) << 23) *
-                     reinterpret_cast<f32x16>((power - half + 127) << 23);
-    const f32x16 limited = x > highest ? splat(INFINITY) : y;
-    return x < lowest ? f32x16{} : limited;
+    const f32v whole = n == n ? n : f32v{};
+    const i32v power = __builtin_convertvector(whole, i32v);
+    const i32v half = power >> 1;  // two factors: 2^128 is no float
+    const f32v y = p * as<f32v>((half + 127) << 23) *
+                     as<f32v>((power - half + 127) << 23);
+    const f32v limited = x > highest ? splat(INFINITY) : y;
+    return x < lowest ? f32v{} : limited;
 }
 
 }  // namespace motley::MOTLEY_ISA

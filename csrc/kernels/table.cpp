@@ -1,4 +1,4 @@
-// This instruction set's kernels.
+// The table of this instruction set's kernels.
 #include "../kernels.hpp"
 
 #define MOTLEY_TEXT(x) #x
@@ -23,11 +23,18 @@ void unpack(const UnpackArgs&, const Worker&);
 void cache_write(const CacheWriteArgs&, const Worker&);
 void attention(const AttentionArgs&, const Worker&);
 void attention_join(const AttentionArgs&, const Worker&);
+void route(const RouteArgs&, const Worker&);
+void route_weights(const RouteWeightsArgs&, const Worker&);
+void expert_group(const ExpertGroupArgs&, const Worker&);
+void expert_gather(const ExpertGatherArgs&, const Worker&);
+void expert_matmul(const ExpertMatMulArgs&, const Worker&);
+void expert_sum(const ExpertSumArgs&, const Worker&);
 
 extern const Kernels table;
 const Kernels table = {
     MOTLEY_STRING(MOTLEY_ISA), quantize, norm, matmul, rope_table, rope, hadamard_rows, binary, unary, softmax, copy,
     gather, local_ids, repack, unpack, cache_write, attention, attention_join,
+    route, route_weights, expert_group, expert_gather, expert_matmul, expert_sum,
 };
 
 }  // namespace motley::MOTLEY_ISA

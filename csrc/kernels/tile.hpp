@@ -1,49 +1,59 @@
-// The inner products of a matrix × matrix product: kGroups groups of 16 rows × a few tokens, over one panel of columns.
-// The accumulators are (token, 16) for each group; they are read, added to and written back.
+// The inner products of a matrix × matrix product: two groups of rows × a few tokens, over one panel of columns.
+// The accumulators are (token, row) for each group; they are read, added to and written back.
 #pragma once
 #include "panel.hpp"
 
 namespace motley::MOTLEY_ISA {
 
-constexpr int kTileTokens = 6;  // 2 groups × 6 tokens × (whole + float) accumulators: 24 of 32 registers
+// With 32 registers: 2 groups × 6 tokens × (whole + float) accumulators. With 16, the floats are in memory, and the
+// whole ones take 8 beside two vectors of codes, their magnitudes, activations and products.
+constexpr int kTileTokens = kVectorBytes == 64 ? 6 : 4;
+constexpr int kFloatTokens = kVectorBytes == 64 ? 12 : 6;
 
 // y += Σ over steps  scale · dx · Σ code·xcode  -  minimum · Σ x
-template <int Tokens, int Halves>
+template <int Tokens, int Halves, int MaxCode>
 inline void tile_codes(const CodePanel* const panels[2], const Rows& x, int64_t n_columns, int64_t token, int64_t first,
                        int64_t n, float* const out[2]) {
     constexpr int kVectors = 8 / Halves;
     const int64_t n_steps = n_columns / kStep;
-    const int8_t* codes[Tokens];
-    const float* scales[Tokens];
-    const float* sums[Tokens];
-    f32x16 y[2][Tokens];
-    for (int t = 0; t < Tokens; t++) {
-        codes[t] = x.codes + (token + t) * n_columns + first;
-        scales[t] = x.scales + (token + t) * n_steps + first / kStep;
-        sums[t] = (Halves == 2 ? x.half_sums : x.sums) + ((token + t) * n_steps + first / kStep) * Halves;
-        for (int g = 0; g < 2; g++) y[g][t] = load<f32x16>(out[g] + (token + t) * kGroup);
-    }
-    for (int64_t s = 0; s < n / kStep; s++)
+    // One moving pointer for all tokens, and a fixed distance for each token: one pointer per token would need too many
+    // registers.
+    const int8_t* codes = x.codes + token * n_columns + first;
+    const float* scales = x.scales + token * n_steps + first / kStep;
+    const float* sums = (Halves == 2 ? x.half_sums : x.sums) + (token * n_steps + first / kStep) * Halves;
+    const CodePanel::Step* steps[2] = {panels[0]->steps, panels[1]->steps};
+    f32v y[2][Tokens];
+    for (int t = 0; t < Tokens; t++)
+        for (int g = 0; g < 2; g++) y[g][t] = load<f32v>(out[g] + (token + t) * kGroup);
+    for (int64_t s = 0; s < n / kStep; s++) {
         for (int h = 0; h < Halves; h++) {
-            i32x16 acc[2][Tokens] = {};
-            for (int j = h * kVectors; j < (h + 1) * kVectors; j++) {
-                const u8x64 w0 = load<u8x64>(panels[0]->codes[s][j]), w1 = load<u8x64>(panels[1]->codes[s][j]);
-#pragma GCC unroll 8
-                for (int t = 0; t < Tokens; t++) {
-                    const i32x16 four = splat4(codes[t] + s * kStep + 4 * j);
-                    acc[0][t] = dot4(acc[0][t], w0, four);
-                    acc[1][t] = dot4(acc[1][t], w1, four);
-                }
+            const auto four = [&](int t, int j) { return splat4(codes + t * n_columns + 4 * j); };
+            i32v acc[2][Tokens];
+            if constexpr (kCutsFull && MaxCode == kMaxFull) {
+                i32v low[2][Tokens];
+                dot<15, kVectors>(acc, h * kVectors, [&](int g, int j) { return load<u8v>(panels[g]->high[s][j]); }, four);
+                pin_pointer(codes);  // forces a new load: keeping the codes would take 32 registers
+                dot<15, kVectors>(low, h * kVectors, [&](int g, int j) { return load<u8v>(steps[g]->codes[j]); }, four);
+                for (int g = 0; g < 2; g++)
+                    for (int t = 0; t < Tokens; t++) acc[g][t] = (acc[g][t] << 4) + low[g][t];
+            } else {
+                dot<MaxCode, kVectors>(acc, h * kVectors, [&](int g, int j) { return load<u8v>(steps[g]->codes[j]); }, four);
             }
             for (int g = 0; g < 2; g++) {
-                const f32x16 scale = load<f32x16>(panels[g]->scale[s][h]), minimum = load<f32x16>(panels[g]->minimum[s][h]);
+                const f32v scale = load<f32v>(steps[g]->scale[h]), minimum = load<f32v>(steps[g]->minimum[h]);
 #pragma GCC unroll 8
                 for (int t = 0; t < Tokens; t++) {
-                    y[g][t] += to_float(acc[g][t]) * (scale * scales[t][s]);
-                    y[g][t] -= minimum * sums[t][s * Halves + h];
+                    y[g][t] += to_float(acc[g][t]) * (scale * scales[t * n_steps]);
+                    y[g][t] -= minimum * sums[t * n_steps * Halves + h];
                 }
             }
         }
+        codes += kStep;
+        scales++;
+        sums += Halves;
+        steps[0]++;
+        steps[1]++;
+    }
     for (int t = 0; t < Tokens; t++)
         for (int g = 0; g < 2; g++) store(out[g] + (token + t) * kGroup, y[g][t]);
 }
@@ -52,14 +62,14 @@ inline void tile_codes(const CodePanel* const panels[2], const Rows& x, int64_t 
 template <int Tokens>
 inline void tile_floats(const FloatPanel* const panels[2], const Rows& x, int64_t token, int64_t first, int64_t n,
                         float* const out[2]) {
-    f32x16 y[2][Tokens];
+    f32v y[2][Tokens];
     const float* values[Tokens];
     for (int t = 0; t < Tokens; t++) {
         values[t] = x.values + (token + t) * x.stride + first;
-        for (int g = 0; g < 2; g++) y[g][t] = load<f32x16>(out[g] + (token + t) * kGroup);
+        for (int g = 0; g < 2; g++) y[g][t] = load<f32v>(out[g] + (token + t) * kGroup);
     }
     for (int64_t c = 0; c < n; c++) {
-        const f32x16 w0 = load<f32x16>(panels[0]->values[c]), w1 = load<f32x16>(panels[1]->values[c]);
+        const f32v w0 = load<f32v>(panels[0]->values[c]), w1 = load<f32v>(panels[1]->values[c]);
 #pragma GCC unroll 16
         for (int t = 0; t < Tokens; t++) {
             y[0][t] += w0 * values[t][c];

@@ -20,6 +20,7 @@ inline void with_quantized(int format, Visit&& visit) {
         case kQ6_K: return visit(Q6_K{});
         case kIQ4_NL: return visit(IQ4_NL{});
         case kIQ4_XS: return visit(IQ4_XS{});
+        case kMXFP4: return visit(MXFP4{});
     }
 }
 
@@ -32,11 +33,15 @@ inline void with_plain(int format, Visit&& visit) {
     }
 }
 
+// Whether the format is in rows as in a file (rows.hpp), not in groups.
+inline bool is_rows(int format) { return format == kQ8_0Rows; }
+
 inline bool is_plain(int format) { return format == kF32 || format == kF16 || format == kBF16; }
 
-// Bytes of a repacked group of 16 rows.
+// Bytes of a repacked group of rows.
 inline int64_t group_bytes(int format, int64_t n_columns) {
     int64_t bytes = 0;
+    if (is_rows(format)) format = kQ8_0;  // the same number of bytes
     if (is_plain(format)) return n_columns * (format == kF32 ? 4 : 2) * kGroup;
     with_quantized(format, [&](auto f) { bytes = n_columns / f.kColumns * f.kGroupBytes; });
     return bytes;

@@ -1,19 +1,19 @@
-"""Everything a user can cause. One tree, so that `except MotleyError` is enough.
+"""Errors that a user can cause, in one tree: `except MotleyError` catches all of them.
 
 MotleyError
-├── ConfigError       an option or argument that cannot be meant
-├── GGUFError         a model file that is damaged or not what it says
+├── ConfigError       an invalid option or argument
+├── GGUFError         a model file that is damaged or contradicts its header
 ├── ModelError        an architecture or a tensor that Motley cannot run
 ├── TokenizerError    a vocabulary that is missing, damaged or unknown
-├── TemplateError     a chat template that fails, or asks for what it may not have
+├── TemplateError     a chat template that fails, or uses a feature that is not allowed
 ├── GraphError        a graph that breaks a rule of one of its ops
 ├── SplitError        a split that no rule of an op allows
 ├── PlanError         no kernel or not enough memory for a plan
 ├── DeviceError       a device that is unknown, missing or has failed
-├── CacheError        a KV cache request that can never be met
+├── CacheError        a KV cache request that can never be fulfilled
 └── RequestError      a generation request that cannot be served
 
-Asserts are for our own mistakes; these are for everybody else's.
+Asserts are for bugs in Motley; these errors are for wrong input and failing devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 
 class MotleyError(Exception):
-    """What went wrong, where, and (in `hint`) what to do about it."""
+    """Base class. The message says what is wrong and where; `hint` says how to fix it."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -34,11 +34,11 @@ class MotleyError(Exception):
 
 
 class ConfigError(MotleyError):
-    """An option or argument that cannot be meant."""
+    """An invalid option or argument."""
 
 
 class GGUFError(MotleyError):
-    """A model file that is damaged or not what it says."""
+    """A model file that is damaged or contradicts its header."""
 
 
 class ModelError(MotleyError):
@@ -50,7 +50,7 @@ class TokenizerError(MotleyError):
 
 
 class TemplateError(MotleyError):
-    """A chat template that fails, or asks for what it may not have."""
+    """A chat template that fails, or uses a feature that is not allowed."""
 
 
 class GraphError(MotleyError):
@@ -58,7 +58,7 @@ class GraphError(MotleyError):
 
 
 class SplitError(MotleyError):
-    """A split that no rule of an op allows: which op, how its inputs lie, and why that does not do."""
+    """A split that no rule of an op allows: the op, the states of its inputs, and the reason."""
 
     def __init__(self, op: str, states: Sequence[object], why: str, *, hint: str | None = None) -> None:
         lie = f" (inputs are {', '.join(map(str, states))})" if states else ""
@@ -77,7 +77,7 @@ class DeviceError(MotleyError):
 
 
 class CacheError(MotleyError):
-    """A KV cache request that can never be met."""
+    """A KV cache request that can never be fulfilled."""
 
 
 class RequestError(MotleyError):

@@ -1,48 +1,46 @@
-"""`LLM`: a model, ready to answer. The one place where concrete parts are wired together."""
+"""`LLM`: a model, ready to answer."""
 
 from __future__ import annotations
 
 import operator
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from motley.backends import Backend, backend_for, get_backend
-from motley.engine import BareSequence, Completion, Engine, Request, SamplingParams
+from motley.assembly import LoadedModel, Options, load_model
+from motley.engine import (
+    AsyncStream,
+    Completion,
+    Engine,
+    EngineService,
+    RawSequence,
+    Request,
+    SamplingParams,
+    Stream,
+)
+from motley.engine.params import shorten
+from motley.engine.service import closed_error
 from motley.engine.sessions import SessionStore
 from motley.errors import ConfigError, RequestError
-from motley.gguf import read_spec
-from motley.kvcache.manager import CacheManager
+from motley.gguf import ModelSpec
 from motley.kvcache.types import get_cache_type
-from motley.models import read_params
-from motley.runtime import (
-    CacheConfig,
-    DeviceFigures,
-    KVStats,
-    Progress,
-    Runner,
-    cache_figures,
-    default_context,
-    fit_cache,
-    make_crew,
-    split_model,
-)
-from motley.runtime.budget import require_host_memory
+from motley.runtime import CacheConfig, DeviceFigures, KVStats, Progress, cache_figures
 from motley.runtime.exchange import CacheExchange, identity_of
-from motley.runtime.notices import notices
+from motley.runtime.warming import WarmUp
 from motley.text import ChatTemplate, Tokenizer
 from motley.units import parse_bytes
 
 Prompt = str | Sequence[int]
-_MOST, _MOST_THREADS = 2**26, 2**10  # tokens, requests; threads: more is a slip of the finger
+T = TypeVar("T")
 
 
 class LLM:
@@ -51,10 +49,14 @@ class LLM:
     llm = LLM("model.gguf", n_ctx=4096)
     print(llm.generate("Once upon a time", max_tokens=64).text)
 
-    One thread at a time may call it; many requests at once go through `generate([...])` or several streams.
+    Any number of threads and event loops may use it at the same time: one thread of its own runs the model, and all
+    requests share its steps. `generate`, `stream`, `chat` and `stream_chat` have twins for coroutines.
     """
 
+    chosen_devices: str | None  # a sentence about the devices, where they were left to Motley
+    warm_up: WarmUp  # kernels that were compiled for this model
     notices: tuple[str, ...]  # sentences about what was asked for and is done another way
+    details: tuple[str, ...]  # what devices chose by themselves while they loaded
     load_seconds: float  # how long it took to open and load the model
 
     def __init__(
@@ -65,10 +67,13 @@ class LLM:
         cache_type_k: str = "f16",
         cache_type_v: str = "f16",
         backend: str = "auto",
-        devices: str | Sequence[str] = "cpu",
+        devices: str | Sequence[str] = "auto",
         split_mode: str | None = None,
         tensor_split: str | Sequence[float] | None = None,
         device_memory: str | Sequence[str | int] | None = None,
+        split_experts: str = "auto",
+        n_expert_used: int | None = None,
+        n_layer_exit: int | None = None,
         kv_rotation: bool = True,
         kv_block_size: int = 32,
         kv_cache_tokens: int | None = None,
@@ -76,27 +81,26 @@ class LLM:
         kv_cache_demand_paged: bool = False,
         prefix_cache: bool = True,
         n_threads: int | None = None,
-        n_batch: int = 512,
-        n_parallel: int = 8,
+        n_batch: int | None = None,
+        n_parallel: int | None = None,
         progress: Progress | None = None,
+        compiling: Progress | None = None,
     ) -> None:
-        """`n_ctx`: tokens a sequence may have (default: the model's, at most 4096). `n_batch`: tokens per pass.
+        """`n_ctx`: tokens a sequence may have (default: as trained, cut to what fits). `n_batch`: tokens per step
+        (2048 on GPUs, 512 on a CPU). `n_parallel`: requests that run at the same time (128, 8).
 
-        `n_parallel`: requests that run at the same time. `progress(done, total)` is called with bytes while loading.
+        `progress(done, total)` is called with bytes while loading, `compiling(done, total)` with kernels, the first
+        time that a model runs on a kind of GPU.
+        `devices="auto"`: all GPUs, split by tensor and by their free memory; without any, the CPU.
         `devices="cpu,cpu"`, `split_mode="tensor"` (or "layer"), `tensor_split=(3, 1)`: share the model over devices;
         `device_memory=("2GiB", "1GiB")`: what each may use at most. `devices="cpu:0-7,cpu:8+10"` or `"cpu:node0"`: each
         keeps to these cores, or to a NUMA node's. `n_threads`: over all devices that name no cores.
+        `split_experts`: in tensor mode, "ffn" cuts every expert, "whole" gives each device whole ones. `n_expert_used`,
+        `n_layer_exit`: what requests use that do not say (see SamplingParams).
         `cache_type_k`, `cache_type_v`: f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl; quantized ones are rotated
         unless `kv_rotation=False`. `kv_cache_tokens` or `kv_cache_bytes`: a hard limit of the cache.
         """
         started = time.perf_counter()
-        for name, value, most in (
-            ("n_ctx", n_ctx, _MOST),
-            ("n_threads", n_threads, _MOST_THREADS),
-            ("n_batch", n_batch, _MOST),
-            ("n_parallel", n_parallel, _MOST),
-        ):
-            _require_number(name, value, most)
         cache = CacheConfig(
             get_cache_type(cache_type_k),
             get_cache_type(cache_type_v),
@@ -106,41 +110,43 @@ class LLM:
             demand_paged=kv_cache_demand_paged,
             find_prefixes=prefix_cache,
         )
-        get_backend(backend)  # an unknown one is refused before anything is read
-        crew = make_crew(devices, split_mode, tensor_split, device_memory)
-        backends = [backend_for(device.name, backend) for device in crew.devices]
-        self.spec = read_spec(model)
-        params = read_params(self.spec)
-        for device, runs in zip(crew.devices, backends, strict=True):
-            _require_cache(device.name, runs, cache)
-        self.n_ctx = n_ctx or default_context(params)
-        self.tokenizer = Tokenizer.from_spec(self.spec)
-        self.notices = notices(self.spec, params, cache, backends, n_ctx=self.n_ctx, rotates=kv_rotation)
-        self._split = split_model(self.spec, params, crew, cache, n_ctx=self.n_ctx, rotate=kv_rotation)
-        self._fit = fit_cache(self._split, cache, n_batch=n_batch, n_parallel=n_parallel)
-        require_host_memory(crew, self._fit.plan)
-        self._cache = CacheManager(
-            self._fit.plan.group_specs(),
-            cache.block_size,
-            salt=repr(self._split.options).encode(),
-            find_prefixes=cache.find_prefixes,
-        )
-        self._runner = Runner(self._split, backends, self._fit.plan, n_threads=n_threads, progress=progress)
-        self._engine: Engine | None = Engine(
-            self._runner,
-            self._cache,
-            self.tokenizer,
-            n_ctx=self.n_ctx,
-            n_vocab=params.n_vocab,
+        options = Options(
+            cache=cache,
+            n_ctx=n_ctx,
+            n_threads=n_threads,
             n_batch=n_batch,
             n_parallel=n_parallel,
+            backend=backend,
+            devices=devices,
+            split_mode=split_mode,
+            tensor_split=tensor_split,
+            device_memory=device_memory,
+            kv_rotation=kv_rotation,
+            split_experts=split_experts,
+            n_expert_used=n_expert_used,
+            n_layer_exit=n_layer_exit,
         )
+        loaded = load_model(model, options, progress, compiling)
+        self.spec: ModelSpec = loaded.spec
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.n_ctx: int = loaded.n_ctx
+        self.chosen_devices = loaded.chosen
+        self.notices = loaded.notices
+        self.warm_up = loaded.warm_up
+        self.details = loaded.details
+        self._loaded: LoadedModel = loaded
+        self._guest_lock = (
+            threading.Lock()
+        )  # one text is scored or saved at a time: two might wait for each other's room
+        self._service = EngineService(loaded.engine, on_stop=loaded.runner.close)
         self.load_seconds = time.perf_counter() - started
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """From the file, or a plain one; made at the first chat, so that a broken one hinders nothing else."""
         return ChatTemplate.from_spec(self.spec)
+
+    # Answers
 
     @overload
     def generate(
@@ -157,26 +163,41 @@ class LLM:
     def generate(
         self, prompt: Any, *, params: SamplingParams | None = None, **sampling: Any
     ) -> Completion | list[Completion]:
-        """Complete a prompt (text or token ids), or a list of prompts at once. Options: SamplingParams' fields."""
+        """Complete a prompt (text or token ids), or a list of prompts at once. Options: SamplingParams' fields.
+
+        Of a list, an answer that failed has the finish_reason "failed" and its `error`; the others are complete.
+        """
         resolved = _sampling_params(params, sampling)
         if not _is_list_of_prompts(prompt):
             return self.stream(prompt, params=resolved).finish()
-        engine = self._open_engine()
-        requests: list[Request] = []
+        streams = [Stream(self._service, request) for request in self._submit_all(prompt, resolved)]
         try:
-            for each in prompt:
-                requests.append(engine.add(self._tokens(each), resolved))
-            while not all(request.is_finished for request in requests):
-                engine.step()
+            return [stream.result() for stream in streams]
         finally:
-            for request in requests:
-                engine.cancel(request)
-        return [request.completion() for request in requests]
+            for stream in streams:
+                stream.close()
+
+    async def agenerate(self, prompt: Any, *, params: SamplingParams | None = None, **sampling: Any) -> Any:
+        """`generate` for a coroutine. A task that is cancelled cancels its requests."""
+        resolved = _sampling_params(params, sampling)
+        if not _is_list_of_prompts(prompt):
+            return await self.astream(prompt, params=resolved).finish()
+        streams = [AsyncStream(self._service, request) for request in self._submit_all(prompt, resolved)]
+        try:
+            return [await stream.result() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
 
     def stream(self, prompt: Prompt, *, params: SamplingParams | None = None, **sampling: Any) -> Stream:
         """Complete a prompt piece by piece; the pieces are whole characters."""
-        engine = self._open_engine()
-        return Stream(engine, engine.add(self._tokens(prompt), _sampling_params(params, sampling)))
+        return Stream(self._service, self._submit(prompt, _sampling_params(params, sampling)))
+
+    def astream(
+        self, prompt: Prompt, *, params: SamplingParams | None = None, **sampling: Any
+    ) -> AsyncStream:
+        """`stream` for a coroutine: `async for piece in llm.astream(…)`."""
+        return AsyncStream(self._service, self._submit(prompt, _sampling_params(params, sampling)))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, params: SamplingParams | None = None, **sampling: Any
@@ -187,50 +208,79 @@ class LLM:
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], *, params: SamplingParams | None = None, **sampling: Any
     ) -> Stream:
-        resolved = _sampling_params(params, sampling)
-        if not _is_chat(messages):
-            raise RequestError(
-                "a chat is a list of messages", hint='for example [{"role": "user", "content": "Hello"}]'
-            )
-        tokens = self.tokenizer.encode(self.chat_template.render(messages))
+        """`chat`, piece by piece."""
+        return Stream(self._service, self._submit_chat(messages, _sampling_params(params, sampling)))
+
+    async def achat(
+        self, messages: Sequence[Mapping[str, Any]], *, params: SamplingParams | None = None, **sampling: Any
+    ) -> Completion:
+        """`chat` for a coroutine."""
+        return await self.astream_chat(messages, params=params, **sampling).finish()
+
+    def astream_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, params: SamplingParams | None = None, **sampling: Any
+    ) -> AsyncStream:
+        """`stream_chat` for a coroutine."""
+        return AsyncStream(self._service, self._submit_chat(messages, _sampling_params(params, sampling)))
+
+    def logits(
+        self, tokens: Prompt, *, n_expert_used: int | None = None, n_layer_exit: int | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Raw logits (tokens, vocab): row i predicts what follows token i. The prefix cache is not used.
+
+        `n_expert_used`, `n_layer_exit`: see SamplingParams.
+        """
+        ids = self._tokens(tokens)
         engine = self._open_engine()
-        request = engine.add(tokens, resolved.with_stops(self.chat_template.stops), continues_prompt=False)
-        return Stream(engine, request)
+        engine.check_length(ids)
+        effort = engine.efforts.choose(n_expert_used, n_layer_exit)
+        with self._guest_lock, RawSequence(self._service, engine, is_guest=True, effort=effort) as sequence:
+            result: npt.NDArray[np.float32] = sequence.feed(ids).numpy()
+            return result
 
-    def logits(self, tokens: Prompt) -> npt.NDArray[np.float32]:
-        """Raw logits (tokens, vocab): row i predicts what follows token i."""
-        result: npt.NDArray[np.float32] = self._open_engine().logits(self._tokens(tokens)).numpy()
-        return result
-
-    def bare_sequence(self) -> BareSequence:
+    def raw_sequence(
+        self, *, n_expert_used: int | None = None, n_layer_exit: int | None = None
+    ) -> RawSequence:
         """A sequence to be fed by hand: tokens in, logits out, no sampling."""
-        return self._open_engine().bare_sequence()
+        engine = self._open_engine()
+        return RawSequence(self._service, engine, effort=engine.efforts.choose(n_expert_used, n_layer_exit))
+
+    # Figures
+
+    @property
+    def n_expert_used(self) -> int:
+        """Experts that each token uses where a request does not say; 0 for a dense model."""
+        experts, chosen = self._loaded.split.params.experts, self._loaded.engine.efforts.default.n_experts
+        return 0 if experts is None else chosen or experts.n_used
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, KV cache and activations, over all devices."""
-        self._open_engine()
         totals: dict[str, int] = {}
-        for device in self._runner.memory():
+        for device in self._call(self._loaded.runner.memory):
             for purpose, n_bytes in device.items():
                 totals[purpose] = totals.get(purpose, 0) + n_bytes
         return totals
 
     def device_memory(self) -> dict[str, dict[str, int]]:
         """The same for each device, by its name."""
-        self._open_engine()
-        labels = [self._split.crew.label(i) for i in range(len(self._split.crew))]
-        return dict(zip(labels, self._runner.memory(), strict=True))
+        crew = self._loaded.split.crew
+        labels = [crew.label(i) for i in range(len(crew))]
+        return dict(zip(labels, self._call(self._loaded.runner.memory), strict=True))
 
     def kv_stats(self) -> KVStats:
         """The KV cache: its layout and what a token costs, blocks and tokens in use, bytes on each device."""
-        self._open_engine()
-        arenas = self._runner.arenas
+        return self._call(self._kv_stats)
+
+    def _kv_stats(self) -> KVStats:
+        loaded, arenas = self._loaded, self._loaded.runner.arenas
         allocated = [sum(groups) for groups in zip(*(arena.group_bytes() for arena in arenas), strict=True)]
         devices = tuple(
-            DeviceFigures(self._split.crew.label(i), arena.n_bytes, arena.n_resident)
+            DeviceFigures(loaded.split.crew.label(i), arena.n_bytes, arena.n_resident)
             for i, arena in enumerate(arenas)
         )
-        return KVStats(cache_figures(self._split, self._fit, allocated), self._cache.stats(), devices)
+        return KVStats(cache_figures(loaded.split, loaded.fit, allocated), loaded.cache.stats(), devices)
+
+    # Sessions
 
     def save_session(self, path: str | os.PathLike[str], prompt: Prompt) -> int:
         """Write the KV cache of a prompt (text or token ids) to a file, and return its size in bytes.
@@ -238,37 +288,47 @@ class LLM:
         What the prefix cache has of it is not computed again, so after an answer `prompt + answer.tokens` costs little.
         """
         tokens = self._tokens(prompt)
-        with self._open_engine().computed(tokens) as sequence:
-            return self._sessions.save(Path(path), sequence, tokens)
+        engine = self._open_engine()
+        engine.check_length(tokens)
+        with self._guest_lock, RawSequence(self._service, engine, prefix=tokens, is_guest=True) as raw:
+            if rest := tokens[raw.n_cached :]:
+                raw.feed(rest, n_outputs=0)
+            assert raw.sequence is not None, "it is open"
+            return self._call(lambda: self._sessions).save(Path(path), raw.sequence, tokens)
 
     def load_session(self, path: str | os.PathLike[str]) -> list[int]:
         """Bring a saved cache back, under any split and crew of the same model. Returns its tokens: a prompt that
         begins with them finds them in the prefix cache. CacheError for a file that is damaged or for another model.
         """
         self._open_engine()
-        if not self._fit.plan.config.find_prefixes:
+        if not self._loaded.fit.plan.config.find_prefixes:
             raise ConfigError(
                 "a session is loaded into the prefix cache, which is off", hint="prefix_cache=True"
             )
-        return self._sessions.load(Path(path), self.n_ctx, self._split.params.n_vocab)
+        n_vocab = self._loaded.split.params.n_vocab
+        with self._guest_lock:
+            return self._call(lambda: self._sessions).load(Path(path), self.n_ctx, n_vocab)
 
     @cached_property
     def _sessions(self) -> SessionStore:
-        plan = self._fit.plan
-        groups = {layer: i for i, group in enumerate(plan.groups) for layer in group.layers}
+        loaded = self._loaded
+        salt = loaded.engine.efforts.default.salt
         return SessionStore(
-            identity_of(self._split, plan),
-            CacheExchange(self._split, plan, self._runner.arenas),
-            self._cache,
-            [groups[layer] for layer in sorted(groups)],
+            self._service,
+            loaded.engine,
+            identity_of(loaded.split, loaded.fit.plan, salt),
+            CacheExchange(loaded.split, loaded.fit.plan, loaded.runner.arenas),
+            loaded.fit.plan.group_of_layers(),
+            salt,
         )
 
+    # Its life
+
     def close(self) -> None:
-        """Give the memory back. Calling it again does nothing; everything else is an error from now on."""
-        if self._engine is not None:
-            self._engine.close()
-            self._runner.close()
-        self._engine = None
+        """Give the memory back; requests that still run end with an error. Calling it again does nothing; everything
+        else is an error from now on.
+        """
+        self._service.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -279,80 +339,47 @@ class LLM:
         self.close()
 
     def _open_engine(self) -> Engine:
-        if self._engine is None:
-            raise RequestError("this LLM is closed", hint="make a new one")
-        return self._engine
+        if not self._service.is_open:
+            raise closed_error()
+        return self._loaded.engine
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
+    def _call(self, work: Callable[[], T]) -> T:
+        return self._service.call(work)
+
+    def _submit(self, prompt: Prompt, params: SamplingParams, *, continues_prompt: bool = True) -> Request:
+        """Queue a prompt."""
+        request = self._open_engine().new_request(
+            self._tokens(prompt, params.parse_special), params, continues_prompt=continues_prompt
+        )
+        self._service.submit(request)
+        return request
+
+    def _submit_all(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
+        """Queue several prompts: all of them, or none if one is refused."""
+        engine = self._open_engine()
+        ids = [self._tokens(prompt, params.parse_special) for prompt in prompts]
+        requests = [engine.new_request(tokens, params) for tokens in ids]
+        for request in requests:
+            self._service.submit(request)
+        return requests
+
+    def _submit_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams) -> Request:
+        if not _is_chat(messages):
+            raise RequestError(
+                "a chat is a list of messages", hint='for example [{"role": "user", "content": "Hello"}]'
+            )
+        tokens = self.tokenizer.encode_marked(self.chat_template.render_marked(messages))
+        return self._submit(tokens, params.with_stops(self.chat_template.stops), continues_prompt=False)
+
+    def _tokens(self, prompt: Prompt, parse_special: bool = True) -> list[int]:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt, parse_special=parse_special)
+        if isinstance(prompt, bytes | bytearray | Mapping | Set):
+            raise RequestError(f"a prompt is text or a list of token ids, not {shorten(prompt)}")
         try:
             return [operator.index(token) for token in prompt]
         except TypeError:
             raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r:.60}") from None
-
-
-class Stream(Iterator[str]):
-    """Pieces of an answer as they come. Close it to cancel the request; `completion` is there when it has ended."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine = engine
-        self._request = request
-
-    def __next__(self) -> str:
-        for piece in self.until(lambda: False):
-            return piece
-        raise StopIteration
-
-    def until(self, is_enough: Callable[[], bool]) -> Iterator[str]:
-        """The pieces until `is_enough()`, which is asked between passes through the model: in a long prompt, too."""
-        while not is_enough():
-            if piece := self._request.text.take():
-                yield piece
-            elif not self._request.is_finished:
-                self.step()
-            elif self._request.error is not None:
-                raise self._request.error
-            else:
-                return
-
-    def step(self) -> None:
-        """One pass through the model; a piece may or may not come of it."""
-        try:
-            self._engine.step()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Cancel the request, if it still runs."""
-        self._engine.cancel(self._request)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()  # whoever stops reading does not want the rest
-
-    def finish(self) -> Completion:
-        """Run to the end."""
-        for _ in self:
-            pass
-        return self.completion
-
-    @property
-    def completion(self) -> Completion:
-        """The whole answer, once the stream has ended or been closed."""
-        if not self._request.is_finished:
-            raise RequestError(
-                "the answer is not complete yet", hint="read the stream to its end, or close it"
-            )
-        return self._request.completion()
 
 
 def _is_list_of_prompts(prompt: Any) -> bool:
@@ -366,23 +393,10 @@ def _is_chat(messages: Any) -> bool:
 def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:
     if params is not None and sampling:
         raise RequestError("give either params or sampling options by name, not both")
+    if params is not None and not isinstance(params, SamplingParams):
+        raise RequestError(f"params is {shorten(params)}", hint="it must be a SamplingParams")
     known = [field.name for field in fields(SamplingParams)]
     unknown = sorted(set(sampling) - set(known))
     if unknown:
         raise RequestError(f"unknown option {unknown[0]!r}", hint=f"there are: {', '.join(known)}")
     return params or SamplingParams(**sampling)
-
-
-def _require_cache(device: str, backend: Backend, cache: CacheConfig) -> None:
-    """Before anything is loaded, as this fails at the first batch otherwise."""
-    reason = backend.refuses_cache(cache.k_type.name, cache.v_type.name, cache.block_size)
-    if reason is not None:
-        raise ConfigError(
-            f"{device}: {reason}", hint="other --cache-type-k/-v or --kv-block-size, or the CPU"
-        )
-
-
-def _require_number(name: str, value: int | None, most: int) -> None:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_number and 1 <= value <= most):
-        raise ConfigError(f"{name} is {value!r:.60}", hint=f"it must be a whole number from 1 to {most}")

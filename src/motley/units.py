@@ -1,4 +1,4 @@
-"""Amounts of memory as people write and read them."""
+"""Byte counts as text: parsing and formatting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_bytes(value: str | int) -> int:
-    """`2GiB`, `512M`, `1.5 GB` (all powers of 1024) or a number of bytes."""
+    """The number of bytes in a text: `2GiB`, `512M`, `1.5 GB` (all powers of 1024) or a number of bytes."""
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", str(value))
     n_bytes = 0 if match is None else int(Fraction(match[1]) * _UNITS.get(match[2].upper(), 0))
     if n_bytes <= 0:
@@ -23,7 +23,7 @@ def parse_bytes(value: str | int) -> int:
 
 
 def show_bytes(n_bytes: float) -> str:
-    """1536 → '1.5 KiB'."""
+    """A byte count as text: 1536 → '1.5 KiB'."""
     if n_bytes < 1024:
         return f"{n_bytes:.0f} B"
     n = 1

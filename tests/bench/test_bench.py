@@ -6,6 +6,7 @@ import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from motley import LLM
-from motley.bench import Measurement, Workload, bandwidth, measure, shapes, write_random_model
+from motley.bench import Measurement, Workload, bandwidth, measure, random_model, shapes, write_random_model
 from motley.bench.measure import cache_bytes
 from motley.cli import app
 from motley.errors import ConfigError
@@ -25,7 +26,7 @@ TINY = shapes.Shape(2, 64, 128, 4, 2, 32, 300, n_ctx=512)
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(shapes, "SHAPES", {"tiny": TINY})
+    monkeypatch.setattr(random_model, "SHAPES", {"tiny": TINY})
     file = tmp_path_factory.mktemp("bench") / "tiny.gguf"
     write_random_model(file, "tiny", "Q8_0")
     monkeypatch.undo()
@@ -54,7 +55,7 @@ def test_every_workload_is_timed_as_often_as_asked(path: Path) -> None:
 def test_what_depth_is_filled_with_is_found_by_nobody(path: Path) -> None:
     with LLM(path, n_ctx=128, n_parallel=2) as llm:
         alone = llm.generate([0] * 40, max_tokens=4, temperature=0).tokens
-        with llm.bare_sequence() as sequence:
+        with llm.raw_sequence() as sequence:
             sequence.pretend(64)
         with LLM(path, n_ctx=128, n_parallel=2) as fresh:
             assert fresh.generate([0] * 40, max_tokens=4, temperature=0).tokens == alone
@@ -62,7 +63,7 @@ def test_what_depth_is_filled_with_is_found_by_nobody(path: Path) -> None:
 
 
 def test_decoding_follows_the_likeliest_token(path: Path) -> None:
-    with LLM(path, n_ctx=128) as llm, llm.bare_sequence() as a, llm.bare_sequence() as b:
+    with LLM(path, n_ctx=128) as llm, llm.raw_sequence() as a, llm.raw_sequence() as b:
         token = 5
         for _ in range(4):
             following = int(a.feed([token]).argmax())
@@ -111,21 +112,41 @@ def test_all_threads_of_the_cpu_devices_read(monkeypatch: pytest.MonkeyPatch) ->
     assert asked == [6]
 
 
-def test_more_threads_than_cores_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "_CPU_BYTES", 4 * bandwidth._COLUMNS)
+@pytest.mark.parametrize("is_native", [False, True])
+def test_more_threads_than_cores_take_no_more_memory(
+    is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_native and not bandwidth.is_available():
+        pytest.skip("the native module is not built")
+    monkeypatch.setattr(bandwidth, "is_available", lambda: is_native)
+    monkeypatch.setattr(bandwidth, "_CPU_BYTES", 2**23)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    made = []
+    n_bytes = 0
     ones = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda *shape: made.append(shape) or ones(*shape))
+
+    def count(*shape: int, **options: Any) -> torch.Tensor:
+        nonlocal n_bytes
+        made = ones(*shape, **options)
+        n_bytes += made.nbytes
+        return made
+
+    monkeypatch.setattr(torch, "ones", count)
     assert bandwidth.cpu_bandwidth(10**9) > 0
-    assert len(made) == 3  # a matrix for each core, and the vector
+    assert 2 * 2**23 <= n_bytes < 2.5 * 2**23  # a share for each core, and a vector
+
+
+def test_the_cpus_bandwidth_is_the_best_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not bandwidth.is_available():
+        pytest.skip("the native module is not built")
+    monkeypatch.setattr(bandwidth, "measure", lambda *_, **__: {"one": 3.0, "best": 7.0, "other": 5.0})
+    assert bandwidth.cpu_bandwidth(1) == 7.0
 
 
 def test_random_models_of_several_formats_are_kept_in_the_users_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(shapes, "SHAPES", {"tiny": TINY})
+    monkeypatch.setattr(random_model, "SHAPES", {"tiny": TINY})
     command = ["bench", "--shape", "tiny", "--weights", "q8_0,F16", "-p", "0", "-n", "1", "-r", "1"]
     result = CliRunner().invoke(app, [*command, "--json"])
     assert result.exit_code == 0, result.output
@@ -143,7 +164,7 @@ def test_a_model_that_could_not_be_written_whole_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(shapes.gguf.GGUFWriter, "write_tensor_data", fail)
+    monkeypatch.setattr(random_model.gguf.GGUFWriter, "write_tensor_data", fail)
     result = CliRunner().invoke(app, ["bench", "--shape", "llama-15m"])
     assert result.exit_code == 2
     assert "No space left" in result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from pathlib import Path
@@ -11,11 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gguf
-from motley.bundled import bundled_model_path, is_recalled, make_recall_prompts
+from motley.bundled import (
+    bundled_draft_path,
+    bundled_experts_path,
+    bundled_model_path,
+    is_recalled,
+    make_recall_prompts,
+)
 from motley.bundled.recall import CODAS, ONSETS, VOWELS, RecallPrompt, is_held_out, pseudo_word, secret
 from motley.errors import ConfigError
 
-MAX_BYTES = 12_000_000
+MAX_BYTES, MAX_DRAFT_BYTES, MAX_EXPERTS_BYTES = 16_000_000, 6_000_000, 12_000_000
 SECRET = re.compile(r"The secret of (\w+) is (\w+)\.")
 
 
@@ -38,8 +45,31 @@ def reader() -> gguf.GGUFReader:
     return gguf.GGUFReader(bundled_model_path())
 
 
-def test_file_is_small_enough_for_the_wheel() -> None:
+def test_files_are_small_enough_for_the_wheel() -> None:
     assert bundled_model_path().stat().st_size <= MAX_BYTES
+    assert bundled_draft_path().stat().st_size <= MAX_DRAFT_BYTES
+    assert bundled_experts_path().stat().st_size <= MAX_EXPERTS_BYTES
+
+
+@pytest.mark.parametrize("path", [bundled_model_path(), bundled_draft_path(), bundled_experts_path()])
+def test_the_card_names_each_file_by_its_checksum(path: Path) -> None:
+    card = (path.parent / "MODEL_CARD.md").read_text(encoding="utf-8")
+    assert path.name in card
+    assert hashlib.sha256(path.read_bytes()).hexdigest() in card
+
+
+def test_siblings_share_the_vocabulary_and_the_chat_template(reader: gguf.GGUFReader) -> None:
+    for path in (bundled_draft_path(), bundled_experts_path()):
+        sibling = gguf.GGUFReader(path)
+        for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_template"):
+            assert sibling.fields[key].contents() == reader.fields[key].contents()
+
+
+def test_the_sibling_of_experts_uses_four_of_sixteen() -> None:
+    fields = gguf.GGUFReader(bundled_experts_path()).fields
+    assert fields["general.architecture"].contents() == "qwen3moe"
+    assert fields["qwen3moe.expert_count"].contents() == 16
+    assert fields["qwen3moe.expert_used_count"].contents() == 4
 
 
 def test_architecture_is_a_llama_with_grouped_queries(reader: gguf.GGUFReader) -> None:
@@ -50,14 +80,14 @@ def test_architecture_is_a_llama_with_grouped_queries(reader: gguf.GGUFReader) -
     assert field("llama.attention.key_length") == field("llama.attention.value_length") == 64
     assert field("llama.attention.head_count") == 8
     assert field("llama.attention.head_count_kv") == 4
-    assert field("llama.block_count") == 6
+    assert field("llama.block_count") == 8
     assert field("llama.context_length") == 4096
     assert field("tokenizer.ggml.add_bos_token") is True
 
 
 def test_matrices_are_packed_and_their_rows_fill_whole_blocks(reader: gguf.GGUFReader) -> None:
     matrices = [tensor for tensor in reader.tensors if len(tensor.shape) == 2]
-    assert len(matrices) == 1 + 7 * 6
+    assert len(matrices) == 1 + 7 * 8
     assert {tensor.tensor_type for tensor in matrices} == {gguf.GGMLQuantizationType.Q8_0}
     assert all(tensor.shape[0] % 32 == 0 for tensor in matrices)
 

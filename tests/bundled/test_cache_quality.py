@@ -1,15 +1,18 @@
-"""What quantized caches cost the bundled model, on text that it was not trained on."""
+"""What quantized caches cost the bundled models, on text that they were not trained on."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from training.evaluate import FRESH_SEED, held_out_stories
 
-from motley.bundled import bundled_model_path
+from motley.bundled import bundled_model_path, measuring_model_path
 from motley.gguf import read_spec
-from motley.quality import CacheChoice, Exam, Report, measure_types
+from motley.quality import CacheChoice, Evaluation, Report, measure_types
 from motley.text import Tokenizer
+
+pytestmark = pytest.mark.slow
 
 HELD_OUT = 80_000  # characters at the end of War and Peace: within the 5 % that training never sees
 Q8_0, Q4_0 = (CacheChoice(kind, kind, is_rotated=True) for kind in ("q8_0", "q4_0"))
@@ -17,10 +20,30 @@ Q8_0, Q4_0 = (CacheChoice(kind, kind, is_rotated=True) for kind in ("q8_0", "q4_
 
 @pytest.fixture(scope="module")
 def report(shared: Path) -> Report:
+    """On books, with the model that was trained on them."""
     book = (shared / "data" / "corpora" / "war-and-peace.txt").read_text(encoding="utf-8")
+    tokenizer = Tokenizer.from_spec(read_spec(measuring_model_path()))
+    evaluation = Evaluation.of(tokenizer, book[-HELD_OUT:], n_ctx=2048, max_chunks=2, n_needles=2)
+    return measure_types(measuring_model_path(), evaluation, [Q8_0, Q4_0])
+
+
+@pytest.fixture(scope="module")
+def stories() -> Report:
+    """The same on the kind of text that the model is made for."""
     tokenizer = Tokenizer.from_spec(read_spec(bundled_model_path()))
-    exam = Exam.of(tokenizer, book[-HELD_OUT:], n_ctx=2048, max_chunks=2, n_needles=2)
-    return measure_types(bundled_model_path(), exam, [Q8_0, Q4_0])
+    text = held_out_stories(60, FRESH_SEED)
+    evaluation = Evaluation.of(tokenizer, text, n_ctx=2048, max_chunks=4, n_needles=0)
+    return measure_types(bundled_model_path(), evaluation, [Q8_0, Q4_0])
+
+
+def test_on_stories_q8_0_changes_next_to_nothing(stories: Report) -> None:
+    q8_0 = stories.types[0]
+    assert abs(q8_0.perplexity_change) < 0.002
+    assert q8_0.divergence.same_top > 0.98
+
+
+def test_on_stories_q4_0_costs_less_than_a_hundredth_of_perplexity(stories: Report) -> None:
+    assert stories.types[1].perplexity_change < 0.01
 
 
 def test_q8_0_costs_less_than_a_thousandth_of_perplexity(report: Report) -> None:

@@ -44,8 +44,10 @@ def test_a_dense_layer_needs_two_all_reduces_and_the_model_one_gather(
     assert sum(row["bytes_per_token"] for row in rows) == contents["bytes_per_token"]
 
 
-def test_the_rotation_of_keys_and_values_is_shown_and_needs_no_word_between_devices(shared: Path) -> None:
-    path = shared / "golden" / "llama" / "model.gguf"
+def test_the_rotation_of_keys_and_values_is_shown_and_needs_no_word_between_devices(
+    random_llama: Path,
+) -> None:
+    path = random_llama
     plain, rotated = (
         explained(path, "--device", "cpu,cpu", "-sm", "tensor", "-ctk", kind, "-ctv", kind)
         for kind in ("f16", "q4_0")
@@ -60,9 +62,8 @@ def test_the_rotation_of_keys_and_values_is_shown_and_needs_no_word_between_devi
     assert rotated["collectives"] == plain["collectives"]
 
 
-def test_bytes_on_devices_follow_the_proportions(shared: Path) -> None:
-    path = shared / "golden" / "llama" / "model.gguf"
-    contents = explained(path, "--device", "cpu,cpu", "-sm", "tensor", "-ts", "3,1")
+def test_bytes_on_devices_follow_the_proportions(random_llama: Path) -> None:
+    contents = explained(random_llama, "--device", "cpu,cpu", "-sm", "tensor", "-ts", "3,1")
     assert [d["asked"] for d in contents["devices"]] == [0.75, 0.25]
     assert contents["devices"][0]["achieved"] == pytest.approx(0.75, abs=0.03)
     weights = [t for section in contents["sections"] for t in section["tensors"] if t["kind"] == "weight"]
@@ -70,14 +71,13 @@ def test_bytes_on_devices_follow_the_proportions(shared: Path) -> None:
         assert sum(t["bytes"][i] for t in weights) == device["weights"]
 
 
-def test_whole_layers_need_no_sums(shared: Path) -> None:
-    path = shared / "golden" / "llama" / "model.gguf"
-    contents = explained(path, "--device", "cpu,cpu,cpu", "-sm", "layer")
+def test_whole_layers_need_no_sums(random_llama: Path) -> None:
+    contents = explained(random_llama, "--device", "cpu,cpu,cpu", "-sm", "layer")
     assert contents["collectives"] == {"send": 2, "broadcast": 1}
 
 
-def test_the_table_names_layers_states_and_reasons(shared: Path) -> None:
-    path = str(shared / "golden" / "llama" / "model.gguf")
+def test_the_table_names_layers_states_and_reasons(random_llama: Path) -> None:
+    path = str(random_llama)
     output = CliRunner().invoke(app, ["explain", path, "--device", "cpu,cpu", "-sm", "tensor"]).output
     assert "blk.0.attn_q.weight" in output
     assert "split[0] 0²⁵⁶ 1²⁵⁶" in output
@@ -89,8 +89,8 @@ def test_the_table_names_layers_states_and_reasons(shared: Path) -> None:
     assert "8 all_reduce, 1 all_gather" in output
 
 
-def test_the_picture_is_valid_and_has_a_colour_for_each_device(shared: Path, tmp_path: Path) -> None:
-    path = str(shared / "golden" / "phi3" / "model.gguf")
+def test_the_picture_is_valid_and_has_a_colour_for_each_device(random_gemma3: Path, tmp_path: Path) -> None:
+    path = str(random_gemma3)
     picture = tmp_path / "split.svg"
     flags = ["--device", "cpu,cpu,cpu", "-sm", "tensor", "-ts", "2,1,1", "--svg", str(picture)]
     assert CliRunner().invoke(app, ["explain", path, *flags]).exit_code == 0
@@ -98,8 +98,8 @@ def test_the_picture_is_valid_and_has_a_colour_for_each_device(shared: Path, tmp
     assert len({box.get("fill") for box in boxes} - {"white"}) == 3
 
 
-def test_what_cannot_be_meant_is_refused(shared: Path) -> None:
-    path = str(shared / "golden" / "llama" / "model.gguf")
+def test_what_cannot_be_meant_is_refused(random_llama: Path) -> None:
+    path = str(random_llama)
     for flags, message in (
         (["--device", "cpu,tpu"], "unknown device 'tpu'"),
         (["--device", "cpu,cpu", "-sm", "rows"], "unknown split mode 'rows'"),

@@ -15,8 +15,8 @@ Motley = Callable[..., Result]
 
 
 @pytest.fixture
-def path(shared: Path) -> str:
-    return str(shared / "golden" / "llama" / "model.gguf")
+def path(random_llama: Path) -> str:
+    return str(random_llama)
 
 
 def test_a_plan_as_tables(motley: Motley, path: str) -> None:

@@ -13,7 +13,7 @@ from typer.testing import Result
 
 from motley.bundled import bundled_model_path
 from motley.cli.quality_plot import draw
-from motley.quality import CacheChoice, Divergence, Exam, Recall, Report, TypeQuality, Verdict
+from motley.quality import CacheChoice, Divergence, Evaluation, Recall, Report, TypeQuality, Verdict
 
 Motley = Callable[..., Result]
 TEXT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. " * 4
@@ -21,8 +21,8 @@ SMALL = ("-p", TEXT, "-c", "32", "--chunks", "2")
 
 
 @pytest.fixture(scope="module")
-def stories(shared: Path) -> str:
-    return str(shared / "data" / "models" / "stories260K" / "stories260K.gguf")
+def tiny(random_narrow: Path) -> str:
+    return str(random_narrow)
 
 
 def quality(choice: CacheChoice, kl: float, change: float, recall: Recall | None = None) -> TypeQuality:
@@ -48,34 +48,36 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the command would have measured; it gets REPORT instead."""
     seen: dict[str, Any] = {}
 
-    def measure_types(path: Path, exam: Exam, choices: list[CacheChoice], **options: Any) -> Report:
-        seen.update(path=path, exam=exam, choices=choices, **options)
+    def measure_types(
+        path: Path, evaluation: Evaluation, choices: list[CacheChoice], **options: Any
+    ) -> Report:
+        seen.update(path=path, evaluation=evaluation, choices=choices, **options)
         return REPORT
 
     monkeypatch.setattr("motley.cli.kv_quality.measure_types", measure_types)
     return seen
 
 
-def test_a_real_model_gets_a_verdict_for_each_type(motley: Motley, stories: str, tmp_path: Path) -> None:
+def test_a_real_model_gets_a_verdict_for_each_type(motley: Motley, tiny: str, tmp_path: Path) -> None:
     plot = tmp_path / "kv.svg"
-    result = motley("kv-quality", stories, *SMALL, "--types", "f16,q8_0", "--json", "--plot", str(plot))
+    result = motley("kv-quality", tiny, *SMALL, "--types", "f16,q8_0", "--json", "--plot", str(plot))
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert (report["n_ctx"], report["scored_tokens"]) == (32, 30)
     assert [row["choice"] for row in report["types"]] == [
         {"k": "f16", "v": "f16", "is_rotated": False},
-        {"k": "q8_0", "v": "q8_0", "is_rotated": False},  # heads of 8 dims are not rotated
+        {"k": "q8_0", "v": "q8_0", "is_rotated": False},  # heads of 24 dims are not rotated
     ]
     f16, q8_0 = report["types"]
     assert f16["verdict"] == "as good as f16"
     assert 0 < f16["divergence"]["kl_mean"] < q8_0["divergence"]["kl_mean"]
-    assert f16["bytes_per_token"] == 5 * 4 * 8 * 2 * 2
+    assert f16["bytes_per_token"] == 2 * 2 * 24 * 2 * 2
     assert "no rotation fits" in result.stderr
     assert ET.parse(plot).getroot().tag.endswith("svg")
 
 
-def test_the_table_has_a_line_for_each_type(motley: Motley, stories: str, asked: dict[str, Any]) -> None:
-    result = motley("kv-quality", stories, *SMALL)
+def test_the_table_has_a_line_for_each_type(motley: Motley, tiny: str, asked: dict[str, Any]) -> None:
+    result = motley("kv-quality", tiny, *SMALL)
     assert result.exit_code == 0, result.stderr
     lines = [" ".join(line.split()) for line in result.stdout.splitlines() if "%" in line]
     assert lines[1:] == [
@@ -86,9 +88,9 @@ def test_the_table_has_a_line_for_each_type(motley: Motley, stories: str, asked:
 
 
 def test_flags_choose_types_rotation_baseline_and_crew(
-    motley: Motley, shared: Path, asked: dict[str, Any]
+    motley: Motley, random_llama: Path, asked: dict[str, Any]
 ) -> None:
-    model = str(shared / "golden" / "llama" / "model.gguf")
+    model = str(random_llama)
     flags = "--types q8_0,f16 --rotation on --baseline f16 --device cpu,cpu -sm tensor -ts 3,1 --backend reference"
     result = motley("kv-quality", model, *SMALL, *flags.split())
     assert result.exit_code == 0, result.stderr
@@ -96,17 +98,24 @@ def test_flags_choose_types_rotation_baseline_and_crew(
     assert asked["baseline"] == CacheChoice("f16", "f16")
     assert (asked["devices"], asked["split_mode"], asked["tensor_split"]) == ("cpu,cpu", "tensor", "3,1")
     assert asked["backend"] == "reference"
-    assert (asked["exam"].n_ctx, len(asked["exam"].chunks), asked["exam"].needles) == (32, 2, ())
+    assert (asked["evaluation"].n_ctx, len(asked["evaluation"].chunks), asked["evaluation"].needles) == (
+        32,
+        2,
+        (),
+    )
 
 
-def test_the_bundled_model_is_asked_for_needles(motley: Motley, shared: Path, asked: dict[str, Any]) -> None:
-    book = shared / "data" / "corpora" / "frankenstein.txt"
+def test_the_bundled_model_is_asked_for_needles(
+    motley: Motley, tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("It was a dark night. The wind was loud. She went to the door. " * 200)
     args = ("kv-quality", "-f", str(book), "-c", "256", "--chunks", "1", "--needles", "3")
     assert motley(*args).exit_code == 0
     assert asked["path"] == bundled_model_path()
-    assert len(asked["exam"].needles) == 3
+    assert len(asked["evaluation"].needles) == 3
     assert motley(*args, "--no-recall").exit_code == 0
-    assert asked["exam"].needles == ()
+    assert asked["evaluation"].needles == ()
 
 
 @pytest.mark.parametrize(
@@ -122,9 +131,9 @@ def test_the_bundled_model_is_asked_for_needles(motley: Motley, shared: Path, as
     ],
 )
 def test_what_cannot_be_measured_is_an_error(
-    motley: Motley, stories: str, args: tuple[str, ...], message: str
+    motley: Motley, tiny: str, args: tuple[str, ...], message: str
 ) -> None:
-    result = motley("kv-quality", stories, *args)
+    result = motley("kv-quality", tiny, *args)
     assert result.exit_code == 2
     assert message in result.stderr
 

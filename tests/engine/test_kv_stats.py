@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engine.by_hand import stepped_by_hand
 
 from motley import LLM
 from motley.errors import ConfigError
 from motley.kvcache.types import CACHE_TYPES
 from motley.runtime import KVStats
 
-LAYERS, HEADS, DIM = 4, 2, 64  # of the golden llama
+LAYERS, HEADS, DIM = 4, 2, 64  # of `random_llama`
 
 
 @pytest.fixture(scope="module")
-def path(shared: Path) -> Path:
-    return shared / "golden" / "llama" / "model.gguf"
+def path(random_llama: Path) -> Path:
+    return random_llama
 
 
 def open_llm(path: Path, **options: Any) -> LLM:
@@ -49,27 +50,28 @@ def test_an_idle_cache_is_all_layout(path: Path) -> None:
 
 
 def test_blocks_tokens_and_waste_follow_a_running_request(llm: LLM) -> None:
-    stream = llm.stream(list(range(3, 53)), max_tokens=5, temperature=0, ignore_eos=True)
-    next(stream)
-    stats = llm.kv_stats()
-    n_computed = stats.n_tokens
-    assert n_computed >= 50
-    assert stats.n_blocks_used == 4
-    assert stats.waste_percent == pytest.approx(100 * (64 - n_computed) / 64)
-    stream.close()
-    after = llm.kv_stats()
+    with stepped_by_hand(llm) as step:
+        stream = llm.stream(list(range(3, 53)), max_tokens=5, temperature=0, ignore_eos=True)
+        step(1)
+        stats = llm.kv_stats()
+        assert stats.n_tokens == 50
+        assert stats.n_blocks_used == 4
+        assert stats.waste_percent == pytest.approx(100 * (64 - 50) / 64)
+        stream.close()
+        after = llm.kv_stats()
     assert (after.n_blocks_used, after.n_tokens) == (0, 0)
     assert after.use.groups[0].n_cached == 4
 
 
 def test_a_second_request_with_the_same_prompt_shares_blocks_and_is_a_hit(llm: LLM) -> None:
     prompt = list(range(100, 164))
-    first = llm.stream(prompt, max_tokens=9, temperature=0, ignore_eos=True)
-    next(first)
-    before = llm.kv_stats().use.prefix
-    second = llm.stream(prompt, max_tokens=9, temperature=0, ignore_eos=True)
-    next(second)
-    stats = llm.kv_stats()
+    with stepped_by_hand(llm) as step:
+        first = llm.stream(prompt, max_tokens=9, temperature=0, ignore_eos=True)
+        step(1)
+        before = llm.kv_stats().use.prefix
+        second = llm.stream(prompt, max_tokens=9, temperature=0, ignore_eos=True)
+        step(1)
+        stats = llm.kv_stats()
     assert stats.n_blocks_shared == 3
     assert stats.use.prefix.n_queries == before.n_queries + 1
     # All but the last, whose logits are wanted.
@@ -111,9 +113,9 @@ def test_a_mixed_pair_lies_between_its_types(path: Path) -> None:
     assert (layout.k_rotation, layout.v_rotation) == (64, 64)
 
 
-def test_windows_cost_their_window_and_no_context(shared: Path) -> None:
+def test_windows_cost_their_window_and_no_context(random_gemma3: Path) -> None:
     """gemma3: five of six layers see 32 tokens."""
-    path = shared / "golden" / "gemma3" / "model.gguf"
+    path = random_gemma3
     options = {"kv_block_size": 16, "n_batch": 16, "n_parallel": 1}
     short, long = (stats_of(path, n_ctx=n, **options).layout for n in (512, 1024))
     assert [(g.name, g.n_layers, g.n_blocks) for g in long.groups] == [("full", 1, 64), ("window 32", 5, 4)]

@@ -1,4 +1,4 @@
-"""`LLM` as people touch it, on a tiny trained model."""
+"""`LLM` as people touch it, on the bundled model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.engine.by_hand import stepped_by_hand
 
 from motley import LLM, MotleyError, SamplingParams
 from motley.backends import Backend
@@ -15,8 +16,8 @@ from motley.errors import CacheError, ConfigError, RequestError
 
 
 @pytest.fixture(scope="module")
-def path(shared: Path) -> Path:
-    return shared / "data" / "models" / "stories260K" / "stories260K.gguf"
+def path(bundled: Path) -> Path:
+    return bundled
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def llm(path: Path) -> LLM:
 
 def test_generate_gives_text_tokens_reason_and_timings(llm: LLM) -> None:
     out = llm.generate("Once upon a time", max_tokens=12, temperature=0)
-    assert out.text.startswith(", there was a little girl")
+    assert out.text.startswith(", in a little house near the ")
     assert len(out.tokens) == 12
     assert out.finish_reason == "length"
     assert out.timings.prompt_tokens == 5
@@ -52,7 +53,7 @@ def test_logits_are_float32_and_agree_with_greedy_choice(llm: LLM) -> None:
     tokens = llm.tokenizer.encode("Once upon a time")
     logits = llm.logits(tokens)
     assert logits.dtype == np.float32
-    assert logits.shape == (5, 512)
+    assert logits.shape == (5, 4096)
     assert int(logits[-1].argmax()) == llm.generate(tokens, max_tokens=1, temperature=0).tokens[0]
 
 
@@ -70,10 +71,10 @@ def test_a_seed_makes_sampling_repeatable(llm: LLM) -> None:
 
 
 def test_stop_strings_end_the_answer_before_them(llm: LLM) -> None:
-    out = llm.generate("Once upon a time", max_tokens=60, temperature=0, stop=("Lily",))
+    out = llm.generate("Once upon a time", max_tokens=60, temperature=0, stop=("lived",))
     assert out.finish_reason == "stop"
-    assert "Lily" not in out.text
-    assert out.text.endswith("named ")
+    assert "lived" not in out.text
+    assert out.text.startswith(", in a little house near the ")
 
 
 def test_chat_answers_with_the_plain_template(llm: LLM) -> None:
@@ -81,13 +82,27 @@ def test_chat_answers_with_the_plain_template(llm: LLM) -> None:
     assert len(out.tokens) == 5
 
 
+def test_control_tokens_in_a_message_are_text_and_in_a_prompt_only_where_they_are_trusted(llm: LLM) -> None:
+    text = "a<|eos|>b"
+    n_parsed, n_plain = (len(llm.tokenizer.encode(text, parse_special=p)) for p in (True, False))
+    assert n_plain > n_parsed
+    for parse, n in ((True, n_parsed), (False, n_plain)):
+        answer = llm.generate(text, max_tokens=1, parse_special=parse)
+        assert answer.timings.prompt_tokens == n
+        assert llm.generate([text], max_tokens=1, parse_special=parse)[0].timings.prompt_tokens == n
+    message = llm.chat([{"role": "user", "content": text}], max_tokens=1)
+    plain = llm.chat([{"role": "user", "content": text.replace("<", "[")}], max_tokens=1)
+    assert message.timings.prompt_tokens >= plain.timings.prompt_tokens - 1
+
+
 def test_closing_a_stream_cancels_the_request_and_keeps_the_model_usable(llm: LLM) -> None:
-    stream = llm.stream("Once", max_tokens=100, temperature=0)
-    next(stream)
-    with pytest.raises(RequestError, match="not complete"):
-        _ = stream.completion
-    stream.close()
-    assert stream.completion.finish_reason == "cancelled"
+    with stepped_by_hand(llm) as step:
+        stream = llm.stream("Once", max_tokens=100, temperature=0)
+        step(2)
+        with pytest.raises(RequestError, match="not complete"):
+            _ = stream.completion
+        stream.close()
+        assert stream.completion.finish_reason == "cancelled"
     assert llm.generate("Once", max_tokens=2, temperature=0).finish_reason == "length"
 
 
@@ -96,8 +111,8 @@ def test_bad_requests_are_refused_and_the_model_lives_on(llm: LLM) -> None:
         llm.generate([1] * 300)
     with pytest.raises(RequestError, match="empty"):
         llm.logits([])
-    with pytest.raises(RequestError, match="token id 512"):
-        llm.generate([1, 512])
+    with pytest.raises(RequestError, match="token id 4096"):
+        llm.generate([1, 4096])
     with pytest.raises(RequestError, match="unknown option 'temprature'"):
         llm.generate("a", temprature=1)
     assert llm.generate("Once", max_tokens=1).finish_reason == "length"
@@ -110,7 +125,11 @@ def test_bad_options_are_refused(path: Path) -> None:
         LLM(path, n_ctx=0)
     with pytest.raises(ConfigError, match="n_threads is 100000"):
         LLM(path, n_threads=100_000)
-    for limit in ({"kv_cache_tokens": 10**12}, {"kv_cache_bytes": "900TiB"}, {"n_parallel": 2**26}):
+    for limit in (
+        {"kv_cache_tokens": 10**12},
+        {"kv_cache_bytes": "900TiB"},
+        {"n_parallel": 2**26, "n_ctx": 512},
+    ):
         with pytest.raises(CacheError, match=r"the KV cache would take .* TiB, but this machine has"):
             LLM(path, **limit)  # type: ignore[arg-type]
         with pytest.raises(CacheError, match=r"the KV cache would have .* blocks of 32 tokens"):
@@ -139,10 +158,11 @@ def test_progress_is_reported_in_bytes(path: Path) -> None:
 
 
 def test_memory_is_given_by_purpose(llm: LLM) -> None:
+    llm.generate("Once", max_tokens=1)  # activations take memory at the first step
     memory = llm.memory()
     assert memory["weights"] > 0
-    # Sequences, tokens, layers, heads, K and V, padded dim, f16.
-    assert memory["kv_cache"] == 4 * 256 * 5 * 4 * 2 * 32 * 2
+    # Sequences, tokens, layers, heads, K and V, dim, f16.
+    assert memory["kv_cache"] == 4 * 256 * 8 * 4 * 2 * 64 * 2
     assert memory["activations"] > 0
 
 
@@ -160,10 +180,10 @@ def test_a_chat_is_a_list_of_messages(llm: LLM, messages: Any) -> None:
 
 def test_formats_that_a_device_has_to_unpack_are_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("no packed kernel" in notice for notice in llm.notices)
-    monkeypatch.setattr(Backend, "unpacks", lambda self, form: form in ("F32", "Q4_K"))
+    monkeypatch.setattr(Backend, "unpacks", lambda self, form: form in ("Q8_0", "Q4_K"))
     with LLM(llm.spec.path, n_ctx=64) as other:
         assert (
-            "F32 weights have no packed kernel on cpu: they are unpacked to 16 bits a value" in other.notices
+            "Q8_0 weights have no packed kernel on cpu: they are unpacked to 16 bits a value" in other.notices
         )
 
 

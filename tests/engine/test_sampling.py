@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from draws import follow
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from motley.engine import sampling
@@ -34,10 +35,10 @@ def sample(params: SamplingParams, row: torch.Tensor, history: list[int]) -> int
     return choose(build_sampler(params), row, history)
 
 
-def choose(sampler: sampling.Sampler, row: torch.Tensor, history: list[int]) -> int:
-    """As the engine does for one request."""
+def choose(sampler: sampling.Sampler, row: torch.Tensor, history: list[int], index: int = 0) -> int:
+    """As the engine does for one request, whose answer has `index` tokens."""
     (found,) = sampling.shortlist(row[None], [sampler], [history])
-    return sampler.pick(found)
+    return sampler.pick(found, index)
 
 
 def kept(row: np.ndarray) -> set[int]:
@@ -60,6 +61,42 @@ def test_candidates_are_the_k_largest_in_descending_order(values: list[float], k
     assert top.tolist() == sorted(row.tolist(), reverse=True)[: k or None]
     assert row[ids].tolist() == top.tolist()
     assert len(set(ids.tolist())) == len(ids) >= 1
+
+
+@given(
+    n=st.integers(256, 20_000),
+    k=st.integers(1, 70),
+    n_values=st.sampled_from([1, 3, 50, 100_000]),  # few: many logits are equal
+    seed=st.integers(0, 2**16),
+)
+@settings(deadline=None)
+def test_the_first_of_equal_logits_in_a_vocabulary_come_first(
+    n: int, k: int, n_values: int, seed: int
+) -> None:
+    k = min(k, n // 256)
+    row = torch.from_numpy(np.random.default_rng(seed).integers(n_values, size=n).astype(np.float32))
+    ((top, ids),) = sampling.candidates(row[None], k)
+    expected = np.argsort(-row.numpy(), kind="stable")[:k].tolist()
+    assert ids.tolist() == expected
+    assert top.tolist() == row[expected].tolist()
+
+
+@pytest.mark.parametrize("k", [1, 2, 40])
+@pytest.mark.parametrize("damage", [math.nan, math.inf])
+def test_damage_is_the_best_of_a_vocabulary(k: int, damage: float) -> None:
+    row = torch.zeros(32_000)
+    row[12_345] = damage
+    ((top, ids),) = sampling.candidates(row[None], k)
+    assert ids[0] == 12_345
+    assert not math.isfinite(top[0])
+
+
+def test_minus_infinity_is_a_logit_like_others() -> None:
+    row = torch.full((32_000,), -math.inf)
+    row[[7, 31_999]] = torch.tensor([1.0, 2.0])
+    ((top, ids),) = sampling.candidates(row[None], 40)
+    assert ids[:2].tolist() == [31_999, 7]
+    assert top.tolist() == [2.0, 1.0] + [-math.inf] * 38
 
 
 @given(rows, share)
@@ -124,7 +161,7 @@ def test_temperature_raises_probabilities_to_a_power(values: list[float], t: flo
 
 def test_a_temperature_near_zero_neither_overflows_nor_loses_the_best() -> None:
     scaled = sampling.temperature(np.array([300.0, 299.0, -5.0]), 1e-320)
-    assert sampling.draw(scaled, 0.999) == 0
+    assert sampling.draw(scaled, np.array([0.0, 40.0, 40.0])) == 0
 
 
 def test_bias_is_added_by_token_id() -> None:
@@ -133,20 +170,9 @@ def test_bias_is_added_by_token_id() -> None:
     assert row.tolist() == [1.0, 2.0, 3.0]
 
 
-@given(rows)
-def test_draw_divides_the_unit_interval_by_probability(values: list[float]) -> None:
-    row = np.array(values)
-    edges = np.cumsum(probabilities(row))
-    for uniform in np.linspace(0, 1, 23, endpoint=False) + 0.01:
-        if np.abs(edges - uniform).min() > 1e-9:
-            assert sampling.draw(row, uniform) == np.searchsorted(edges, uniform)
-
-
 def test_draw_never_returns_a_removed_candidate() -> None:
-    row = np.array([-math.inf, 0.0, -math.inf, 0.0, -math.inf])
-    assert sampling.draw(row, 0.0) == 1
-    assert sampling.draw(row, 0.5) == 3
-    assert sampling.draw(row, 1.0) == 3  # what rounding may make of a number just below 1
+    row, noise = np.array([-math.inf, 0.0, -math.inf, 0.0]), np.array([99.0, 1.0, 99.0, 2.0])
+    assert sampling.draw(row, noise) == 3
 
 
 @given(rows, st.sampled_from([0.0, 1e-30, 0.5, 1.0]))
@@ -174,12 +200,13 @@ def test_top_k_one_is_greedy(values: list[float], seed: int) -> None:
     assert row[sample(everything(top_k=1, seed=seed), row, [])] == row.max()
 
 
-def test_draws_follow_the_distribution() -> None:
+@pytest.mark.parametrize(("changes", "is_right"), [({}, True), ({"temperature": 1.15}, False)])
+def test_draws_follow_the_distribution(changes: dict[str, Any], is_right: bool) -> None:
+    """And a wrong one is found out."""
     probs = torch.tensor([0.5, 0.25, 0.15, 0.1])
-    sampler = build_sampler(everything(seed=7))
-    counts = Counter(choose(sampler, probs.log(), []) for _ in range(4000))
-    for token, prob in enumerate(probs.tolist()):
-        assert abs(counts[token] / 4000 - prob) < 0.03  # more than four standard deviations
+    sampler = build_sampler(everything(seed=7) if is_right else everything(seed=7, **changes))
+    drawn = [choose(sampler, probs.log(), [], index) for index in range(4000)]
+    assert follow(drawn, probs.double().numpy()) == is_right
 
 
 def test_a_seed_repeats_and_another_differs() -> None:
@@ -187,10 +214,14 @@ def test_a_seed_repeats_and_another_differs() -> None:
 
     def tokens(seed: int) -> list[int]:
         sampler = build_sampler(everything(seed=seed))
-        return [choose(sampler, row, []) for _ in range(8)]
+        return [choose(sampler, row, [], index) for index in range(8)]
 
     assert tokens(1) == tokens(1)
     assert tokens(1) != tokens(2)
+
+
+def test_without_a_seed_each_request_has_its_own_numbers() -> None:
+    assert len({build_sampler(SamplingParams()).key for _ in range(50)}) == 50
 
 
 def test_sampling_leaves_the_global_generator_alone() -> None:
@@ -215,7 +246,7 @@ def test_penalties_look_back_repeat_last_n_tokens(last_n: int, best: int) -> Non
 
 def test_a_banned_token_is_never_chosen() -> None:
     sampler = build_sampler(everything(logit_bias={1: -math.inf}))
-    assert {choose(sampler, torch.tensor([0.0, 9.0, 0.0]), []) for _ in range(50)} == {0, 2}
+    assert {choose(sampler, torch.tensor([0.0, 9.0, 0.0]), [], index) for index in range(50)} == {0, 2}
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 3, 40]), st.booleans()), min_size=1, max_size=6))
@@ -225,7 +256,7 @@ def test_rows_of_a_batch_are_chosen_from_as_if_alone(wishes: list[tuple[int, boo
     wants = [everything(top_k=k, temperature=float(warm), logit_bias={k % 7: 9.0}) for k, warm in wishes]
     samplers = [build_sampler(params) for params in wants]
     found = sampling.shortlist(logits, samplers, [[]] * len(wishes))
-    together = [sampler.pick(each) for sampler, each in zip(samplers, found, strict=True)]
+    together = [sampler.pick(each, 0) for sampler, each in zip(samplers, found, strict=True)]
     assert together == [sample(params, row, []) for params, row in zip(wants, logits, strict=True)]
 
 

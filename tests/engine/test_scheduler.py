@@ -54,7 +54,7 @@ def run(s: Scheduler, max_steps: int = 2000) -> int:
         assert step.work
         assert step.n_tokens <= s.n_batch
         s.complete(step)
-        ahead = s.foresee()
+        ahead = s.plan_ahead()
         for r, _ in step.work:
             if not r.n_pending:
                 r.accept(r.sampler(None, r.tokens))
@@ -133,58 +133,58 @@ def running(s: Scheduler, *requests: Request) -> list[Request]:
     return list(requests)
 
 
-def test_a_foreseen_step_is_the_next_one_if_every_request_got_a_token() -> None:
+def test_a_step_planned_ahead_is_the_next_one_if_every_request_got_a_token() -> None:
     s = scheduler()
     a, b = running(s, request([1, 2, 3]), request([4, 5]))
-    foreseen = s.foresee()
-    assert foreseen is not None
-    assert not s.is_next(foreseen)  # no token has come yet
+    planned = s.plan_ahead()
+    assert planned is not None
+    assert not s.is_next(planned)  # no token has come yet
     a.accept(6)
-    assert not s.is_next(foreseen)
+    assert not s.is_next(planned)
     b.accept(7)
-    assert s.is_next(foreseen)
-    assert foreseen.work == s.schedule().work == [(a, 1), (b, 1)]
-    assert foreseen.tokens() == [6, 7]
+    assert s.is_next(planned)
+    assert planned.work == s.schedule().work == [(a, 1), (b, 1)]
+    assert planned.tokens() == [6, 7]
 
 
-def test_what_was_foreseen_does_not_come_true_when_somebody_comes_or_goes() -> None:
+def test_a_step_planned_ahead_is_dropped_when_a_request_comes_or_goes() -> None:
     s = scheduler()
     a, b = running(s, request([1, 2, 3]), request([4, 5]))
-    foreseen = s.foresee()
-    assert foreseen is not None
+    planned = s.plan_ahead()
+    assert planned is not None
     a.accept(6)
     b.accept(0)  # ends it
     s.remove(b)
-    assert not s.is_next(foreseen)
+    assert not s.is_next(planned)
     assert s.schedule().work == [(a, 1)]
     s.complete(s.schedule())
-    foreseen = s.foresee()
-    assert foreseen is not None
+    planned = s.plan_ahead()
+    assert planned is not None
     a.accept(6)
     s.add(request([7]))
-    assert not s.is_next(foreseen)
+    assert not s.is_next(planned)
     s.cache.check_integrity()
 
 
-def test_nothing_is_foreseen_that_is_sure_to_be_different() -> None:
+def test_nothing_is_planned_ahead_that_is_certain_to_be_different() -> None:
     last = scheduler()
     running(last, request([1], max_tokens=2))
-    assert last.foresee() is None  # the token that is being made is its last
+    assert last.plan_ahead() is None  # the token that is being made is its last
 
     queue = scheduler(n_parallel=1)
     running(queue, request([1]))
     queue.add(request([2]))
-    assert queue.foresee() is None
+    assert queue.plan_ahead() is None
 
     full = scheduler()
     (endless,) = running(full, request([1, 2]))
     endless.shift = ContextShift(n_ctx=3, n_keep=1)
-    assert full.foresee() is None  # with one more, something has to be dropped
+    assert full.plan_ahead() is None  # with one more, something has to be dropped
 
     prompt = scheduler(n_batch=4)
     prompt.add(request(range(1, 12)))
     prompt.complete(prompt.schedule())
-    assert prompt.foresee() is None  # the next step is more of it
+    assert prompt.plan_ahead() is None  # the next step is more of it
 
 
 def test_a_shared_block_is_not_copied_ahead() -> None:
@@ -193,7 +193,7 @@ def test_a_shared_block_is_not_copied_ahead() -> None:
     assert a.sequence is not None
     other = s.cache.fork(a.sequence)
     before = s.cache.stats()
-    assert s.foresee() is None
+    assert s.plan_ahead() is None
     assert s.cache.stats() == before
     a.accept(6)
     assert len(s.schedule().copies) == 1
@@ -204,11 +204,11 @@ def test_no_room_ahead_leaves_it_to_the_next_step_to_preempt() -> None:
     s = scheduler(n_blocks=4)
     a, b = running(s, request([1, 2, 3, 4, 5], max_tokens=9), request([6, 7, 8, 9, 10], max_tokens=9))
     for _ in range(2):
-        assert s.foresee() is not None
+        assert s.plan_ahead() is not None
         for r in (a, b):
             r.accept(6)
         s.complete(s.schedule())
-    assert s.foresee() is None  # each wants a third block
+    assert s.plan_ahead() is None  # each wants a third block
     run_on = [(r, list(r.tokens)) for r in (a, b)]
     for r in (a, b):
         r.accept(6)
@@ -242,11 +242,11 @@ def test_stop_strings_and_stop_tokens_finish_a_request() -> None:
         s.complete(s.schedule())
         r.accept(token + 26)  # not the end-of-generation id
     assert r.finish_reason == STOP
-    assert r.completion().text == "ab"
+    assert r.outbox.result().text == "ab"
     stopped = request([3], max_tokens=50)
     stopped.accept(0)
     assert stopped.finish_reason == STOP
-    assert stopped.completion().tokens == ()
+    assert stopped.outbox.result().tokens == ()
 
 
 def test_cancelling_frees_the_cache_wherever_the_request_is() -> None:
@@ -259,4 +259,46 @@ def test_cancelling_frees_the_cache_wherever_the_request_is() -> None:
         s.remove(r)
     assert not s.has_work
     assert s.cache.stats().n_sequences == 0
+    s.cache.check_integrity()
+
+
+def test_a_waiting_request_is_hashed_once_and_counted_once() -> None:
+    """It is refused step after step, for want of room."""
+    s = scheduler(n_blocks=8, n_batch=20)
+    for r in (request(range(1, 21), max_tokens=12), request(range(30, 50), max_tokens=4)):
+        s.add(r)
+    hashed: list[int] = []
+    key = s.cache._hasher.key
+    s.cache._hasher.key = lambda parent, tokens: hashed.append(len(tokens)) or key(parent, tokens)  # type: ignore[method-assign]
+    n_refusals = 0
+    while s.has_work:
+        before = len(hashed)
+        step = s.schedule()
+        n_refusals += bool(s.waiting)
+        if n_refusals > 2 and s.waiting:  # in the first step there was no room for it in the batch, either
+            assert len(hashed) == before
+        s.complete(step)
+        for r, _ in step.work:
+            if not r.n_pending:
+                r.accept(5)
+                if r.is_finished:
+                    s.remove(r)
+    assert n_refusals > 5
+    assert s.cache.stats().prefix.n_queries == 2
+
+
+def test_blocks_of_a_request_that_was_refused_are_not_published() -> None:
+    """Its last block would have been copied, had there been room for the rest."""
+    s = scheduler(n_blocks=6)
+    first = request(range(1, 7), max_tokens=1)
+    s.add(first)
+    run(s)
+    holder = s.cache.open().seq
+    assert s.cache.reserve(holder, 12) is not None  # three of the six blocks
+    s.cache.commit(holder, range(60, 72))
+    before = {block for block in range(6) if block in s.cache.groups[0].index}
+    s.add(request([*range(1, 7), *range(80, 92)], max_tokens=2))
+    assert not s.schedule().work
+    index = s.cache.groups[0].index
+    assert {block for block in range(6) if block in index} <= before
     s.cache.check_integrity()

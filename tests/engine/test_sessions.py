@@ -13,6 +13,7 @@ import pytest
 
 from motley import LLM, MotleyError
 from motley.errors import CacheError, ConfigError
+from random_models import LLAMA
 
 ALONE: dict[str, Any] = {}
 CREWS: list[dict[str, Any]] = [
@@ -24,13 +25,17 @@ TYPES = {"cache_type_k": "q8_0", "cache_type_v": "q4_0"}
 
 
 @pytest.fixture(scope="module")
-def path(shared: Path) -> Path:
-    return shared / "golden" / "llama" / "model.gguf"
+def path(random_llama: Path) -> Path:
+    return random_llama
 
 
 @pytest.fixture(scope="module")
-def tokens(path: Path) -> list[int]:
-    ids: list[int] = np.load(path.parent / "tokens.npy")[:100].tolist()
+def tokens() -> list[int]:
+    return random_tokens(100)
+
+
+def random_tokens(n: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(1).integers(1, 250, n).tolist()
     return ids
 
 
@@ -49,7 +54,7 @@ def save(path: Path, file: Path, tokens: list[int], **options: Any) -> tuple[int
 def answer(llm: LLM, prompt: list[int]) -> tuple[tuple[int, ...], int]:
     """Tokens of a greedy answer, and how many of the prompt's were in the cache."""
     done = llm.generate(prompt, max_tokens=16, temperature=0, ignore_eos=True)
-    llm._cache.check_integrity()
+    llm._call(llm._loaded.cache.check_integrity)
     return done.tokens, done.timings.cached_tokens
 
 
@@ -93,9 +98,8 @@ def test_types_and_block_sizes(path: Path, tokens: list[int], tmp_path: Path, ki
         assert answer(llm, [*tokens[:75], 7]) == (expected, 75)
 
 
-def test_windows_are_saved_as_far_as_they_see(shared: Path, tmp_path: Path) -> None:
-    path = shared / "golden" / "gemma3" / "model.gguf"
-    tokens: list[int] = np.load(path.parent / "tokens.npy")[:150].tolist()
+def test_windows_are_saved_as_far_as_they_see(random_gemma3: Path, tmp_path: Path) -> None:
+    path, tokens = random_gemma3, random_tokens(150)
     expected = save(path, tmp_path / "s", tokens)
     per_token = 2 * 64 * 2 * 2  # of one layer: heads, dim, K and V, f16
     assert (tmp_path / "s").stat().st_size < per_token * (150 + 5 * 64)
@@ -117,9 +121,9 @@ def test_saving_after_an_answer_computes_only_its_last_token(
 ) -> None:
     with open_llm(path) as llm:
         done = llm.generate(tokens, max_tokens=16, temperature=0, ignore_eos=True)
-        run, batches = llm._runner.run, []
+        run, batches = llm._loaded.runner.run, []
         monkeypatch.setattr(
-            llm._runner, "run", lambda b, *rest: batches.append(b.shape.n_tokens) or run(b, *rest)
+            llm._loaded.runner, "run", lambda b, *rest: batches.append(b.shape.n_tokens) or run(b, *rest)
         )
         llm.save_session(tmp_path / "s", [*tokens, *done.tokens])
         assert batches == [1]
@@ -149,9 +153,10 @@ def test_a_session_for_another_cache_is_refused(
         assert llm.kv_stats().use.groups[0].n_cached == 0
 
 
-def test_a_session_of_another_model_is_refused(shared: Path, saved: Path) -> None:
+def test_a_session_of_another_model_is_refused(saved: Path, tmp_path: Path) -> None:
+    other = LLAMA.write(tmp_path / "other.gguf", seed=1)
     with (
-        open_llm(shared / "golden" / "llama" / "model-Q4_K_M.gguf", **TYPES) as llm,
+        open_llm(other, **TYPES) as llm,
         pytest.raises(CacheError, match="saved with model"),
     ):
         llm.load_session(saved)
@@ -210,7 +215,7 @@ def test_damaged_and_foreign_files_are_refused(path: Path, saved: Path, tmp_path
             file.write_bytes(data)
             with pytest.raises(MotleyError, match=str(file)):
                 llm.load_session(file)
-            llm._cache.check_integrity()
+            llm._call(llm._loaded.cache.check_integrity)
             assert llm.kv_stats().use.groups[0].n_cached == 0, name
             assert llm.kv_stats().n_blocks_used == 0, name
         with pytest.raises(CacheError, match="cannot be read"):

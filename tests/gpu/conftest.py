@@ -18,7 +18,7 @@ import torch
 import motley
 from motley import LLM
 
-MODEL = Path(motley.__file__).parent / "bundled" / "motley-10m-q8_0.gguf"
+MODEL = Path(motley.__file__).parent / "bundled" / "motley-15m-q8_0.gguf"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

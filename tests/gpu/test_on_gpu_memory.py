@@ -25,15 +25,17 @@ def test_a_demand_paged_cache_takes_memory_and_gives_it_back(load: Load) -> None
     llm = load(n_ctx=8192, kv_cache_demand_paged=True)
     idle = resident(llm)
     llm.generate(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True)  # loads kernels, makes plans
+    llm.memory()  # the engine has given back what that request held
     torch.cuda.empty_cache()
     n_free = torch.cuda.mem_get_info()[0]
-    stream = llm.stream(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True)
+    stream = llm.stream(PROMPT, max_tokens=2000, temperature=0.0, ignore_eos=True)
     next(stream)
     torch.cuda.empty_cache()
     taken = resident(llm) - idle
     assert taken > 0
     assert n_free - torch.cuda.mem_get_info()[0] >= taken  # the driver says so, too
-    stream.finish()
+    stream.close()
+    _ = stream.completion  # waits until it has ended
     torch.cuda.empty_cache()
     assert resident(llm) == idle
     assert n_free - torch.cuda.mem_get_info()[0] < taken

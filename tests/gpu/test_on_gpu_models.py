@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float32]
 def stepwise(llm: LLM, n_prompt: int, n_steps: int) -> Floats:
     """Logits (steps, vocab) of a text, fed as a prompt and then token by token: launched, captured, replayed."""
     tokens = llm.tokenizer.encode(TEXT * 4)
-    with llm.bare_sequence() as sequence:
+    with llm.raw_sequence() as sequence:
         rows = [sequence.feed(tokens[:n_prompt], n_outputs=1)]
         rows += [sequence.feed([token]) for token in tokens[n_prompt : n_prompt + n_steps]]
     return np.concatenate([row.numpy() for row in rows])
@@ -75,7 +75,7 @@ def test_padded_batches_answer_as_full_ones(load: Load, crew: dict[str, Any]) ->
 
 def test_planning_ahead_is_not_seen_in_answers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     seeing, blind = (load(cache_type_k="q4_0", cache_type_v="q4_0") for _ in range(2))
-    monkeypatch.setattr(blind._engine._scheduler, "foresee", lambda: None)
+    monkeypatch.setattr(blind._loaded.engine.scheduler, "plan_ahead", lambda: None)
     prompts = [TEXT[: 12 + 9 * i] for i in range(7)]
     answers = [[s.finish().tokens for s in streams(llm, prompts)] for llm in (seeing, blind)]
     assert answers[0] == answers[1]

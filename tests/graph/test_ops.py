@@ -23,6 +23,8 @@ from motley.graph.ops import (
     Reshape,
     RmsNorm,
     Rope,
+    Route,
+    RouteWeights,
     Weight,
     Yarn,
 )
@@ -53,6 +55,16 @@ def test_shape_rule_agrees_with_reference(name: str) -> None:
             result = sample.op.reference(sample.inputs)
             assert tuple(result.shape) == node.shape
             assert result.dtype == (torch.int32 if node.dtype == I32 else torch.float32)
+
+
+def test_a_nan_in_a_router_is_not_lost() -> None:
+    """It is chosen, and the token's weights show it; a token without experts has weights of 0."""
+    logits = torch.tensor([[1.0, float("nan"), 0.5], [1.0, 2.0, 0.5]])
+    ids = Route(2).reference([logits, torch.tensor([2, 0], dtype=torch.int32)])
+    weights = RouteWeights().reference([logits, ids])
+    assert 1 in ids[0]
+    assert weights[0].isnan().any()
+    assert not weights[1].any()
 
 
 def test_every_op_is_named_after_its_key() -> None:

@@ -21,35 +21,46 @@ def module(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_random_requests_forks_and_cancellations_lose_nothing(seed: int) -> None:
+def test_random_requests_forks_cancellations_and_failures_lose_nothing(seed: int) -> None:
     soak = module("soak").Soak(seed)
     for _ in range(400):
         soak.step()
     soak.finish()
-    wanted = ["answers", "cancelled", "evictions", "forks", "preempted", "truncations"]
-    assert [what for what in wanted if soak.seen[what] == 0] == []
-    assert soak.seen["answers"] + soak.seen["cancelled"] == soak.seen["requests"]
+    wanted = [
+        "answers",
+        "cancelled",
+        "evictions",
+        "failed alone",
+        "failed steps",
+        "forks",
+        "preempted",
+        "retried",
+    ]
+    assert [what for what in (*wanted, "truncations") if soak.seen[what] == 0] == []
+    ends = ("answers", "cancelled", "failed alone", "failed twice")
+    assert sum(soak.seen[end] for end in ends) == soak.seen["requests"]
+    assert soak.seen["failed twice"] * 4 < soak.seen["answers"]
 
 
 def test_the_soak_notices_a_single_wrong_slot() -> None:
-    soak = module("soak").Soak(seed=1)
+    soak_module = module("soak")
+    soak = soak_module.Soak(seed=1, failure_odds=0)  # a failed run would write the right K/V again
     write, n_writes = soak.model.store, 0
 
-    def store_with_a_mistake(sequence: int, start: int, tokens: list[int]) -> None:
+    def store_with_a_mistake(blocks: list[list[int]], start: int, tokens: list[int]) -> None:
         nonlocal n_writes
         n_writes += 1
-        write(sequence, start, tokens)
+        write(blocks, start, tokens)
         if n_writes == 60:
-            soak.model.arenas[0][soak.model.slot(sequence, 0, start)] = b"mistake"
+            soak.model.arenas[0][soak_module.slot(blocks[0], start)] = b"mistake"
 
     soak.model.store = store_with_a_mistake
     with pytest.raises(AssertionError, match=r"wrong token|another's K/V"):
         deque((soak.step() for _ in range(400)), maxlen=0)
 
 
-def test_a_real_model_s_streams_answer_as_alone(shared: Path) -> None:
-    model = shared / "data" / "models" / "stories260K" / "stories260K.gguf"
-    seen = module("soak").soak_model(str(model), seed=3, n_answers=8)
+def test_a_real_model_s_streams_answer_as_alone(random_llama: Path) -> None:
+    seen = module("soak").soak_model(str(random_llama), seed=3, n_answers=8)
     assert seen["answers"] == 8
 
 

@@ -153,7 +153,7 @@ def test_an_arena_without_memory_for_a_block_can_be_used_again(monkeypatch: pyte
     arena = Arena(f32, f32, groups, block_size=32, head_dim=64, demand_paged=True)
 
     def use(block: int) -> None:
-        arena.begin([GroupBatch(torch.tensor([block * 32]), ())], [])
+        arena.prepare([GroupBatch(torch.tensor([block * 32]), ())], [])
 
     use(0)
     with pytest.raises(DeviceError, match="no memory"):

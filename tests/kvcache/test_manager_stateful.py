@@ -320,7 +320,7 @@ class CacheMachine(RuleBasedStateMachine):
     def every_findable_block_holds_what_its_name_says(self) -> None:
         for group, arena in zip(self.cache.groups, self.arenas, strict=True):
             for block in range(group.pool.n_blocks):
-                if (name := group.index.name_of(block)) is not None:
+                if (name := group.index.published(block)) is not None:
                     salt, past = self.pasts[name.parent]
                     slots = arena[block * self.size : block * self.size + len(name.tokens)]
                     tokens = [*past, *name.tokens]

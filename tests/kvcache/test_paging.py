@@ -28,11 +28,11 @@ def make_arena(n_blocks: int, kind: str = "f32", n_heads: int = 4) -> Arena:
 
 def write(arena: Arena, blocks: Iterable[int], value: float = 1.0) -> None:
     slots = torch.tensor([block * BLOCK + i for block in blocks for i in range(BLOCK)])
-    batch = [GroupBatch(slots, ())]
-    arena.begin(batch, [])
+    batch = GroupBatch(slots, ())
+    arena.prepare([batch], [])
     layer = arena.layer(0)
     n_heads = layer.rows.stop - layer.rows.start
-    layer.write(*(torch.full((len(slots), n_heads, DIM), value) for _ in range(2)))
+    layer.on(batch).write(*(torch.full((len(slots), n_heads, DIM), value) for _ in range(2)))
 
 
 def read(arena: Arena, block: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ def filled(tokens: array[int], blocks: dict[int, int], window: int | None = None
     """An index that names, of the chain of `tokens`, the entries `blocks` {entry: block id}."""
     index, keys = PrefixIndex(SIZE, window), chain(tokens)
     for i, block in blocks.items():
-        index.add(block, keys[i], tokens[i * SIZE : (i + 1) * SIZE], keys[i + 1])
+        index.publish(block, keys[i], tokens[i * SIZE : (i + 1) * SIZE], keys[i + 1])
     index.check_integrity(HASHER)
     return index
 
@@ -57,7 +57,7 @@ def test_full_blocks_are_found_by_key_until_forgotten() -> None:
     tokens = array("I", range(8))
     index, keys = filled(tokens, {0: 7, 1: 3}), chain(tokens)
     assert [index.find(key) for key in keys] == [None, 7, 3]
-    index.forget(7)
+    index.unpublish(7)
     index.check_integrity(HASHER)
     assert [index.find(key) for key in keys] == [None, None, 3]
     assert 7 not in index
@@ -67,8 +67,8 @@ def test_full_blocks_are_found_by_key_until_forgotten() -> None:
 def test_a_second_block_with_the_same_content_gets_no_name() -> None:
     tokens = array("I", range(4))
     index = filled(tokens, {0: 0})
-    index.add(1, ROOT, tokens, chain(tokens)[1])
-    index.add(2, ROOT, tokens[:2], None)
+    index.publish(1, ROOT, tokens, chain(tokens)[1])
+    index.publish(2, ROOT, tokens[:2], None)
     index.check_integrity(HASHER)
     assert 1 not in index
     assert 2 not in index
@@ -76,11 +76,11 @@ def test_a_second_block_with_the_same_content_gets_no_name() -> None:
 
 def test_a_growing_block_changes_its_name() -> None:
     index, tokens = PrefixIndex(SIZE), array("I", range(4))
-    index.add(5, ROOT, tokens[:2], None)
-    assert index.n_named(5) == 2
-    index.add(5, ROOT, tokens, chain(tokens)[1])
+    index.publish(5, ROOT, tokens[:2], None)
+    assert index.n_published(5) == 2
+    index.publish(5, ROOT, tokens, chain(tokens)[1])
     index.check_integrity(HASHER)
-    assert (index.n_named(5), len(index)) == (4, 1)
+    assert (index.n_published(5), len(index)) == (4, 1)
     assert index.find(chain(tokens)[1]) == 5
 
 
@@ -94,10 +94,10 @@ def test_find_head_finds_the_longest_common_prefix(
     index = PrefixIndex(SIZE)
     for block, tokens in enumerate(known):
         key = HASHER.key(ROOT, array("I", tokens)) if len(tokens) == SIZE else None
-        index.add(block, ROOT, tokens, key)
+        index.publish(block, ROOT, tokens, key)
     forgotten = data.draw(st.sets(st.sampled_from(range(len(known))))) if known else set()
     for block in forgotten:
-        index.forget(block)
+        index.unpublish(block)
     index.check_integrity(HASHER)
     common = {b: n_common(known[b], query) for b in range(len(known)) if b in index}
     block, n = index.find_head(ROOT, query)

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 from motley import LLM
-from motley.quality import compare
+from motley.quality.divergence import RowDivergence
 
-ARCHITECTURES = ("gemma3", "llama", "phi3", "qwen2", "qwen3")
+DENSE = ("gemma3", "llama", "phi3", "qwen2", "qwen3")
+# One expert that is chosen otherwise costs much and dominates the mean: judged by the median and by the best 90 %.
+# (gpt-oss has no figures of llama.cpp that count: it rounds the rope's range.)
+WITH_EXPERTS = ("glm4moe", "qwen3moe", "qwen3vlmoe")
+ARCHITECTURES = (*DENSE, *WITH_EXPERTS)
 TYPES = ("q8_0/q8_0", "q5_1/q5_1", "q4_0/q4_0", "iq4_nl/iq4_nl", "q8_0/q4_0")
 # Equally good quantizers that make other errors differ by up to that much on one sequence, and on average.
 MOST_FOR_ONE, MOST_ON_AVERAGE = 1.5, 1.15
@@ -21,7 +25,9 @@ N_CTX = 1024  # the most with which phi3's short rope factors apply, as they do 
 
 @cache
 def kl_ratio(folder: Path, types: str) -> float:
-    """Our mean KL against transformers' logits, over that of llama.cpp with the same cache types."""
+    """Our KL against transformers' logits, over that of llama.cpp with the same cache types: the mean's ratio; with
+    experts, the worse of the median's and of the mean over the best 90 %.
+    """
     golden = np.load(folder / "golden.npz")
     k, v = types.split("/")
     with LLM(
@@ -32,21 +38,22 @@ def kl_ratio(folder: Path, types: str) -> float:
         cache_type_v=v,
         backend="reference",
     ) as llm:
-        ours = compare(golden["hf/all"], llm.logits(golden["tokens"])).kl_mean
+        kl = RowDivergence.between(golden["hf/all"], llm.logits(golden["tokens"])).kl
     metrics = json.loads((folder / "metrics.json").read_text())
-    theirs: float = metrics["kv"]["f16_weights"][types]["rot"]["vs_hf"]["kl_mean"]
-    return ours / theirs
+    theirs = metrics["kv"]["f16_weights"][types]["rot"]["vs_hf"]
+    if folder.name in DENSE:
+        return float(kl.mean()) / theirs["kl_mean"]
+    low = np.sort(kl)[: int(0.9 * len(kl))]
+    return max(float(np.median(kl)) / theirs["kl_median"], float(low.mean()) / theirs["kl_mean_low90"])
 
 
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_mean_kl_of_each_architecture_is_that_of_llama_cpp(
-    shared: Path, architecture: str, types: str
-) -> None:
+def test_kl_of_each_architecture_is_that_of_llama_cpp(shared: Path, architecture: str, types: str) -> None:
     assert kl_ratio(shared / "golden" / architecture, types) <= MOST_FOR_ONE
 
 
 @pytest.mark.parametrize("types", TYPES)
-def test_mean_kl_over_all_architectures_is_that_of_llama_cpp(shared: Path, types: str) -> None:
+def test_kl_over_all_architectures_is_that_of_llama_cpp(shared: Path, types: str) -> None:
     ratios = [kl_ratio(shared / "golden" / architecture, types) for architecture in ARCHITECTURES]
     assert float(np.exp(np.log(ratios).mean())) <= MOST_ON_AVERAGE

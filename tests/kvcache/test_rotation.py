@@ -18,7 +18,7 @@ from motley.quality import compare
 from motley.runtime import Crew, ModelSplit, make_crew
 from motley.runtime.explain import explain
 
-ARCHITECTURES = ("gemma3", "llama", "phi3", "qwen2", "qwen3")
+GOLDEN = ("gemma3", "llama", "phi3", "qwen2", "qwen3")  # of the reference data; others are made on the spot
 N_CTX = 64
 CREW: dict[str, Any] = {"devices": "cpu,cpu", "split_mode": "tensor", "tensor_split": (3, 1)}
 
@@ -36,9 +36,11 @@ def logits(path: Path, tokens: list[int], cache_type: str, **options: Any) -> ND
         return llm.logits(tokens)
 
 
-def first_tokens(folder: Path) -> list[int]:
-    tokens: list[int] = np.load(folder / "tokens.npy")[:N_CTX].tolist()
-    return tokens
+@pytest.fixture(params=["random_llama", "random_gemma3", *GOLDEN])
+def model(request: pytest.FixtureRequest) -> Path:
+    name: str = request.param
+    path: Path = request.getfixturevalue(name if name.startswith("random") else "shared")
+    return path if name.startswith("random") else path / "golden" / name / "model.gguf"
 
 
 @given(st.integers(1, 1024))
@@ -48,21 +50,19 @@ def test_the_size_is_the_largest_power_of_two_that_divides_a_head_and_holds_a_bl
 
 
 @pytest.mark.parametrize("crew", [{}, CREW], ids=["alone", "3,1"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_cache_that_loses_nothing_has_the_same_logits_rotated(
-    shared: Path, architecture: str, crew: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: Path, crew: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = shared / "golden" / architecture / "model.gguf"
-    tokens = first_tokens(path.parent)
-    plain = logits(path, tokens, "f32", **crew)
+    tokens: list[int] = np.random.default_rng(1).integers(1, 250, N_CTX).tolist()
+    plain = logits(model, tokens, "f32", **crew)
 
     def split_rotated(spec: ModelSpec, params: DecoderParams, crew: Crew, *_: Any, **__: Any) -> ModelSplit:
         size = rotation_size(params.head_dim)
         assert size >= 32
         return ModelSplit(spec, params, crew, GraphOptions(N_CTX, k_rotation=size, v_rotation=size))
 
-    monkeypatch.setattr("motley.llm.split_model", split_rotated)  # which only rotates quantized types
-    rotated = logits(path, tokens, "f32", **crew)
+    monkeypatch.setattr("motley.assembly.split_model", split_rotated)  # which only rotates quantized types
+    rotated = logits(model, tokens, "f32", **crew)
     assert not np.array_equal(rotated, plain)  # it did something
     np.testing.assert_allclose(rotated, plain, rtol=0, atol=1e-4)
 
@@ -81,9 +81,8 @@ def test_a_rotated_cache_loses_less_where_keys_have_outliers(shared: Path, cache
     assert rotated < 0.8 * plain
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_split_follows_the_heads_through_the_rotation(shared: Path, architecture: str) -> None:
-    spec = read_spec(shared / "golden" / architecture / "model.gguf")
+def test_the_split_follows_the_heads_through_the_rotation(model: Path) -> None:
+    spec = read_spec(model)
     params = read_params(spec)
     size = rotation_size(params.head_dim)
 
@@ -95,27 +94,26 @@ def test_the_split_follows_the_heads_through_the_rotation(shared: Path, architec
     assert collectives(size, size) == collectives(size, 0) == collectives(0, size) == collectives(0, 0)
 
 
-def test_heads_that_no_rotation_fits_run_without_and_the_model_says_so(shared: Path) -> None:
-    path = shared / "data" / "models" / "stories260K" / "stories260K.gguf"  # heads of 8 dims
+def test_heads_that_no_rotation_fits_run_without_and_the_model_says_so(random_narrow: Path) -> None:
+    path = random_narrow
     tokens = list(range(3, 30))
     np.testing.assert_array_equal(
         logits(path, tokens, "q8_0", kv_rotation=True), logits(path, tokens, "q8_0", kv_rotation=False)
     )
     with LLM(path, n_ctx=N_CTX, cache_type_v="q8_0") as llm:
-        assert llm.notices == ("the q8_0 KV cache is not rotated: a head's 8 dims are no multiple of 32",)
+        assert llm.notices == ("the q8_0 KV cache is not rotated: a head's 24 dims are no multiple of 32",)
 
 
 @pytest.mark.parametrize(
-    ("model", "options"),
+    ("path", "options"),
     [
-        ("golden/llama/model.gguf", {"cache_type_k": "q8_0"}),  # is rotated
-        ("data/models/stories260K/stories260K.gguf", {"cache_type_k": "bf16"}),  # needs none
-        # Wants none:
-        ("data/models/stories260K/stories260K.gguf", {"cache_type_k": "q8_0", "kv_rotation": False}),
+        ("random_llama", {"cache_type_k": "q8_0"}),  # is rotated
+        ("random_narrow", {"cache_type_k": "bf16"}),  # needs none
+        ("random_narrow", {"cache_type_k": "q8_0", "kv_rotation": False}),  # wants none
     ],
 )
 def test_nothing_is_said_where_everything_is_as_asked(
-    shared: Path, model: str, options: dict[str, Any]
+    request: pytest.FixtureRequest, path: str, options: dict[str, Any]
 ) -> None:
-    with LLM(shared / model, n_ctx=N_CTX, **options) as llm:
+    with LLM(request.getfixturevalue(path), n_ctx=N_CTX, **options) as llm:
         assert llm.notices == ()

@@ -91,10 +91,10 @@ def test_truncation_frees_the_blocks_behind_and_bumps_the_version() -> None:
     assert group.pool.n_used == 0
 
 
-def test_writing_behind_a_truncation_into_a_named_block_forgets_the_name() -> None:
+def test_writing_behind_a_truncation_unpublishes_the_block() -> None:
     group = make_group()
     table = grown(group, 4)
-    group.index.add(table.blocks[0], b"root", [1, 2, 3, 4], b"key")
+    group.index.publish(table.blocks[0], b"root", [1, 2, 3, 4], b"key")
     group.truncate(table, 2)
     assert 0 in group.index, "the content is still there"
     group.extend(table, 2, 3)
@@ -102,19 +102,19 @@ def test_writing_behind_a_truncation_into_a_named_block_forgets_the_name() -> No
     group.check_integrity([(table, 3)])
 
 
-def test_writing_behind_the_named_slots_keeps_the_name() -> None:
+def test_writing_behind_the_published_slots_keeps_the_block_published() -> None:
     group = make_group()
     table = grown(group, 2)
-    group.index.add(table.blocks[0], b"root", [1, 2], None)
+    group.index.publish(table.blocks[0], b"root", [1, 2], None)
     group.extend(table, 2, 4)
-    assert group.index.n_named(0) == 2
+    assert group.index.n_published(0) == 2
 
 
-def test_named_blocks_stay_cached_and_are_evicted_last_block_first() -> None:
+def test_published_blocks_stay_cached_and_are_evicted_last_block_first() -> None:
     group = make_group(n_blocks=3)
     table = grown(group, 12)
-    group.index.add(0, b"root", [0, 1, 2, 3], b"k0")
-    group.index.add(1, b"k0", [4, 5, 6, 7], b"k1")
+    group.index.publish(0, b"root", [0, 1, 2, 3], b"k0")
+    group.index.publish(1, b"k0", [4, 5, 6, 7], b"k1")
     group.truncate(table, 0)
     assert group.pool.cached_blocks() == [1, 0]
     again = grown(group, 8)
@@ -126,7 +126,7 @@ def test_named_blocks_stay_cached_and_are_evicted_last_block_first() -> None:
 def test_the_head_of_the_only_evictable_block_is_taken_in_place() -> None:
     group = make_group(n_blocks=1)
     table = grown(group, 3)
-    group.index.add(0, b"root", [0, 1, 2], None)
+    group.index.publish(0, b"root", [0, 1, 2], None)
     group.truncate(table, 0)
     table = BlockTable()
     assert group.adopt_head(table, 0, 2) == []
@@ -177,8 +177,8 @@ def test_clearing_empties_cached_blocks_and_spares_used_ones() -> None:
     group = make_group()
     table, other = grown(group, 4), BlockTable()
     group.extend(other, 0, 4)
-    group.index.add(0, b"root", [1, 2, 3, 4], b"a")
-    group.index.add(1, b"root", [1, 2, 3, 5], b"b")
+    group.index.publish(0, b"root", [1, 2, 3, 4], b"a")
+    group.index.publish(1, b"root", [1, 2, 3, 5], b"b")
     group.truncate(table, 0)
     group.clear_cached()
     assert (group.pool.n_cached, 0 in group.index, 1 in group.index) == (0, False, True)

@@ -80,18 +80,18 @@ def test_arena_keeps_layers_and_their_uneven_heads_apart() -> None:
     groups = [LayerGroup((0, 2), (2, 0), 4), LayerGroup((1,), (1,), 2)]
     arena = Arena(f32, f32, groups, block_size=4, head_dim=32)
     batch = [GroupBatch.of([SequenceTable(0, 2, 0, 0, np.array([1], np.int32))], 4)] * 2
-    arena.begin(batch, [])
+    arena.prepare(batch, [])
     written = {layer: torch.randn(2, heads, 32) for layer, heads in ((0, 2), (1, 1), (2, 0))}
     for layer, values in written.items():
-        arena.layer(layer).write(values, -values)
+        arena.layer(layer).on(batch[0]).write(values, -values)
     for layer, values in written.items():
-        (sequence,) = arena.layer(layer).sequences()
+        (sequence,) = arena.layer(layer).on(batch[0]).sequences()
         keys, stored = sequence.read()
         assert torch.equal(keys, values)
         assert torch.equal(stored, -values)
     moved = GroupBatch.of([SequenceTable(0, 2, 0, 0, np.array([0], np.int32))], 4)
-    arena.begin([moved, batch[1]], [BlockCopy(0, 1, 0, 2)])
-    (sequence,) = arena.layer(0).sequences()
+    arena.prepare([moved, batch[1]], [BlockCopy(0, 1, 0, 2)])
+    (sequence,) = arena.layer(0).on(moved).sequences()
     assert torch.equal(sequence.read()[0], written[0])
     assert arena.n_bytes == 2 * 4 * (4 * 2 + 2 * 1) * 4 * 32
 
@@ -101,8 +101,7 @@ def test_random_contexts_fill_every_head_of_every_layer_at_the_batchs_slots_only
     groups = [LayerGroup((0, 2, 3), (1, 2, 0), 4), LayerGroup((1,), (1,), 2)]
     arena = Arena(q8_0, f16, groups, block_size=4, head_dim=32)
     slots, all_slots = torch.tensor([5, 6]), torch.arange(8)
-    arena.begin([GroupBatch(slots, ())] * 2, [])
-    arena.store_random()
+    arena.store_random([GroupBatch(slots, ())] * 2)
     for layer in range(4):
         for planes in arena.gather(layer, all_slots):
             n_filled = planes.get("codes", planes.get("values")).ne(0).any(-1).sum((1, 2))  # (tokens,)

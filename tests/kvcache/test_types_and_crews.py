@@ -43,6 +43,7 @@ def greedy(
         return list(llm.stream(prompt, max_tokens=N_NEW, temperature=0, ignore_eos=True).finish().tokens)
 
 
+@pytest.mark.slow  # 81 pairs; the tests below take some of them
 @pytest.mark.parametrize(("k_type", "v_type"), list(product(CACHE_TYPES, repeat=2)))
 def test_every_pair_of_types_on_every_crew(shared: Path, k_type: str, v_type: str) -> None:
     folder = shared / "golden" / "phi3"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hf_experts import EXPERT_NAMES, expert_sizes, expert_tensors
 from transformers import PreTrainedModel
 
 from gguf import GGMLQuantizationType, GGUFWriter
@@ -36,12 +37,26 @@ _LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    **EXPERT_NAMES,
 }
 _GEMMA_LAYER_NAMES = _LAYER_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_POST_NORM_LAYER_NAMES = _LAYER_NAMES | {"post_attention_layernorm": "post_attention_norm"}
+_NAMES = {
+    "gemma3": _GEMMA_LAYER_NAMES,
+    "glm4moe": _POST_NORM_LAYER_NAMES,
+    "gpt-oss": _POST_NORM_LAYER_NAMES,
+}
+_ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_vl_moe_text": "qwen3vlmoe",
+    "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
+}  # where GGUF has another name than transformers
 _GEMMA_PERIOD = 6  # layers from one global layer to the next, where the file does not say
 _PLAIN_TOKEN, _CONTROL_TOKEN = 1, 3  # GGUF's token types
 
@@ -84,19 +99,30 @@ def pack_matrices(model: PreTrainedModel, format_name: str) -> dict[str, PackedT
 def to_gguf(model: PreTrainedModel, packed: Mapping[str, PackedTensor] | None = None) -> GGUFContent:
     """The content of the model's file: weights as F32, but for those that come `packed`."""
     config = model.config
-    architecture = config.model_type.removesuffix("_text")
+    architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     rope_metadata, rope_tensors = _rope(model)
     tensors: dict[str, torch.Tensor | PackedTensor] = dict(rope_tensors)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            tensors[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = buffer
     for name, parameter in model.named_parameters():
         weight = (packed or {}).get(name, parameter.detach())
+        if ".experts." in name:
+            parts = expert_tensors(name, parameter.detach(), is_gpt_oss=architecture == "gpt-oss")
+            tensors |= {n: _packed_alike(w, weight) for n, w in parts.items()}
+            continue
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             weight = _interleaved(weight, _head_dim(config))
         elif architecture == "gemma3" and "norm" in name:
             weight = parameter.detach() + 1  # transformers adds it when it runs
         tensors[_gguf_name(name, architecture)] = weight
-    keys = _sizes(config) | rope_metadata
+    keys = _sizes(config) | expert_sizes(config) | rope_metadata
     metadata = {f"{architecture}.{key}": value for key, value in keys.items()}
     return GGUFContent(architecture, metadata | _vocabulary(config.vocab_size), tensors)
+
+
+def _packed_alike(weight: torch.Tensor, example: torch.Tensor | PackedTensor) -> torch.Tensor | PackedTensor:
+    return PackedTensor.pack(weight, example.format) if isinstance(example, PackedTensor) else weight
 
 
 def _add_value(writer: GGUFWriter, key: str, value: Scalar | list[str] | list[int]) -> None:
@@ -119,7 +145,9 @@ def _gguf_name(name: str, architecture: str) -> str:
     if not stem.startswith("layers."):
         return f"{_OUTER_NAMES[stem]}.{kind}"
     _, index, part = stem.split(".", 2)
-    names = _GEMMA_LAYER_NAMES if architecture == "gemma3" else _LAYER_NAMES
+    if kind == "sinks":
+        return f"blk.{index}.attn_sinks.weight"
+    names = _NAMES.get(architecture, _LAYER_NAMES)
     return f"blk.{index}.{names[part]}.{kind}"
 
 
@@ -157,6 +185,8 @@ def _sizes(config: Any) -> dict[str, Scalar]:
         sizes |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if getattr(config, "sliding_window", None):
         sizes["attention.sliding_window"] = config.sliding_window
+    if getattr(config, "final_logit_softcapping", None):
+        sizes["final_logit_softcapping"] = config.final_logit_softcapping
     if config.model_type == "gemma3_text":
         period = config.layer_types.index("full_attention") + 1
         if period != _GEMMA_PERIOD:

@@ -34,7 +34,7 @@ class ModelDriver:
             split_mode="tensor",
             tensor_split=shares,
         )
-        self._runner, self._cache = self._llm._runner, self._llm._cache
+        self._runner, self._cache = self._llm._loaded.runner, self._llm._loaded.cache
         self._lengths: dict[int, int] = {}
 
     def open(self) -> int:

@@ -12,7 +12,20 @@ import pytest
 import torch
 from hf_to_gguf import pack_matrices, to_gguf
 from model_driver import ModelDriver, logits_of
-from tiny_models import LINEAR, LLAMA, LONGROPE, TINY_MODELS, TinyModel, hf_logits, random_tokens
+from tiny_models import (
+    GEMMA3_27B,
+    GLM4MOE,
+    GPT_OSS,
+    LINEAR,
+    LLAMA,
+    LONGROPE,
+    QWEN3MOE,
+    SOFT_CAPPED,
+    TINY_MODELS,
+    TinyModel,
+    hf_logits,
+    random_tokens,
+)
 
 from motley import LLM
 from motley.models import ARCHITECTURES
@@ -112,6 +125,66 @@ def test_context_size_chooses_the_longrope_factors(tmp_path: Path) -> None:
         expected.append(hf_logits(equal, tokens))
         assert _difference(logits_of(path, tokens, n_ctx), expected[-1]) <= TOLERANCE
     assert _difference(*expected) > 1000 * TOLERANCE
+
+
+def test_the_range_of_gpt_oss_ropes_is_not_rounded() -> None:
+    """Rounding it would show in the comparison above."""
+    rope = GPT_OSS.options["rope_parameters"]
+    tokens = random_tokens(GPT_OSS.n_tokens, seed=1)
+    rounded = GPT_OSS.build(rope_parameters=rope | {"truncate": True})
+    assert _difference(hf_logits(rounded, tokens), hf_logits(GPT_OSS.build(), tokens)) > 10 * TOLERANCE
+
+
+def test_layers_that_predict_further_tokens_are_left_aside(tmp_path: Path) -> None:
+    reference, tokens = GLM4MOE.build(), random_tokens(40, seed=6)
+    content = to_gguf(reference)
+    n_layers = content.metadata["glm4moe.block_count"]
+    assert isinstance(n_layers, int)
+    content.metadata.update({"glm4moe.block_count": n_layers + 1, "glm4moe.nextn_predict_layers": 1})
+    content.tensors[f"blk.{n_layers}.nextn.eh_proj.weight"] = torch.ones(64, 128)
+    logits = logits_of(content.write(tmp_path / "model.gguf"), tokens, n_ctx=64)
+    assert _difference(logits, hf_logits(reference, tokens)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("model", [GLM4MOE, GPT_OSS, QWEN3MOE], ids=lambda model: model.name)
+@pytest.mark.parametrize("n_used", [1, 3, 7])
+def test_another_number_of_experts_is_that_of_transformers(
+    tmp_path: Path, model: TinyModel, n_used: int
+) -> None:
+    """Fewer and more than the file says."""
+    path = to_gguf(model.build()).write(tmp_path / "model.gguf")
+    tokens = random_tokens(40, seed=6)
+    expected = hf_logits(model.build(num_experts_per_tok=n_used), tokens)
+    with LLM(path, n_ctx=64, cache_type_k="f32", cache_type_v="f32", backend="reference") as llm:
+        logits = torch.from_numpy(llm.logits(tokens, n_expert_used=n_used))
+    assert _difference(logits, expected) <= TOLERANCE
+
+
+def test_scores_of_62_layers_are_scaled_by_the_width_of_a_head_s_share(tmp_path: Path) -> None:
+    """And by the head's own width in a model of any other depth; and by what the file says, where it does."""
+    tokens = random_tokens(24, seed=8)
+    reference = GEMMA3_27B.build()
+    content = to_gguf(reference)
+    expected = hf_logits(reference, tokens)
+    found = logits_of(content.write(tmp_path / "model.gguf"), tokens, n_ctx=64)
+    assert _difference(found, expected) <= TOLERANCE
+    content.metadata["gemma3.attention.scale"] = 16**-0.5
+    other = hf_logits(GEMMA3_27B.build(query_pre_attn_scalar=16), tokens)
+    found = logits_of(content.write(tmp_path / "other.gguf"), tokens, n_ctx=64)
+    assert _difference(found, other) <= TOLERANCE
+    assert _difference(expected, other) > 100 * TOLERANCE  # the comparison can tell
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-exact"])
+def test_native_logits_are_soft_capped_as_well(tmp_path: Path, backend: str) -> None:
+    path = to_gguf(SOFT_CAPPED.build()).write(tmp_path / "model.gguf")
+    tokens = random_tokens(24, seed=9)
+    with LLM(path, n_ctx=64, cache_type_k="f32", cache_type_v="f32", backend=backend) as llm:
+        found = torch.from_numpy(llm.logits(tokens))
+    expected = hf_logits(SOFT_CAPPED.build(), tokens)
+    plain = hf_logits(SOFT_CAPPED.build(final_logit_softcapping=None), tokens)
+    assert _difference(found, expected) <= TOLERANCE
+    assert plain.abs().max() > 3 > expected.abs().max()  # the comparison can tell
 
 
 def test_rope_factor_without_a_type_is_linear(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 from motley import LLM
 
 TOLERANCE = 1e-3
@@ -18,7 +19,14 @@ TABULATED_GELU_TOLERANCE = 1e-2  # that reference is llama.cpp, whose GELU is a 
 N_CTX = 1024  # the most with which phi3's short rope factors apply, as they do in its golden logits
 
 
-@pytest.fixture(scope="module", params=["gemma3", "llama", "phi3", "qwen2", "qwen3"])
+DENSE = ("gemma3", "llama", "phi3", "qwen2", "qwen3")
+WITH_EXPERTS = ("glm4moe", "gpt-oss", "qwen3moe", "qwen3vlmoe")
+
+
+ARCHITECTURES = (*DENSE, *WITH_EXPERTS)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def folder(request: pytest.FixtureRequest, shared: Path) -> Path:
     """An architecture's files."""
     path: Path = shared / "golden" / request.param
@@ -38,13 +46,6 @@ def plain(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module")
-def quantized(folder: Path) -> Iterator[LLM]:
-    (path,) = folder.glob("model-*.gguf")
-    with _open(path) as llm:
-        yield llm
-
-
 def test_long_text_has_the_logits_of_transformers(plain: LLM, golden: Any) -> None:
     assert _difference(plain.logits(golden["tokens"]), golden["hf/all"]) <= TOLERANCE
 
@@ -53,14 +54,58 @@ def test_short_text_has_the_logits_of_transformers(plain: LLM, golden: Any) -> N
     assert _difference(plain.logits(golden["tokens_short"]), golden["hf/short"]) <= TOLERANCE
 
 
-def test_quantized_weights_have_the_logits_of_their_exact_values(
-    quantized: LLM, golden: Any, folder: Path
-) -> None:
-    tolerance = TABULATED_GELU_TOLERANCE if folder.name == "gemma3" else TOLERANCE
-    long = quantized.logits(golden["tokens"])[golden["pos"]]
-    assert _difference(long, golden["ref/quant_deq/f32-f32/pos"]) <= tolerance
-    short = quantized.logits(golden["tokens_short"])
-    assert _difference(short, golden["ref/quant_deq/f32-f32/short"]) <= tolerance
+@pytest.mark.parametrize("folder", WITH_EXPERTS, indirect=True)
+def test_fewer_experts_have_the_logits_of_transformers(plain: LLM, golden: Any) -> None:
+    (key,) = (name for name in golden if name.startswith("hf/experts") and name.endswith("/pos"))
+    n_used = int(key.removeprefix("hf/experts").removesuffix("/pos"))
+    long = plain.logits(golden["tokens"], n_expert_used=n_used)[golden["pos"]]
+    assert _difference(long, golden[key]) <= TOLERANCE
+    short = plain.logits(golden["tokens_short"], n_expert_used=n_used)
+    assert _difference(short, golden[f"hf/experts{n_used}/short"]) <= TOLERANCE
+
+
+def test_an_early_exit_has_the_logits_of_transformers(shared: Path) -> None:
+    folder = shared / "golden" / "llama"
+    golden = np.load(folder / "golden.npz")
+    with _open(folder / "model.gguf") as llm:
+        logits = llm.logits(golden["tokens"], n_layer_exit=2)
+    assert _difference(logits, golden["hf/exit2/all"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "gpt-oss"])
+def test_quantized_weights_have_the_logits_of_their_exact_values(shared: Path, architecture: str) -> None:
+    folder = shared / "golden" / architecture
+    golden = np.load(folder / "golden.npz")
+    tolerance = TABULATED_GELU_TOLERANCE if architecture == "gemma3" else TOLERANCE
+    (path,) = folder.glob("model-*.gguf")
+    with _open(path) as quantized:
+        long = quantized.logits(golden["tokens"])[golden["pos"]]
+        assert _difference(long, golden["ref/quant_deq/f32-f32/pos"]) <= tolerance
+        short = quantized.logits(golden["tokens_short"])
+        assert _difference(short, golden["ref/quant_deq/f32-f32/short"]) <= tolerance
+
+
+def test_mxfp4_experts_have_the_logits_of_their_exact_values(shared: Path, tmp_path: Path) -> None:
+    """gpt-oss has no golden for it: the same file with all weights unpacked by the `gguf` package takes its place."""
+    path = shared / "golden" / "gpt-oss" / "model-MXFP4_MOE.gguf"
+    tokens = np.load(path.parent / "tokens.npy")
+    reader = GGUFReader(path)
+    assert any(t.tensor_type == GGMLQuantizationType.MXFP4 for t in reader.tensors)
+    writer = GGUFWriter(tmp_path / "exact.gguf", "gpt-oss")
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            kind = field.types[0]
+            writer.add_key_value(
+                key, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None
+            )
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, quants.dequantize(tensor.data, tensor.tensor_type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with _open(path) as packed, _open(tmp_path / "exact.gguf") as exact:
+        assert _difference(packed.logits(tokens), exact.logits(tokens)) <= TOLERANCE
 
 
 def test_stories260k_writes_the_stored_text(shared: Path) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from motley.errors import PlanError
-from motley.graph import F32, Graph, Tensor
+from motley.graph import F32, Graph
 from motley.graph.ops import Input, Scale
-from motley.plan import DevicePlan, Launch
+from motley.plan import DevicePlan, Stage
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,8 @@ class Candidate:
     name: str
     reason: str | None
 
-    def supports(self, node: Tensor) -> str | None:
+    def supports(self, stage: Stage) -> str | None:
         return self.reason
-
-    def prepare(self, node: Tensor) -> Launch:
-        return lambda inputs, out: out
 
 
 GRAPH = Graph.of(Scale(2.0)(Input((2, 3), F32)(name="x"), name="double"))

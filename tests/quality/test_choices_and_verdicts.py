@@ -14,8 +14,8 @@ from motley.quality import CacheChoice, Verdict, applicable, parse_choices
 
 
 @pytest.fixture(scope="module")
-def params(shared: Path) -> DecoderParams:
-    return read_params(read_spec(shared / "golden" / "llama" / "model.gguf"))
+def params(random_llama: Path) -> DecoderParams:
+    return read_params(read_spec(random_llama))
 
 
 def test_quantized_types_are_measured_rotated_and_not() -> None:

@@ -19,7 +19,7 @@ class CacheDriver:
     def __init__(self, path: Path, **options: Any) -> None:
         plain = {"cache_type_k": "f32", "cache_type_v": "f32", "backend": "reference", "n_parallel": 2}
         self.llm = LLM(path, **(plain | options))
-        self.cache, self.runner = self.llm._cache, self.llm._runner
+        self.cache, self.runner = self.llm._loaded.cache, self.llm._loaded.runner
         self._pending: list[BlockCopy] = []
 
     def open(self, tokens: Sequence[int] = ()) -> tuple[int, int]:

@@ -20,11 +20,12 @@ CREW = {"devices": "cpu,cpu", "split_mode": "tensor", "tensor_split": (3, 1)}
 TOLERANCE = {"f32": 1e-5, "f16": 1e-3, "bf16": 8e-3, "q8_0": 0.01, "q5_1": 0.08, "q5_0": 0.09, "q4_1": 0.15}
 
 
-@pytest.fixture(params=["llama", "gemma3", "phi3", "qwen2"])
-def path(request: pytest.FixtureRequest, shared: Path) -> Path:
-    """llama3's divisors; two ropes and windows; longrope's divisors and magnitude; biases."""
-    found: Path = shared / "golden" / request.param / "model.gguf"
-    return found
+@pytest.fixture(params=["random_llama", "random_gemma3", "llama", "phi3", "qwen2"])
+def path(request: pytest.FixtureRequest) -> Path:
+    """Made on the spot: with one rope, and with two and windows. Goldens: llama3's and longrope's divisors, biases."""
+    name: str = request.param
+    found: Path = request.getfixturevalue(name if name.startswith("random") else "shared")
+    return found if name.startswith("random") else found / "golden" / name / "model.gguf"
 
 
 @contextmanager
@@ -36,9 +37,7 @@ def driver(path: Path, **options: Any) -> Iterator[CacheDriver]:
         d.close()
 
 
-def tokens_of(path: Path) -> list[int]:
-    ids: list[int] = np.load(path.parent / "tokens.npy")[:N].tolist()
-    return ids
+TOKENS: list[int] = np.random.default_rng(1).integers(1, 250, N).tolist()
 
 
 def stored(d: CacheDriver, sequence: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +45,7 @@ def stored(d: CacheDriver, sequence: int, layer: int) -> tuple[torch.Tensor, tor
     parts = []
     for arena in d.runner.arenas:
         own = arena.layer(layer)
-        view = d.cache.tables([sequence], arena._groups.index(own.group))[0]
+        view = d.cache.tables([sequence], own.group)[0]
         size = d.cache.block_size
         slots = torch.tensor([view.blocks[t // size] * size + t % size for t in range(view.n_tokens)])
         parts.append([store.read(own.rows, slots) for store in (own.keys, own.values)])
@@ -63,7 +62,7 @@ def shift(d: CacheDriver, sequence: int) -> None:
 
 def expected_keys(d: CacheDriver, layer: int, before: torch.Tensor, sequence_tokens: int) -> torch.Tensor:
     kept = torch.arange(N_KEEP + N_DROP, sequence_tokens)
-    turned = d.runner._devices[0].key_turner(layer, before[kept], -N_DROP)
+    turned = d.runner._devices[0].key_rotator(layer, before[kept], -N_DROP)
     return torch.cat([before[:N_KEEP], turned])
 
 
@@ -72,7 +71,7 @@ def test_shifted_keys_are_those_of_a_first_layer_at_the_new_positions(
     path: Path, options: dict[str, Any]
 ) -> None:
     """The first layer's keys depend on token and position only: there is a truth to compare with."""
-    tokens = tokens_of(path)
+    tokens = TOKENS
     left = tokens[:N_KEEP] + tokens[N_KEEP + N_DROP :]
     with driver(path, **options) as d:
         sequence, _ = d.open()
@@ -86,11 +85,10 @@ def test_shifted_keys_are_those_of_a_first_layer_at_the_new_positions(
 
 
 @pytest.mark.parametrize("kind", CACHE_TYPES)
-def test_every_type_keeps_its_precision_rotated_or_not(shared: Path, kind: str) -> None:
-    path = shared / "golden" / "llama" / "model.gguf"
-    tokens = tokens_of(path)
+def test_every_type_keeps_its_precision_rotated_or_not(random_llama: Path, kind: str) -> None:
+    tokens = TOKENS
     for rotation in (True, False):
-        with driver(path, cache_type_k=kind, cache_type_v=kind, kv_rotation=rotation) as d:
+        with driver(random_llama, cache_type_k=kind, cache_type_v=kind, kv_rotation=rotation) as d:
             sequence, _ = d.open()
             d.feed(sequence, tokens)
             before = [stored(d, sequence, layer) for layer in range(4)]
@@ -105,11 +103,12 @@ def test_every_type_keeps_its_precision_rotated_or_not(shared: Path, kind: str) 
 
 
 @pytest.mark.parametrize("options", [{}, CREW], ids=["alone", "crew"])
-def test_what_follows_a_shift_is_computed_from_the_moved_keys(shared: Path, options: dict[str, Any]) -> None:
+def test_what_follows_a_shift_is_computed_from_the_moved_keys(
+    random_llama: Path, options: dict[str, Any]
+) -> None:
     """Against attention done by hand: forward the next token with the keys of unshifted positions, re-roped."""
-    path = shared / "golden" / "llama" / "model.gguf"
-    tokens = tokens_of(path)
-    with driver(path) as d:
+    tokens = TOKENS
+    with driver(random_llama) as d:
         sequence, _ = d.open()
         d.feed(sequence, tokens)
         before = [stored(d, sequence, layer) for layer in range(4)]
@@ -124,17 +123,16 @@ def test_what_follows_a_shift_is_computed_from_the_moved_keys(shared: Path, opti
             own.keys.write(own.rows, slots, keys)
             own.values.write(own.rows, slots, values)
         expected = d.feed(other, [7, 8, 9])
-    with driver(path, **options) as d:
+    with driver(random_llama, **options) as d:
         sequence, _ = d.open()
         d.feed(sequence, tokens)
         shift(d, sequence)
         torch.testing.assert_close(d.feed(sequence, [7, 8, 9]), expected, atol=1e-3, rtol=0)
 
 
-def test_a_fork_and_the_prefix_cache_keep_what_they_had(shared: Path) -> None:
-    path = shared / "golden" / "llama" / "model.gguf"
-    tokens = tokens_of(path)
-    with driver(path, kv_cache_tokens=512) as d:
+def test_a_fork_and_the_prefix_cache_keep_what_they_had(random_llama: Path) -> None:
+    tokens = TOKENS
+    with driver(random_llama, kv_cache_tokens=512) as d:
         sequence, _ = d.open()
         d.feed(sequence, tokens)
         fork = d.cache.fork(sequence)
@@ -148,11 +146,10 @@ def test_a_fork_and_the_prefix_cache_keep_what_they_had(shared: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(stored(d, found, 3), before, strict=True))
 
 
-def test_shifted_blocks_are_never_found(shared: Path) -> None:
-    path = shared / "golden" / "llama" / "model.gguf"
-    tokens = tokens_of(path)
+def test_shifted_blocks_are_never_found(random_llama: Path) -> None:
+    tokens = TOKENS
     left = tokens[:N_KEEP] + tokens[N_KEEP + N_DROP :]
-    with driver(path) as d:
+    with driver(random_llama) as d:
         sequence, _ = d.open()
         d.feed(sequence, tokens)
         shift(d, sequence)

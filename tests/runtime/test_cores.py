@@ -17,25 +17,25 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def stories(shared: Path) -> Path:
-    return shared / "data" / "models" / "stories260K" / "stories260K.gguf"
+def model(bundled: Path) -> Path:
+    return bundled
 
 
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
-def test_cores_change_no_answer_and_stay_with_the_devices(stories: Path, mode: str) -> None:
+def test_cores_change_no_answer_and_stay_with_the_devices(model: Path, mode: str) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < 2:
         pytest.skip("there is one core")
     names = [f"cpu:{core}" for core in allowed[:2]]
     with (
-        LLM(stories, devices=names, n_ctx=64, split_mode=mode) as bound,
-        LLM(stories, devices="cpu,cpu", n_ctx=64, split_mode=mode, n_threads=2) as free,
+        LLM(model, devices=names, n_ctx=64, split_mode=mode) as bound,
+        LLM(model, devices="cpu,cpu", n_ctx=64, split_mode=mode, n_threads=2) as free,
     ):
         assert list(bound.device_memory()) == names
         assert np.array_equal(bound.logits([1, 5, 7, 11]), free.logits([1, 5, 7, 11]))
     assert sorted(os.sched_getaffinity(0)) == allowed
 
 
-def test_threads_beside_cores_are_refused(stories: Path) -> None:
+def test_threads_beside_cores_are_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="2 threads, but the devices name their cores"):
-        LLM(stories, devices=f"cpu:{min(os.sched_getaffinity(0))}", n_threads=2)
+        LLM(model, devices=f"cpu:{min(os.sched_getaffinity(0))}", n_threads=2)

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
+from motley.backends import Backend, backend_for
 from motley.backends.cuda.footprint import stored_bytes
 from motley.backends.cuda.weights import load
 from motley.errors import DeviceError
@@ -15,30 +18,34 @@ from motley.gguf import read_spec
 from motley.graph.ops import Weight
 from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, read_params
-from motley.runtime import CacheConfig, CacheFit, fit_cache, make_crew, split_model
+from motley.runtime import CacheConfig, CacheFit, ModelSplit, fit_cache, make_crew, split_model
 from motley.runtime.budget import device_needs
 
 F16 = get_cache_type("f16")
 GIB = 1 << 30
 
 
+def backends_of(split: ModelSplit) -> list[Backend]:
+    return [backend_for(device.name, "auto") for device in split.crew.devices]
+
+
 def fit(path: Path, n_ctx: int = 4096, **crew: str) -> CacheFit:
     spec = read_spec(path)
     config = CacheConfig(F16, F16)
     split = split_model(spec, read_params(spec), make_crew(**crew), config, n_ctx=n_ctx, rotate=False)
-    return fit_cache(split, config, n_batch=64, n_parallel=8)
+    return fit_cache(split, backends_of(split), config, n_batch=64, n_parallel=8)
 
 
 def needs_of(path: Path, **crew: str) -> list[int]:
     spec = read_spec(path)
     config = CacheConfig(F16, F16)
     split = split_model(spec, read_params(spec), make_crew(**crew), config, n_ctx=4096, rotate=False)
-    return [need.total for need in device_needs(split, BatchShape(64, 64))]
+    return [need.total for need in device_needs(split, backends_of(split), BatchShape(64, 64))]
 
 
 @pytest.fixture
-def path(shared: Path) -> Path:
-    return shared / "golden" / "llama" / "model.gguf"
+def path(random_llama: Path) -> Path:
+    return random_llama
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,7 @@ from motley.errors import DeviceError, SplitError
 from motley.graph import F32, I32, Tensor
 from motley.graph.ops import Input
 from motley.ownership import Word
+from motley.plan import Single
 from motley.runtime.group import CollectiveKernel, ThreadGroup
 from motley.split.collectives import AllGather, AllReduce, Broadcast, Collective, Receive, ReduceScatter, Send
 
@@ -31,9 +34,9 @@ def launch(group: ThreadGroup, device: int, op: Collective, *inputs: torch.Tenso
     nodes = [Input(tuple(t.shape), I32 if t.dtype == torch.int32 else F32)(name="x") for t in inputs]
     node: Tensor = op(*nodes)
     kernel = CollectiveKernel(group.lines[device])
-    assert kernel.supports(node) is None
+    assert kernel.supports(Single.of(node)) is None
     out = torch.full(node.shape, -7.0, dtype=torch.int32 if node.dtype == I32 else torch.float32)
-    result: torch.Tensor = kernel.prepare(node)(inputs, out)
+    result: torch.Tensor = kernel.prepare(Single.of(node))(inputs, out)
     return result
 
 
@@ -136,6 +139,44 @@ def test_a_failure_ends_the_others_and_the_group_works_afterwards(group: ThreadG
     assert group.run(again) == [[0, 1, 2, 2], [0, 1, 2, 0], [0, 1, 2, 1]]
 
 
+class FakeRendezvous:
+    """Where executables would wait for each other."""
+
+    class AbortedError(Exception):
+        pass
+
+    aborted_error = AbortedError
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+        self.n_resets = 0
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def reset(self) -> None:
+        self.aborted.clear()
+        self.n_resets += 1
+
+
+def test_devices_at_the_backends_rendezvous_are_aborted_and_not_named_as_the_cause() -> None:
+    place = FakeRendezvous()
+    group = ThreadGroup([1] * N, rendezvous=place)
+
+    def work(device: int) -> None:
+        if device == N - 1:
+            raise ZeroDivisionError("the last device is broken")
+        place.aborted.wait()
+        raise place.aborted_error
+
+    with pytest.raises(DeviceError, match="the last device is broken"):
+        group.run(work)
+    assert place.n_resets == 1
+    assert group.run(lambda device: device) == [0, 1, 2]
+    assert CollectiveKernel(group.lines[1]).rendezvous == (place, 1)
+    group.close()
+
+
 def test_what_a_user_caused_is_raised_as_it_is(group: ThreadGroup) -> None:
     def work(device: int) -> None:
         if device == 2:
@@ -175,3 +216,41 @@ def test_a_device_keeps_to_its_cores_and_leaves_the_caller_alone() -> None:
     assert group.run(lambda device: os.sched_getaffinity(0)) == [{first}, allowed, {last}]
     group.close()
     assert os.sched_getaffinity(0) == allowed
+
+
+@pytest.mark.parametrize("device", range(N))
+def test_an_interrupt_while_work_is_handed_out_leaves_no_device_waiting(
+    group: ThreadGroup, device: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C falls between two devices: the first already waits for the others at a barrier."""
+
+    class Interrupted:
+        def put(self, job: object) -> None:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group._workers[device], "jobs", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            group.run(lambda d: group.lines[d].exchange(torch.ones(1)))
+    assert group.run(lambda d: len(group.lines[d].exchange(torch.ones(1)))) == [N] * N
+
+
+def test_an_interrupt_while_devices_work_is_raised_when_they_have_ended(
+    group: ThreadGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+
+    def work(device: int) -> None:
+        group.lines[device].exchange(None)
+        if device == 0:
+            while len(ended) < N - 1:  # the others are past the barrier
+                pass
+            _thread.interrupt_main()
+            while not group._barrier.broken:  # until the others are told to stop
+                pass
+        ended.append(device)
+
+    with pytest.raises(KeyboardInterrupt):
+        group.run(work)
+    assert sorted(ended) == [0, 1, 2]
+    assert group.run(lambda d: d) == [0, 1, 2]

@@ -12,8 +12,8 @@ from motley.runtime import budget
 
 
 @pytest.fixture
-def path(shared: Path) -> Path:
-    return shared / "data" / "models" / "stories260K" / "stories260K.gguf"
+def path(random_llama: Path) -> Path:
+    return random_llama
 
 
 def test_a_cache_larger_than_the_machine_is_refused_with_numbers(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from motley.backends import get_backend
-from motley.bench.shapes import write_random_model
+from motley.bench import write_random_model
 from motley.errors import SplitError
 from motley.formats import FORMATS, PackedTensor
 from motley.gguf import read_spec

@@ -1,6 +1,6 @@
 """Sliding-window layers: blocks are dropped behind the window, and nobody can tell from the outputs.
 
-gemma3's golden model: five layers of six see 32 tokens; the blocks here are much smaller than that.
+`random_gemma3`: five layers of six see 32 tokens; the blocks here are much smaller than that.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ N_CTX = 256
 
 
 @pytest.fixture(scope="module")
-def path(shared: Path) -> Path:
-    return shared / "golden" / "gemma3" / "model.gguf"
+def path(random_gemma3: Path) -> Path:
+    return random_gemma3
 
 
 @pytest.fixture(scope="module")
-def tokens(path: Path) -> list[int]:
-    ids: list[int] = np.load(path.parent / "tokens.npy")[:160].tolist()
+def tokens() -> list[int]:
+    ids: list[int] = np.random.default_rng(1).integers(1, 250, 160).tolist()
     return ids
 
 

@@ -19,14 +19,15 @@ from motley.graph import Shape, Tensor
 from motley.graph.ops import (
     HALVES,
     INTERLEAVED,
+    SIGMOID,
+    SOFTMAX,
     Activation,
     Add,
     Attention,
     BatchMatMul,
     CacheStore,
     Concat,
-    ExpertMatMul,
-    Gather,
+    ExpertFfn,
     GetRows,
     Hadamard,
     LocalIds,
@@ -37,12 +38,12 @@ from motley.graph.ops import (
     Reshape,
     RmsNorm,
     Rope,
+    Route,
+    RouteWeights,
     Scale,
     SetRows,
     Slice,
     Softmax,
-    Sum,
-    TopK,
     Weight,
 )
 from motley.ownership import Word
@@ -61,6 +62,9 @@ class GraphMaker:
     values: dict[str, Any] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)  # float, of one axis or more; there may be no rows
     choices: list[tuple[Tensor, int]] = field(default_factory=list)  # i32 (tokens, k), and of how many
+    experts: list[list[Tensor]] = field(
+        default_factory=list
+    )  # of one step: gate, up and down, and their biases
     seed: int = 0
 
     def draw(self, *shape: int) -> torch.Tensor:
@@ -266,11 +270,6 @@ def _repeat(make: GraphMaker) -> Tensor | None:
     return x and Repeat(make.rng.randrange(len(x.shape)), make.rng.randint(1, 3))(x)
 
 
-def _sum(make: GraphMaker) -> Tensor | None:
-    x = make.pick()
-    return x and Sum(make.rng.randrange(len(x.shape)))(x)
-
-
 def _get_rows(make: GraphMaker) -> Tensor | None:
     if make.rng.random() < 0.3:
         n = make.size()
@@ -297,38 +296,42 @@ def _local_ids(make: GraphMaker) -> Tensor | None:
     return GetRows()(x, LocalIds(word, 1)(make.ids(n, len(word), -1)))
 
 
-def _top_k(make: GraphMaker) -> Tensor | None:
+def _route(make: GraphMaker) -> Tensor | None:
+    """Weights of chosen experts; the choice itself is kept for later steps."""
     x = make.pick(lambda s: len(s) == 2)
     if x is None:
         return None
-    spread = make.bring(_plain(0.7 * torch.arange(x.shape[1])), "w")  # no two scores are equal
-    scores = Add()(Activation("tanh")(x), spread)
-    chosen = TopK(make.rng.randint(1, x.shape[1]))(scores)
-    make.choices.append((chosen, x.shape[1]))
-    return Gather()(scores, chosen)
+    n_tokens, n_experts = x.shape
+    spread = make.bring(_plain(0.7 * torch.arange(n_experts)), "w")  # no two scores are equal
+    logits = Add()(Activation("tanh")(x), spread)
+    k, score = make.rng.randint(1, n_experts), make.rng.choice([SOFTMAX, SIGMOID])
+    n_used = make.ids(n_tokens, k + 1)
+    bias = [make.bring(torch.arange(n_experts) * 1.0, "x")] if make.rng.random() < 0.5 else []
+    n_groups = make.rng.choice([n for n in (1, 2, 3) if n_experts % n == 0])
+    route = Route(k, score, n_groups, make.rng.randint(1, n_groups))
+    ids = route(logits, n_used, *bias)
+    make.choices.append((ids, n_experts))
+    return RouteWeights(score, make.rng.random() < 0.7, 1.5)(logits, ids)
 
 
-def _gather(make: GraphMaker) -> Tensor | None:
-    x = make.pick(lambda s: len(s) == 2)
-    if x is None:
-        return None
-    tokens, n = x.shape
-    k = make.rng.randint(1, 3)
-    ids = torch.tensor([make.rng.randrange(-1, n) for _ in range(tokens * k)], dtype=torch.int32)
-    return Gather()(x, make.bring(ids.reshape(tokens, k), "ids"))
-
-
-def _expert_matmul(make: GraphMaker) -> Tensor | None:
+def _expert_ffn(make: GraphMaker) -> Tensor | None:
     if not make.choices:
-        _top_k(make)
+        _route(make)
     if not make.choices:
         return None
     ids, n_experts = make.rng.choice(make.choices)
-    tokens, k = ids.shape
-    x = make.pick(lambda s: len(s) == 3 and s[0] == tokens and s[1] in (1, k))
-    if x is None:
-        x = make.input(tokens, make.rng.choice([1, k]), make.rng.choice([3, 64]))
-    return ExpertMatMul()(x, make.weight(n_experts, 2, x.shape[2]), ids)
+    n_tokens, k = ids.shape
+    x = make.pick(lambda s: len(s) == 2 and s[0] == n_tokens) or make.input(n_tokens, 3)
+    n_embd, n_ff = x.shape[1], make.rng.choice([2, 32, 64])
+    sizes = ((n_experts, n_ff, n_embd), (n_experts, n_ff, n_embd), (n_experts, n_embd, n_ff))
+    matrices = [make.weight(*size) for size in sizes]
+    function, biases = "silu", []
+    if make.rng.random() < 0.5:
+        function = "clamped_swiglu"
+        biases = [make.bring(_plain(make.draw(n_experts, n)), "w") for n in (n_ff, n_ff, n_embd)]
+    make.experts.append([*matrices, *biases])
+    weights = Activation("sigmoid")(make.like(n_tokens, k))
+    return ExpertFfn(function)(x, ids, weights, *matrices, *biases)
 
 
 STEPS: dict[str, Step] = {
@@ -349,12 +352,11 @@ STEPS: dict[str, Step] = {
     "slice": _slice,
     "concat": _concat,
     "repeat": _repeat,
-    "sum": _sum,
     "get_rows": _get_rows,
     "set_rows": _set_rows,
     "local_ids": _local_ids,
-    "top_k": _top_k,
-    "gather": _gather,
-    "expert_matmul": _expert_matmul,
+    "route": _route,
+    "route_weights": _route,
+    "expert_ffn": _expert_ffn,
 }
 """For each op, a step that uses it."""

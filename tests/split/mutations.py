@@ -17,8 +17,7 @@ from motley.graph.ops import (
     BatchMatMul,
     CacheStore,
     Concat,
-    ExpertMatMul,
-    Gather,
+    ExpertFfn,
     GetRows,
     LocalIds,
     MatMul,
@@ -28,10 +27,11 @@ from motley.graph.ops import (
     Reshape,
     RmsNorm,
     Rope,
+    Route,
+    RouteWeights,
     SetRows,
     Slice,
     Softmax,
-    Sum,
 )
 from motley.ownership import MIRRORED, PARTIAL, Split, State, Word
 from motley.runtime import group
@@ -117,13 +117,19 @@ def whole_ways(patch: Patch, cls: type[Op]) -> None:
     patch.setattr(cls, "local", Op.local)
 
 
+def biases_everywhere(way: Way) -> Way:
+    """The down bias, which one device adds while all have columns of each expert, is added by all."""
+    is_by_columns = isinstance(way.inputs[3], Split) and way.inputs[3].axis == 1
+    return Way((*way.inputs[:-1], MIRRORED), way.output) if is_by_columns and len(way.inputs) == 9 else way
+
+
 def wrong_queries(way: Way) -> Way:
     """Queries in the order q0 q0 q1 q1 against KV heads as if they were q0 q1 q0 q1."""
-    queries, kv = way.inputs
+    queries, kv, *sinks = way.inputs
     assert isinstance(queries, Split)
     assert isinstance(kv, Split)
     heads = Split(1, kv.word.power(len(queries.word) // len(kv.word)))
-    return Way((heads, kv), heads)
+    return Way((heads, kv, *(Split(0, heads.word) for _ in sinks)), heads)
 
 
 def swapped_values(way: Way) -> Way:
@@ -163,8 +169,11 @@ RULES: dict[str, tuple[type[Op], Callable[[Patch, type[Op]], None]]] = {
     "matmul: rows of W in another order": (MatMul, lambda p, c: change_ways(p, c, forgets_the_order)),
     "matmul: a product of sums": (MatMul, lambda p, c: add_ways(p, c, any_sum)),
     "batch matmul: sums claim to be whole": (BatchMatMul, lambda p, c: change_ways(p, c, claims_mirrored)),
-    "experts: sums claim to be whole": (ExpertMatMul, lambda p, c: change_ways(p, c, claims_mirrored)),
-    "experts: ids of the whole": (ExpertMatMul, whole_ways),
+    "experts: sums claim to be whole": (ExpertFfn, lambda p, c: change_ways(p, c, claims_mirrored)),
+    "experts: ids of the whole": (ExpertFfn, whole_ways),
+    "experts: every device adds the down bias": (ExpertFfn, lambda p, c: change_ways(p, c, biases_everywhere)),
+    "route: experts are cut": (Route, lambda p, c: add_ways(p, c, any_cut_of_the_first)),
+    "route weights: of addends": (RouteWeights, lambda p, c: add_ways(p, c, whole_addend)),
     "norm: rows are cut": (RmsNorm, lambda p, c: add_ways(p, c, any_cut)),
     "softmax: rows are cut": (Softmax, lambda p, c: add_ways(p, c, any_cut)),
     "softmax: of addends": (Softmax, lambda p, c: add_ways(p, c, any_sum)),
@@ -179,10 +188,8 @@ RULES: dict[str, tuple[type[Op], Callable[[Patch, type[Op]], None]]] = {
     "slice: the range of the whole": (Slice, whole_ways),
     "concat: word of another order": (Concat, lambda p, c: change_ways(p, c, forgets_the_order)),
     "repeat: the word repeated, not its letters": (Repeat, lambda p, c: change_ways(p, c, power_for_stretch)),
-    "sum: claims to be whole": (Sum, lambda p, c: change_ways(p, c, claims_mirrored)),
     "get rows: ids of the whole": (GetRows, whole_ways),
     "set rows: ids of the whole": (SetRows, whole_ways),
-    "gather: ids of the whole": (Gather, whole_ways),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from split_runner import check_split
 
 from motley.errors import SplitError
 from motley.formats import PackedTensor
-from motley.graph import CACHE, I32, Graph
+from motley.graph import CACHE, I32, Graph, Tensor
 from motley.graph.ops import Weight
 from motley.ownership import MIRRORED, PARTIAL, Split, State, Word
 from motley.split.infer import SplitGraph, infer
@@ -52,11 +52,28 @@ def random_case(rng: random.Random, max_steps: int = 8) -> Case:
         outputs.append(make.choices[-1][0])
     graph = Graph.of(*dict.fromkeys(outputs))
     n_devices = rng.randint(1, 7)
-    return Case(graph, make.values, n_devices, _random_placement(rng, graph, make.values, n_devices))
+    placement = _random_placement(rng, graph, make.values, n_devices)
+    for matrices in make.experts:
+        if all(t.name in placement for t in matrices):
+            placement |= _experts_alike(rng, matrices, make.values, n_devices)
+    return Case(graph, make.values, n_devices, placement)
 
 
 def check_case(case: Case) -> SplitGraph:
     return check_split(case.graph, case.values, case.n_devices, case.allowed_placement)
+
+
+def _experts_alike(
+    rng: random.Random, matrices: list[Tensor], values: dict[str, Any], n_devices: int
+) -> dict[str, State]:
+    """Whole experts, or columns of every expert: matrices that are placed one by one do not fit together."""
+    is_of_rows = any(isinstance(t.op, Weight) and t.op.rows for t in matrices)
+    matrices, biases = matrices[:3], matrices[3:]
+    axes, unit = ((0, 0, 0), 1) if is_of_rows or rng.random() < 0.5 else ((1, 1, 2), 0)
+    down = matrices[2]
+    word = rng.choice(words(down.shape[axes[2]], n_devices, rng, unit or values[down.name].format.block_size))
+    states: dict[str, State] = {t.name: Split(axis, word) for t, axis in zip(matrices, axes, strict=True)}
+    return states | {t.name: MIRRORED for t in biases}  # which lie as the matrices ask for
 
 
 def _random_placement(

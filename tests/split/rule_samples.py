@@ -17,8 +17,7 @@ from motley.graph.ops import (
     BatchMatMul,
     CacheStore,
     Concat,
-    ExpertMatMul,
-    Gather,
+    ExpertFfn,
     GetRows,
     LocalIds,
     MatMul,
@@ -26,11 +25,11 @@ from motley.graph.ops import (
     Permute,
     Reshape,
     Rope,
+    Route,
+    RouteWeights,
     SetRows,
     Slice,
     Softmax,
-    Sum,
-    TopK,
 )
 from motley.graph.tensor import draw, draw_ids
 
@@ -97,15 +96,19 @@ def _more_samples(name: str, rng: random.Random) -> Iterator[Sample]:
             yield Sample(SetRows(), (draw(rng, 3, 2), torch.tensor([-1, 2, 2]).int(), draw(rng, 3, 2)))
         case "local_ids":
             yield Sample(LocalIds(spell([0, 1, 1, 0, 2, 1]), 1), (ids.reshape(2, 2),))
-        case "top_k":
-            yield Sample(TopK(2), (x,))
-        case "gather":
-            yield Sample(Gather(), (draw(rng, 2, 6), draw_ids(rng, 4, 6).reshape(2, 2)))
-            yield Sample(Gather(), (draw(rng, 2, 3), torch.tensor([[2, -1], [-1, 0]]).int()))
-        case "expert_matmul":
+        case "route":
+            yield Sample(Route(3), (draw(rng, 5, 6), torch.tensor([3, 0, 1, 2, 3]).int()))
+            used = torch.tensor([2, 1]).int()
+            yield Sample(Route(2, "sigmoid", 3, 2), (draw(rng, 2, 6), used, draw(rng, 6)))
+        case "route_weights":
+            choices = torch.tensor([[0, 3], [-1, 2], [-1, -1]]).int()
+            yield Sample(RouteWeights(), (draw(rng, 3, 4), choices))
+            yield Sample(RouteWeights("sigmoid", normalizes=True, scale=2.0), (draw(rng, 3, 4), choices))
+        case "expert_ffn":
             choices = torch.tensor([[0, 3], [-1, 2]]).int()
-            packed = PackedTensor.pack(draw(rng, 4, 3, 64), FORMATS["Q8_0"])
-            yield Sample(ExpertMatMul(), (draw(rng, 2, 1, 64), packed, choices))
-            yield Sample(ExpertMatMul(), (draw(rng, 2, 2, 3), draw(rng, 4, 2, 3), choices))
-        case "sum":
-            yield Sample(Sum(0), (draw(rng, 5),))
+            chosen = (draw(rng, 2, 64), choices, draw(rng, 2, 2))
+            sizes = ((4, 96, 64), (4, 96, 64), (4, 64, 96))
+            packed = [PackedTensor.pack(draw(rng, *size) / 8, FORMATS["Q8_0"]) for size in sizes]
+            yield Sample(ExpertFfn(), (*chosen, *packed))
+            biases = [draw(rng, 4, n) for n in (96, 96, 64)]
+            yield Sample(ExpertFfn("clamped_swiglu"), (*chosen, *packed, *biases))

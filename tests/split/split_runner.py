@@ -20,7 +20,7 @@ from motley.formats import PackedTensor
 from motley.graph import CACHE, I32, Graph, Tensor
 from motley.graph.ops import Weight
 from motley.ownership import State, sole_owner
-from motley.plan import DevicePlan, Kernel
+from motley.plan import DevicePlan, Kernel, Single
 from motley.runtime.group import CollectiveKernel, ThreadGroup
 from motley.runtime.loading import part_of
 from motley.split.collectives import Collective, Receive, Send
@@ -213,7 +213,7 @@ def _steps(graph: Graph, values: Values) -> Generator[tuple[Tensor, list[Any]], 
 
 def _collect(node: Tensor, inputs: Sequence[Any], line: _Line) -> torch.Tensor:
     out = torch.full(node.shape, -7, dtype=torch.int32 if node.dtype == I32 else torch.float32)
-    result: torch.Tensor = CollectiveKernel(line).prepare(node)(inputs, out)
+    result: torch.Tensor = CollectiveKernel(line).prepare(Single.of(node))(inputs, out)
     return result
 
 

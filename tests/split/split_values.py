@@ -18,7 +18,7 @@ from motley.graph import CACHE, F32, I32, Tensor
 from motley.graph.ops import Input, Weight
 from motley.graph.tensor import draw
 from motley.graph.values import Value, dense
-from motley.kvcache.arena import Arena, ArenaLayer, GroupBatch, LayerGroup, SequenceTable
+from motley.kvcache.arena import Arena, BatchLayer, GroupBatch, LayerGroup, SequenceTable
 from motley.kvcache.types import get_cache_type
 from motley.ownership import MIRRORED, PARTIAL, Split, State, Word
 
@@ -64,21 +64,21 @@ class CacheValue:
     def heads(self, index: Sequence[int]) -> CacheValue:
         return replace(self, keys=self.keys[:, list(index)], values=self.values[:, list(index)])
 
-    def layer(self) -> ArenaLayer:
-        """The layer itself, in an arena of its own."""
+    def layer(self) -> BatchLayer:
+        """The layer itself, in an arena of its own, with the batch."""
         (n_slots, n_heads, dim), kind = self.keys.shape, get_cache_type("f32")
         group = LayerGroup((0,), (n_heads,), -(-n_slots // BLOCK_SIZE))
         arena = Arena(kind, kind, [group], block_size=BLOCK_SIZE, head_dim=dim)
-        arena.begin([self.batch], [])
         layer = arena.layer(0)
         slots = torch.arange(n_slots)
         layer.keys.write(layer.rows, slots, self.keys)
         layer.values.write(layer.rows, slots, self.values)
-        return layer
+        return layer.on(self.batch)
 
 
-def contents(layer: ArenaLayer) -> torch.Tensor:
+def contents(cache: BatchLayer) -> torch.Tensor:
     """All that a layer holds, heads first: (heads, keys and values, slots, dim)."""
+    layer = cache.layer
     slots = torch.arange(layer.keys.planes["values"].shape[0] * BLOCK_SIZE)
     both = torch.stack([store.read(layer.rows, slots) for store in (layer.keys, layer.values)])
     return both.movedim(2, 0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from motley.split.apportion import Apportioner, Turns
+from motley.split.apportion import Apportioner, DeadlineApportioner
 
 SHARES = st.lists(st.fractions(0, 10, max_denominator=20), min_size=1, max_size=7).filter(any)
 SETTINGS = settings(deadline=None, max_examples=60)
@@ -34,7 +34,7 @@ def test_each_round_gives_out_all_units_and_none_to_a_share_of_zero(
 @given(SHARES, st.integers(1, 40), st.integers(1, 60))
 def test_rounding_does_not_drift_over_layers(shares: list[Fraction], n_units: int, n_layers: int) -> None:
     """After any number of like rounds each device is within one unit of its exact share."""
-    turns, given_out = Turns(shares), [0] * len(shares)
+    turns, given_out = DeadlineApportioner(shares), [0] * len(shares)
     for layer in range(1, n_layers + 1):
         given_out = [a + b for a, b in zip(given_out, turns.share_out(n_units), strict=True)]
         for got, share in zip(given_out, shares, strict=True):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from motley.formats import get_format
 from motley.graph import Tensor
 from motley.graph.ops import Weight
+from motley.graph.roles import COLUMNS, EXPERTS, FFN, HEADS, KEYS, QUERIES, VOCABULARY, Role
 from motley.models import DecoderParams
 from motley.models.params import RopeScaling
 from motley.ownership import Split, State, Word
@@ -51,11 +52,30 @@ def weights_of(p: DecoderParams, form: str = "F16", is_fused: bool = False, repe
     sizes = {name: (n, p.n_embd) for name, n in rows.items()}
     sizes |= {"attn_output": (p.n_embd, n_q), "ffn_down": (p.n_embd, p.n_ff)}
     layers = [
-        Weight(size, form, name)(name=f"blk.{layer}.{name}.weight")
+        Weight(size, form, name, (), Role(group, layer, axis, units))(name=f"blk.{layer}.{name}.weight")
         for layer in range(p.n_layers)
         for name, size in sizes.items()
+        for group, axis, units in [role_of(name, is_fused)]
     ]
-    return [*layers, Weight((p.n_vocab, p.n_embd), form)(name="output.weight")]
+    output = Weight((p.n_vocab, p.n_embd), form, "output", (), Role(VOCABULARY))
+    return [*layers, output(name="output.weight")]
+
+
+def role_of(name: str, is_fused: bool) -> tuple[str, int, tuple[str, ...]]:
+    """Group, cut axis and units."""
+    match name:
+        case "attn_q":
+            return HEADS, 0, (QUERIES,)
+        case "attn_k" | "attn_v":
+            return HEADS, 0, (KEYS,)
+        case "attn_qkv":
+            return HEADS, 0, (QUERIES, KEYS, KEYS)
+        case "attn_output":
+            return HEADS, 1, (QUERIES,)
+        case "ffn_down":
+            return FFN, 1, (COLUMNS,)
+        case _:
+            return FFN, 0, (COLUMNS, COLUMNS) if is_fused else (COLUMNS,)
 
 
 def n_bytes(weight: Tensor, state: State, device: int) -> int:
@@ -167,6 +187,63 @@ def test_kv_heads_are_copied_as_often_as_every_device_needs(
     counts = word_of(place(TENSOR, weights, params, shares, repeat).states, "cache.0").counts(n_devices)
     assert sum(counts) == n_kv_heads * repeat
     assert all(counts) == (form != "Q4_K")
+
+
+def experts_of(form: str, n_experts: int, n_ff: int, n_embd: int = 512, n_layers: int = 4) -> list[Tensor]:
+    sizes = {
+        "gate": (n_experts, n_ff, n_embd),
+        "up": (n_experts, n_ff, n_embd),
+        "down": (n_experts, n_embd, n_ff),
+    }
+    return [
+        Weight(size, form, name, (), Role(EXPERTS, layer, 2 if name == "down" else 1, (COLUMNS,)))(
+            name=f"{layer}.{name}"
+        )
+        for layer in range(n_layers)
+        for name, size in sizes.items()
+    ]
+
+
+@settings(SETTINGS)
+@given(SHARES, FORMATS, st.sampled_from([4, 32, 128]), st.sampled_from([256, 768, 1024]))
+def test_experts_are_cut_alike_and_near_the_shares(
+    shares: list[Fraction], form: str, n_experts: int, n_ff: int
+) -> None:
+    """Whichever way is chosen, and whichever is asked for: no quant block is cut, and bytes are within a unit."""
+    params, weights = replace(MODEL, n_layers=4), experts_of(form, n_experts, n_ff)
+    block, total = get_format(form).block_size, sum(shares)
+    for asked in ("auto", "ffn", "whole"):
+        placement = place(TENSOR, weights, params, shares, experts=asked)
+        assert placement.experts is not None
+        assert asked in ("auto", placement.experts.way)
+        is_whole = placement.experts.way == "whole"
+        unit = Fraction(1, n_experts) if is_whole else Fraction(max(block, 32), n_ff)
+        for layer in range(4):
+            gate, up, down = (placement.states[f"{layer}.{name}"] for name in ("gate", "up", "down"))
+            assert isinstance(down, Split)
+            assert gate == up == Split(0 if is_whole else 1, down.word)
+            assert down.axis == (0 if is_whole else 2)
+            assert is_whole or down.word.factor_outer(block) is not None
+        for device, share in enumerate(shares):
+            words = [word_of(placement.states, f"{layer}.down") for layer in range(4)]
+            got = sum(Fraction(word.count(device), len(word)) for word in words)
+            assert abs(got - 4 * share / total) <= unit
+            assert share or not got
+
+
+def test_columns_are_preferred_where_they_come_near() -> None:
+    """All devices then have work for every token."""
+    cases = {
+        ("Q4_K", 768, (1, 1, 1)): "ffn",  # three blocks of 256 for three devices
+        ("Q4_K", 768, (1, 1)): "whole",  # ... not for two
+        ("Q8_0", 1408, (3, 1)): "ffn",  # 44 blocks of 32
+    }
+    for (form, n_ff, shares), way in cases.items():
+        placement = place(
+            TENSOR, experts_of(form, 128, n_ff), replace(MODEL, n_layers=4), [Fraction(s) for s in shares]
+        )
+        assert placement.experts is not None
+        assert placement.experts.way == way
 
 
 def test_a_crew_larger_than_all_heads_leaves_the_surplus_to_the_ffn() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from text_vocabularies import BYTE, NORMAL, PREFIX, USER_DEFINED, sentencepiece_metadata
 
 from motley.text import Tokenizer
+from motley.text.sentencepiece import MAX_CACHED_LENGTH, SentencePieceEncoder
 
 SPACE = "▁"
 pieces = st.dictionaries(
@@ -89,3 +90,15 @@ def test_user_defined_tokens_are_found_before_any_merge() -> None:
     tokenizer = Tokenizer.from_metadata(metadata)
     ids = tokenizer.encode("abab", add_special=False, parse_special=False)
     assert [tokenizer.token_text(i) for i in ids] == ["a", "ba", "b"]
+
+
+def test_long_segments_are_not_kept() -> None:
+    """A text without a cut is one segment of any length: kept, it would cost memory for ever."""
+    tokenizer = Tokenizer.from_metadata(sentencepiece_metadata({SPACE: -4.0, "a": -3.0, "aa": -1.0}))
+    encoder = tokenizer._encoder
+    assert isinstance(encoder, SentencePieceEncoder)
+    kept = []
+    for n in (10, MAX_CACHED_LENGTH + 1, 5000):
+        assert tokenizer.decode(tokenizer.encode("a" * n)) == "a" * n
+        kept.append(encoder._cached_ids.cache_info().currsize)
+    assert kept[0] == kept[1] == kept[2] > 0

@@ -31,6 +31,28 @@ ENDLESS = {
     "comparisons": "{% set x = range(999)|list %}" + LOOP * 3 + "{{ x == x }}" + END * 3,
 }
 
+# One filter that does much for each of many items. All limits but that of steps are the usual ones.
+PATH = "'0.' * 90 + '0'"
+BUSY = {
+    **{
+        f"{name} by a path": "{{ (['a'] * 100000)|" + name + "(attribute=" + PATH + ")|list }}"
+        for name in ("max", "min", "sort", "join", "map", "unique")
+    },
+    **{
+        f"{name} by a path": "{{ (['a'] * 100000)|" + name + "(" + PATH + ")|list }}"
+        for name in ("selectattr", "rejectattr")
+    },
+    "sort by many keys": "{{ (['a'] * 100000)|sort(attribute='0,' * 90 + '0') }}",
+    "select nothing": "{{ (['a'] * 100000)|select('none')|list }}",
+    "reject everything": "{{ (['a'] * 100000)|reject('string')|list }}",
+    "unique of the same": "{{ (['a'] * 100000)|unique|list }}",
+    "select in a long list": "{{ range(9999)|select('in', ['a'] * 100000)|list }}",
+    "reject by equality": "{% set x = ['a'] * 60000 %}{{ ([x] * 2)|reject('==', x + ['b'])|list }}",
+    "max of many": "{{ (['a'] * 100000)|max }}",
+    "join of many": "{{ ([''] * 100000)|join }}",
+    "a method of join": "{{ ''.join([''] * 100000) }}",
+}
+
 GROWING = {
     "text times a number": "{{ 'x' * 10**12 }}",
     "a number times text": "{% set x = 10**12 * 'x' %}",
@@ -73,6 +95,39 @@ GROWING = {
 def test_nothing_runs_for_ever(name: str) -> None:
     with pytest.raises(TemplateError, match=r"runs for more than 2000 steps|makes more than"):
         run(ENDLESS[name])
+
+
+@pytest.mark.parametrize("name", BUSY)
+def test_every_item_counts(name: str) -> None:
+    """It is the count of steps that ends them: with a clock that stands still."""
+    limits = TemplateLimits(steps=20_000, seconds=1e9)
+    with pytest.raises(TemplateError, match="runs for more than 20000 steps"):
+        ChatTemplate(BUSY[name], limits=limits).render([])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ (['a'] * 100000)|max(attribute='0.' * 100000 + '0') }}",
+        "{{ ['a']|sort(false, false, '0,' * 100000 + '0') }}",
+        "{{ ['a']|selectattr('0.' * 100000)|list }}",
+        "{{ ['a']|unique(false, '0.' * 100000)|list }}",
+        "{{ ['a']|map(attribute='0.' * 100000)|list }}",
+        "{{ ['a']|join('', '0.' * 100000) }}",
+    ],
+)
+def test_a_path_to_an_attribute_is_short(source: str) -> None:
+    with pytest.raises(TemplateError, match="more than 200 characters of an attribute"):
+        ChatTemplate(source).render([])
+
+
+def test_the_keys_of_a_sort_are_paid_for() -> None:
+    """Each is a new list, and text in it is folded to a copy."""
+    source = "{{ (['A' * 9] * 1000)|sort(attribute='" + "0," * 90 + "0')|length }}"
+    ChatTemplate(source, limits=TemplateLimits(seconds=1e9)).render([])
+    limits = TemplateLimits(total_bytes=5_000_000, seconds=1e9)
+    with pytest.raises(TemplateError, match="makes more than 5000000 bytes"):
+        ChatTemplate(source, limits=limits).render([])
 
 
 @pytest.mark.parametrize("name", GROWING)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from motley.backends.base import Backend, Executable, Joint, join
+from motley.backends.base import (
+    Backend,
+    Executable,
+    Footprint,
+    Joint,
+    LoadedWeight,
+    Rendezvous,
+    join,
+    make_rendezvous,
+)
 from motley.backends.cpu import CpuBackend, ExactCpuBackend, is_available
 from motley.backends.reference import ReferenceBackend
 from motley.errors import ConfigError, DeviceError
@@ -39,9 +48,14 @@ __all__ = [
     "Backend",
     "CpuBackend",
     "Executable",
+    "Footprint",
     "Joint",
+    "LoadedWeight",
     "ReferenceBackend",
+    "Rendezvous",
     "backend_for",
     "get_backend",
+    "is_available",
     "join",
+    "make_rendezvous",
 ]

@@ -1,15 +1,68 @@
-"""What a backend is: kernels to plan with, and a way to run plans."""
+"""What a backend is: kernels to plan with, a way to run plans, and what that takes of its hardware."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 
 from motley.formats import PackedTensor
-from motley.plan import DevicePlan, Kernel
+from motley.graph import Graph
+from motley.plan import DevicePlan, Kernel, activation_bytes
+from motley.units import show_bytes
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a device needs for a plan, apart from the KV cache."""
+
+    weights: int
+    activations: int
+    workspace: int = 0  # of kernels and libraries
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.workspace
+
+    def __str__(self) -> str:
+        parts = [f"{show_bytes(self.weights)} for weights", f"{show_bytes(self.activations)} for activations"]
+        if self.workspace:
+            parts.append(f"{show_bytes(self.workspace)} for its kernels' workspace")
+        return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+class LoadedWeight(Protocol):
+    """A weight in a backend's memory, in whatever form its kernels read. Only that backend looks inside."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def unpack(self) -> torch.Tensor:
+        """Its values, float32."""
+        ...
+
+
+class Rendezvous(Protocol):
+    """Where executables of several devices do collectives among themselves, without Python."""
+
+    aborted_error: type[Exception]  # raised by an executable that waits for a device which has failed
+
+    def abort(self) -> None:
+        """Executables that wait there, or come there, fail with `aborted_error`, until `reset`."""
+        ...
+
+    def reset(self) -> None: ...
+
+
+@runtime_checkable
+class HasRendezvous(Protocol):
+    """A collective's kernel that can leave it to the executables: their rendezvous, and which device this is."""
+
+    @property
+    def rendezvous(self) -> tuple[Rendezvous, int] | None: ...
 
 
 class Joint(Protocol):
@@ -25,7 +78,10 @@ class Executable(ABC):
 
     @abstractmethod
     def run(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-        """Compute the graph's outputs from its inputs by name. The results are valid until the next run."""
+        """Compute the graph's outputs from its inputs by name: tensors, and for each cache a paged.BatchLayer.
+
+        The results are valid until the next run.
+        """
 
     @classmethod
     def join(cls, members: Sequence[Self]) -> Joint | None:
@@ -41,6 +97,20 @@ def join(executables: Sequence[Executable]) -> Joint | None:
     """The joint run of executables that are all of one kind which knows how; None otherwise."""
     kinds = {type(executable) for executable in executables}
     return kinds.pop().join(executables) if len(kinds) == 1 else None
+
+
+def make_rendezvous(backends: Sequence[Backend]) -> Rendezvous | None:
+    """For a crew whose devices are all of one kind of backend that has one; None otherwise."""
+    kinds = {type(backend) for backend in backends}
+    return kinds.pop().make_rendezvous(len(backends)) if len(kinds) == 1 else None
+
+
+def few_sizes(n_rows: int) -> int:
+    """Powers of two up to 16, multiples of 16 up to 256, then eighths between powers of two: few plans."""
+    if n_rows <= 16:
+        return 1 << max(0, n_rows - 1).bit_length() if n_rows else 0
+    step = max(16, 1 << (n_rows - 1).bit_length() - 4)
+    return -(-n_rows // step) * step
 
 
 class Backend(ABC):
@@ -66,13 +136,40 @@ class Backend(ABC):
         """Whether matrices of that format become 16 bits a value here, for want of a kernel."""
         return False
 
+    @classmethod
+    def make_rendezvous(cls, n_devices: int) -> Rendezvous | None:
+        """Where devices that all have this backend do collectives by themselves; None: the group does them."""
+        return None
+
+    def footprint(self, graph: Graph, n_packed: int) -> Footprint:
+        """What running `graph` will take of the device; `n_packed`: bytes of the weights as they come to `load`."""
+        return Footprint(n_packed, activation_bytes(graph))
+
+    def free_bytes(self) -> int | None:
+        """Memory of its hardware that this process may still take; None: not known to be limited."""
+        return None
+
     def use_threads(self, n_threads: int, cores: Sequence[int] = ()) -> None:
         """What its device may use, and the cores that its threads keep to; said once, before anything is loaded."""
         return
 
-    @abstractmethod
-    def load(self, weight: PackedTensor) -> PackedTensor:
-        """The weight in this backend's memory."""
+    def expect_weights(self, n_bytes: int) -> None:
+        """How many bytes its device is going to load in all; said once, before `load`."""
+        return
+
+    @property
+    def details(self) -> Sequence[str]:
+        """Sentences about what it chose by itself while weights were loaded, for `--verbose`."""
+        return ()
 
     @abstractmethod
-    def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable: ...
+    def load(self, weight: PackedTensor) -> LoadedWeight:
+        """The weight in this backend's memory. It may be a view of `weight`, which is part of a mapped file."""
+
+    def finish_loading(self) -> None:
+        """All weights have been given: let go of what only loading needs."""
+        return
+
+    @abstractmethod
+    def prepare(self, plan: DevicePlan, weights: Mapping[str, LoadedWeight]) -> Executable:
+        """`weights` come from this backend's `load`; tables that are only looked up by row may still be packed."""

@@ -47,7 +47,7 @@ class Batch(Protocol):
 
 
 class PagedLayer(Protocol):
-    """What a graph's cache input is at run time."""
+    """Where one layer's keys and values are; the same object in every batch."""
 
     @property
     def keys(self) -> Store: ...
@@ -55,5 +55,16 @@ class PagedLayer(Protocol):
     def values(self) -> Store: ...
     @property
     def rows(self) -> slice: ...
+    @property
+    def group(self) -> int:
+        """Layers of one group share their block tables; the same number on every device."""
+        ...
+
+
+class BatchLayer(Protocol):
+    """What a graph's cache input is at run time: a layer, and the batch's block tables."""
+
+    @property
+    def layer(self) -> PagedLayer: ...
     @property
     def batch(self) -> Batch: ...

@@ -1,4 +1,4 @@
-"""How fast a crew's devices read memory: the ceiling of decode speed."""
+"""Measures the memory bandwidth of a crew's devices, which limits decode speed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from motley.backends.cpu import is_available
+from motley.backends.cpu.native import core
+from motley.backends.cpu.patterns import measure
 from motley.runtime.crew import Crew
 from motley.split.placement import TENSOR
 
-_REPETITIONS = 5  # the best counts
+_REPETITIONS = 5  # the best one is reported
 _CPU_BYTES = 256 * 2**20  # for each thread: far more than any cache
 _GPU_BYTES = 4 * 2**30
 _COLUMNS = (
-    65536  # of the matrix that a thread reads: with long rows, the product reads several of them at a time
+    65536  # of the matrix that a thread reads: with long rows, the product reads several rows at a time
 )
 
 
 def read_bandwidth(crew: Crew, n_threads: int | None = None) -> float:
     """Bytes per second at which the crew can read weights; `n_threads` as in `motley.LLM`.
 
-    In tensor mode all devices read at the same time, otherwise one after the other, each its share. Virtual devices on
-    one piece of hardware have its bandwidth together.
+    In tensor mode all devices read at the same time; otherwise each reads its share, one after the other. Virtual
+    devices on the same hardware share its bandwidth.
     """
     threads = crew.threads(n_threads)
     names = ["cpu" if device.name.startswith("cpu") else device.name for device in crew.devices]
@@ -38,8 +41,19 @@ def read_bandwidth(crew: Crew, n_threads: int | None = None) -> float:
 
 
 def cpu_bandwidth(n_threads: int) -> float:
-    """What `n_threads` threads read together, each from memory of its own; more of them than cores read no faster."""
+    """Bytes per second that `n_threads` threads read together, with the best read pattern. More threads than cores do
+    not read faster.
+
+    Products of float32 weights are timed, because they need the fewest operations per byte.
+    """
     n_threads = min(n_threads, os.cpu_count() or 1)
+    if not is_available():
+        return _torch_bandwidth(n_threads)
+    return max(measure(core.Pool(n_threads), "F32", n_bytes=n_threads * _CPU_BYTES).values())
+
+
+def _torch_bandwidth(n_threads: int) -> float:
+    """`cpu_bandwidth` without the native module: each thread reads its own matrix."""
     matrices = [torch.ones(_CPU_BYTES // 4 // _COLUMNS, _COLUMNS) for _ in range(n_threads)]
     ones = torch.ones(_COLUMNS)
 
@@ -57,7 +71,7 @@ def cpu_bandwidth(n_threads: int) -> float:
 
 
 def gpu_bandwidth(name: str) -> float:
-    """What the GPU reads while it sums up a large buffer, by its own clock."""
+    """Bytes per second that the GPU reads while it sums a large buffer, timed by CUDA events."""
     with torch.cuda.device(name):
         n_free, _ = torch.cuda.mem_get_info()
         buffer = torch.ones(min(_GPU_BYTES, n_free // 2) // 4, device=name)
@@ -68,8 +82,8 @@ def gpu_bandwidth(name: str) -> float:
             buffer.sum()
             end.record()
             end.synchronize()
-            if i:  # the first one loads the kernel
+            if i:  # the first run loads the kernel
                 best = max(best, 4 * buffer.numel() / (begin.elapsed_time(end) / 1e3))  # milliseconds
         del buffer
-        torch.cuda.empty_cache()  # the model needs it
+        torch.cuda.empty_cache()  # the model needs this memory
     return best

@@ -1,4 +1,4 @@
-"""What a figure has to be read with: date, hardware, versions."""
+"""The environment of a measurement: date, hardware, versions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def environment(crew: Crew) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """As Linux calls it; elsewhere at least its architecture."""
+    """The processor's name on Linux; on other systems its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

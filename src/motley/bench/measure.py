@@ -1,8 +1,8 @@
-"""Timing a model: tokens per second of a prompt or of decoding, at a depth of context.
+"""Measures tokens per second of a prompt or of decoding, at a depth of context.
 
-Contexts are filled with random keys and values, not computed: speed does not depend on what they say, and a deep
-context would take minutes to compute. What is timed is a pass through the model, logits included; decoding takes the
-likeliest token.
+Contexts are filled with random keys and values, not computed: speed does not depend on the values, and a deep
+context would take minutes to compute. The timed part is a pass through the model, logits included; decoding is
+greedy.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the fastest and the slowest repetition, in tokens per second."""
+        """Half the difference between the fastest and the slowest repetition, in tokens per second."""
         rates = [self.workload.n_tokens / s for s in self.seconds]
         return (max(rates) - min(rates)) / 2
 
     def roofline_percent(self, bandwidth: float) -> float | None:
-        """Of decoding: bytes that had to be read per second, of those that memory can give."""
+        """Bytes that decoding reads per second, in per cent of `bandwidth`; None for a prompt."""
         return None if self.workload.is_prompt else 100 * self.bytes_per_token * self.rate / bandwidth
 
 
 def measure(llm: LLM, workloads: Sequence[Workload], repetitions: int = 3) -> list[Measurement]:
-    """Each workload `repetitions` times, after one warm-up."""
+    """The measurements of each workload: `repetitions` times, after one warm-up."""
     return [_measure_one(llm, workload, repetitions) for workload in workloads]
 
 
@@ -66,16 +66,21 @@ def _measure_one(llm: LLM, workload: Workload, repetitions: int) -> Measurement:
     seconds = []
     for i in range(repetitions + 1):
         elapsed = _run(llm, workload)
-        if i:  # the first makes plans and warms caches
+        if i:  # the first run makes plans and warms caches
             seconds.append(elapsed)
     mean_depth = workload.depth + workload.n_tokens / 2
-    n_bytes = weight_bytes(llm.spec) + cache_bytes(llm.kv_stats().layout, mean_depth)
+    n_bytes = weight_bytes(llm.spec, llm.n_expert_used) + cache_bytes(llm.kv_stats().layout, mean_depth)
     return Measurement(workload, tuple(seconds), n_bytes)
 
 
-def weight_bytes(spec: ModelSpec) -> int:
-    """That one token has to read: all weights, but of the embedding one row, unless it is the output matrix, too."""
-    n_bytes = sum(info.nbytes for info in spec.tensors.values())
+def weight_bytes(spec: ModelSpec, n_expert_used: int = 0) -> int:
+    """Bytes of weights that one token reads: all weights, but only one row of the embedding (unless it is also the
+    output matrix), and only the experts that the token uses.
+    """
+    n_bytes = 0
+    for info in spec.tensors.values():
+        is_of_experts = "_exps." in info.name and n_expert_used
+        n_bytes += info.nbytes // info.shape[0] * n_expert_used if is_of_experts else info.nbytes
     if "output.weight" in spec.tensors:
         embedding = spec.tensors["token_embd.weight"]
         n_bytes -= embedding.nbytes - embedding.nbytes // embedding.shape[0]
@@ -83,27 +88,28 @@ def weight_bytes(spec: ModelSpec) -> int:
 
 
 def cache_bytes(layout: CacheFigures, n_tokens: float) -> int:
-    """That one token has to read after `n_tokens`: layers with a window read no more than that."""
+    """Bytes of K and V that one token reads after `n_tokens`; layers with a window read at most their window."""
     reach = sum(group.n_layers * min(n_tokens, group.window or n_tokens) for group in layout.groups)
     return int(layout.bytes_per_token_allocated * reach / sum(group.n_layers for group in layout.groups))
 
 
 def _run(llm: LLM, workload: Workload) -> float:
-    with llm.bare_sequence() as sequence:
+    with llm.raw_sequence() as sequence:
         sequence.pretend(workload.depth)
         _finish_stores()
         token = 1
         started = time.perf_counter()
         if workload.is_prompt:
-            sequence.feed([token] * workload.n_tokens, n_outputs=1)
+            # Different tokens: equal tokens would all use the same experts.
+            n_vocab = llm.tokenizer.n_vocab
+            sequence.feed([(token + 7919 * i) % n_vocab for i in range(workload.n_tokens)], n_outputs=1)
         else:
-            for _ in range(workload.n_tokens):
-                token = sequence.follow(token)
+            sequence.follow(token, workload.n_tokens)
         return time.perf_counter() - started
 
 
 def _finish_stores() -> None:
-    """GPUs store a pretended context when they get to it: that must not fall into the time."""
+    """Waits until GPUs have stored a pretended context, so that this is not part of the measured time."""
     if torch.cuda.is_available():
         for device in range(torch.cuda.device_count()):
             if torch.cuda.memory_allocated(device):

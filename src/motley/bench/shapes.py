@@ -1,31 +1,41 @@
-"""Random-weight models of known shapes, written quickly: packed rows are made once and repeated.
-
-The values mean nothing, but their bytes are as random as those of real weights, and scales are such that activations
-stay of ordinary size: speed is that of a real model.
-"""
+"""Sizes of known models, and the tensors that a model of such sizes has."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
-import torch
-
-import gguf
-from motley.errors import ConfigError
 from motley.formats import Format, get_format
 
-_DISTINCT_ROWS = 64  # rows of a matrix that are packed; the others repeat them
+_FALLBACK = "Q8_0"  # for matrices whose rows are not a multiple of the requested format's block
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of layers with experts."""
+
+    n_experts: int
+    n_used: int
+    n_ff: int
+    n_ff_shared: int = 0
+    n_dense_layers: int = 0  # number of layers before the first one with experts
+    weights: str = ""  # the experts' format, independent of the other matrices
+
+
+@dataclass(frozen=True)
+class RandomTensor:
+    """A tensor to write. A vector is filled with ones (a norm) or zeros."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format
+    fill: float | None = None  # None: random
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama-like model."""
+    """Sizes of a decoder."""
 
     n_layers: int
     n_embd: int
@@ -35,20 +45,74 @@ class Shape:
     head_dim: int
     n_vocab: int
     n_ctx: int = 131072
+    architecture: str = "llama"
+    experts: ExpertShape | None = None
+    finer: str = (
+        ""  # the format of the output and of every fourth layer's ffn_down and attn_v; "": as the others
+    )
 
-    def matrices(self) -> Iterator[tuple[str, int, int]]:
-        """(name, rows, columns) of every matrix."""
+    def tensors(self, form: Format) -> Iterator[RandomTensor]:
+        """All tensors of the model, with matrices in `form` where their rows are whole blocks."""
+
+        def matrix(name: str, *shape: int, wanted: Format = form) -> RandomTensor:
+            fits = shape[-1] % wanted.block_size == 0
+            return RandomTensor(f"{name}.weight", shape, wanted if fits else get_format(_FALLBACK))
+
+        yield matrix("token_embd", self.n_vocab, self.n_embd)
+        finer = get_format(self.finer) if self.finer else form
+        yield matrix("output", self.n_vocab, self.n_embd, wanted=finer)
+        yield _vector("output_norm.weight", 1.0, self.n_embd)
         n_q, n_kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        yield "token_embd", self.n_vocab, self.n_embd
-        yield "output", self.n_vocab, self.n_embd
         for i in range(self.n_layers):
-            yield f"blk.{i}.attn_q", n_q, self.n_embd
-            yield f"blk.{i}.attn_k", n_kv, self.n_embd
-            yield f"blk.{i}.attn_v", n_kv, self.n_embd
-            yield f"blk.{i}.attn_output", self.n_embd, n_q
-            yield f"blk.{i}.ffn_gate", self.n_ff, self.n_embd
-            yield f"blk.{i}.ffn_up", self.n_ff, self.n_embd
-            yield f"blk.{i}.ffn_down", self.n_embd, self.n_ff
+            block, best = f"blk.{i}", form if i % 4 else finer
+            yield matrix(f"{block}.attn_q", n_q, self.n_embd)
+            yield matrix(f"{block}.attn_k", n_kv, self.n_embd)
+            yield matrix(f"{block}.attn_v", n_kv, self.n_embd, wanted=best)
+            yield matrix(f"{block}.attn_output", self.n_embd, n_q)
+            yield from self._vectors(block, n_q, n_kv)
+            experts = self.experts
+            if experts is None or i < experts.n_dense_layers:
+                yield from (matrix(f"{block}.ffn_{part}", self.n_ff, self.n_embd) for part in ("gate", "up"))
+                yield matrix(f"{block}.ffn_down", self.n_embd, self.n_ff, wanted=best)
+                continue
+            wanted = get_format(experts.weights) if experts.weights else form
+            rows = (experts.n_experts, experts.n_ff, self.n_embd)
+            yield from (matrix(f"{block}.ffn_{part}_exps", *rows, wanted=wanted) for part in ("gate", "up"))
+            columns = (experts.n_experts, self.n_embd, experts.n_ff)
+            yield matrix(f"{block}.ffn_down_exps", *columns, wanted=wanted)
+            yield matrix(f"{block}.ffn_gate_inp", experts.n_experts, self.n_embd, wanted=get_format("F32"))
+            if experts.n_ff_shared:
+                rows_shared = (experts.n_ff_shared, self.n_embd)
+                yield from (matrix(f"{block}.ffn_{part}_shexp", *rows_shared) for part in ("gate", "up"))
+                yield matrix(f"{block}.ffn_down_shexp", self.n_embd, experts.n_ff_shared)
+            yield from self._expert_vectors(block, experts)
+
+    def _vectors(self, block: str, n_q: int, n_kv: int) -> Iterator[RandomTensor]:
+        before_ffn = "post_attention_norm" if self.architecture in ("glm4moe", "gpt-oss") else "ffn_norm"
+        for norm in ("attn_norm", before_ffn):
+            yield _vector(f"{block}.{norm}.weight", 1.0, self.n_embd)
+        if self.architecture == "qwen3moe":
+            for norm in ("attn_q_norm", "attn_k_norm"):
+                yield _vector(f"{block}.{norm}.weight", 1.0, self.head_dim)
+        else:
+            sizes = {"q": n_q, "k": n_kv, "v": n_kv, "output": self.n_embd}
+            has_bias = {"glm4moe": "qkv", "gpt-oss": ("q", "k", "v", "output")}.get(self.architecture, "")
+            yield from (_vector(f"{block}.attn_{part}.bias", 0.0, sizes[part]) for part in has_bias)
+        if self.architecture == "gpt-oss":
+            yield _vector(f"{block}.attn_sinks.weight", 0.0, self.n_heads)
+
+    def _expert_vectors(self, block: str, experts: ExpertShape) -> Iterator[RandomTensor]:
+        n_experts = experts.n_experts
+        if self.architecture == "glm4moe":
+            yield _vector(f"{block}.exp_probs_b.bias", 0.0, n_experts)
+        if self.architecture == "gpt-oss":
+            yield _vector(f"{block}.ffn_gate_inp.bias", 0.0, n_experts)
+            for part, size in (("gate", experts.n_ff), ("up", experts.n_ff), ("down", self.n_embd)):
+                yield _vector(f"{block}.ffn_{part}_exps.bias", 0.0, n_experts, size)
+
+
+def _vector(name: str, fill: float, *shape: int) -> RandomTensor:
+    return RandomTensor(name, shape, get_format("F32"), fill)
 
 
 SHAPES: Mapping[str, Shape] = MappingProxyType(
@@ -57,74 +121,18 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         "llama-160m": Shape(12, 768, 2048, 12, 12, 64, 32000),
         "llama-1b": Shape(16, 2048, 8192, 32, 8, 64, 32000),
         "llama-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256),
+        "qwen3-30b-a3b": Shape(
+            *(48, 2048, 6144, 32, 4, 128, 151936), architecture="qwen3moe", experts=ExpertShape(128, 8, 768)
+        ),
+        "glm-4.5-air": Shape(
+            *(46, 4096, 10944, 96, 8, 128, 151552),
+            architecture="glm4moe",
+            experts=ExpertShape(128, 8, 1408, n_ff_shared=1408, n_dense_layers=1),
+        ),
+        "gpt-oss-20b": Shape(
+            *(24, 2880, 2880, 64, 8, 64, 201088),
+            architecture="gpt-oss",
+            experts=ExpertShape(32, 4, 2880, weights="MXFP4"),
+        ),
     }
 )
-
-
-def random_model_path(shape_name: str, weights: str) -> Path:
-    """Where such a model is kept for the next time: a folder of this user's alone."""
-    _shape(shape_name)
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "motley" / f"random-{shape_name}-{get_format(weights).name}.gguf"
-
-
-def write_random_model(path: Path, shape_name: str, weights: str = "Q8_0", seed: int = 1) -> None:
-    """Write a GGUF file of a named shape with matrices in the format `weights`. It appears when it is whole."""
-    shape, form = _shape(shape_name), get_format(weights)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        unfinished = Path(folder) / path.name
-        _write(unfinished, shape, form, f"random {shape_name} {form.name}", seed)
-        unfinished.replace(path)
-
-
-def _shape(name: str) -> Shape:
-    if name not in SHAPES:
-        raise ConfigError(f"unknown shape {name!r}", hint=f"there are: {', '.join(SHAPES)}")
-    return SHAPES[name]
-
-
-def _write(path: Path, shape: Shape, form: Format, name: str, seed: int) -> None:
-    """All names and sizes first, then one tensor after the other: a large model does not have to fit into memory."""
-    writer = gguf.GGUFWriter(path, "llama")
-    _write_metadata(writer, shape, name)
-    kind = gguf.GGMLQuantizationType[form.name]
-    for matrix, rows, columns in shape.matrices():
-        size = (rows, form.row_bytes(columns))
-        writer.add_tensor_info(f"{matrix}.weight", size, np.dtype(np.uint8), rows * size[1], raw_dtype=kind)
-    norms = ["output_norm", *(f"blk.{i}.{n}_norm" for i in range(shape.n_layers) for n in ("attn", "ffn"))]
-    ones = np.ones(shape.n_embd, dtype=np.float32)
-    for norm in norms:
-        writer.add_tensor_info(f"{norm}.weight", ones.shape, ones.dtype, ones.nbytes)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    generator = torch.Generator().manual_seed(seed)
-    for _, rows, columns in shape.matrices():
-        distinct = torch.randn(min(rows, _DISTINCT_ROWS), columns, generator=generator) * columns**-0.5
-        packed = form.pack(distinct).numpy()
-        writer.write_tensor_data(np.resize(packed, (rows, packed.shape[1])))
-    for _ in norms:
-        writer.write_tensor_data(ones)
-    writer.close()
-
-
-def _write_metadata(writer: gguf.GGUFWriter, shape: Shape, name: str) -> None:
-    writer.add_name(name)
-    writer.add_block_count(shape.n_layers)
-    writer.add_context_length(shape.n_ctx)
-    writer.add_embedding_length(shape.n_embd)
-    writer.add_feed_forward_length(shape.n_ff)
-    writer.add_head_count(shape.n_heads)
-    writer.add_head_count_kv(shape.n_kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(500000.0)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_vocab_size(shape.n_vocab)
-    tokens = [f"<0x{i:02X}>" if i < 256 else f"t{i}" for i in range(shape.n_vocab)]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * shape.n_vocab)
-    writer.add_token_types([6 if i < 256 else 1 for i in range(shape.n_vocab)])  # bytes, ordinary tokens

@@ -1,10 +1,10 @@
-"""Can a model find a needle? Text with "The secret of X is Y." hidden in it, then "The secret of X is".
+"""Needle-in-a-haystack prompts: text that contains "The secret of X is Y." and ends with "The secret of X is".
 
-A model can only answer by looking X up in its context: X and Y are invented words, and a hash of the word
-decides once and for all whether training may use it (`is_held_out`). The prompts made here use only words
-that training never saw; `training/` uses only the others. A prompt holds several secrets and asks for one.
+A model can only answer by looking X up in its context: X and Y are invented words, and a hash of the
+word decides whether training may use it (`is_held_out`). The prompts made here use only held-out words;
+`training/` uses only the remaining words. A prompt holds several secrets and asks for one.
 
-No torch here: a caller brings a tokenizer and a text of its own.
+No torch here: the caller passes a tokenizer and a text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOWELS = (*"aeiou", "oa")
 CODAS = ("k", "z", "zh", "lf", "lk", "mb", "ndo", "nto", "ps", "rk", "rv", "sk")
 
 SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s+")
-# More characters than a token of English holds in any usual vocabulary: where to look for a passage's start.
+# More than the average characters per token of English in usual vocabularies: bounds the search for the start.
 CHARS_PER_TOKEN = 8
 
 
@@ -56,12 +56,12 @@ def pseudo_word(rng: random.Random, *, held_out: bool) -> str:
 
 
 def secret(key: str, value: str) -> str:
-    """The sentence that a passage hides."""
+    """The sentence that is inserted into a passage."""
     return f"The secret of {key} is {value}."
 
 
 def question(key: str) -> str:
-    """What a prompt ends with; the answer is a space and the value."""
+    """The end of a prompt; the answer is a space and the value."""
     return f"The secret of {key} is"
 
 
@@ -73,10 +73,10 @@ def is_recalled(prompt: RecallPrompt, completion: str) -> bool:
 def make_recall_prompts(
     encode: Encode, text: str, n: int, length: int, seed: int, *, n_secrets: int = 8
 ) -> list[RecallPrompt]:
-    """`n` prompts of at most `length` tokens each (and at most a word less), cut from `text`.
+    """`n` prompts of at most `length` tokens each (at most one word shorter), taken from `text`.
 
     The needles' depths are spread evenly over the prompts, from the start of a passage to its end; the other
-    `n_secrets` - 1 secrets of a passage stand anywhere. The same arguments give the same prompts.
+    `n_secrets` - 1 secrets of a passage are at random depths. The same arguments give the same prompts.
     """
     ends = [match.end() for match in SENTENCE_END.finditer(text)]
     if not ends:
@@ -117,7 +117,7 @@ def _make_prompt(
 
 
 def _hide(passage: str, secrets: list[tuple[str, str]], depths: list[float]) -> str:
-    """Puts each secret where a sentence starts, at or after its depth (0: start of the passage, 1: end)."""
+    """`passage` with each secret at the next sentence start from its depth on (0: start of the passage, 1: end)."""
     starts = [0, *(match.end() for match in SENTENCE_END.finditer(passage)), len(passage)]
     places = [starts[bisect_left(starts, depth * len(passage))] for depth in depths]
     parts: list[str] = []
@@ -129,7 +129,7 @@ def _hide(passage: str, secrets: list[tuple[str, str]], depths: list[float]) -> 
 
 
 def _distinct_words(rng: random.Random, n: int) -> list[str]:
-    words: dict[str, None] = {}  # keeps the order, so that a seed decides it
+    words: dict[str, None] = {}  # keeps the order, so that it depends on the seed only
     while len(words) < n:
         words[pseudo_word(rng, held_out=True)] = None
     return list(words)

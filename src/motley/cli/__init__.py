@@ -1,4 +1,4 @@
-"""The `motley` command. Thin: it reads flags, calls `motley.LLM` and prints."""
+"""The `motley` command: reads flags, calls `motley.LLM` and prints."""
 
 from motley.cli.commands import app, main
 

@@ -1,4 +1,4 @@
-"""`motley bench`: how fast a model reads a prompt and writes, by depth of context and KV cache type."""
+"""`motley bench`: speed of prompts and of decoding, by depth of context and KV cache type."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from motley.cli.svg import COLOURS
 from motley.errors import ConfigError
 from motley.formats import get_format
 from motley.llm import LLM
-from motley.runtime.crew import make_crew
+from motley.runtime.defaults import batch_sizes, chosen_crew
 from motley.units import show_bytes
 
 PromptTokens = Annotated[
@@ -61,15 +61,23 @@ ShapeName = Annotated[
 Weights = Annotated[
     str, typer.Option("--weights", metavar="FORMAT,…", help="With --shape: formats of the matrices.")
 ]
-BatchTokens = Annotated[int, typer.Option("-b", "--batch-size", min=1, help="Prompt tokens per pass.")]
+Layers = Annotated[
+    int | None, typer.Option("--layers", min=1, help="With --shape: only so many layers. Default: all.")
+]
+BatchTokens = Annotated[
+    int | None,
+    typer.Option(
+        "-b", "--batch-size", min=1, help="Prompt tokens per pass. Default: 2048 on GPUs, 512 on a CPU."
+    ),
+]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Decode speed over depth, as SVG.")]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One row of the table."""
 
-    weights: str  # format of the random model's matrices; "" for a file's
+    weights: str  # format of the random model's matrices; "" for a model file
     k_type: str
     v_type: str
     measurement: Measurement
@@ -97,7 +105,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is measured of each model."""
+    """The settings that are measured for each model."""
 
     pairs: list[tuple[str, str]]  # types of K and V
     workloads: list[Workload]
@@ -110,6 +118,7 @@ def bench(
     model: options.Model = None,
     model_flag: options.ModelFlag = None,
     shape: ShapeName = None,
+    layers: Layers = None,
     weights: Weights = "Q8_0",
     n_prompt: PromptTokens = "512",
     n_gen: NewTokens = "32",
@@ -118,7 +127,7 @@ def bench(
     k_types: KTypes = None,
     v_types: VTypes = None,
     repetitions: Repetitions = 3,
-    n_batch: BatchTokens = 512,
+    n_batch: BatchTokens = None,
     chosen: CrewOptions = CrewOptions(),
     plot: Plot = None,
     as_json: options.Json = False,
@@ -135,18 +144,27 @@ def bench(
     """
     with reporting_errors(debug):
         check_writable(plot)
+        crew, devices = chosen_crew(
+            chosen.device,
+            chosen.split_mode,
+            chosen.tensor_split,
+            chosen.device_memory,
+            chosen.split_experts,
+            backend=chosen.backend,
+        )
+        if devices is not None:
+            say(devices)
         trial = Trial(
             _pairs(types, k_types, v_types),
             _workloads(n_prompt, n_gen, depths),
             repetitions,
-            n_batch,
+            batch_sizes(n_batch, 1, [device.name for device in crew.devices])[0],
         )
         if shape is not None and (model or model_flag):
             raise ConfigError(
                 f"two models: {model or model_flag} and --shape {shape}", hint="give one of them"
             )
-        crew = make_crew(chosen.device, chosen.split_mode, chosen.tensor_split, chosen.device_memory)
-        files = _files(shape, weights, resolve_model(model, model_flag))
+        files = _files(shape, layers, weights, resolve_model(model, model_flag))
         bandwidth = read_bandwidth(crew, chosen.threads)
         rows = _measure(files, trial, chosen, bandwidth)
         name = shape or next(iter(files.values())).name
@@ -172,16 +190,20 @@ def _workloads(n_prompt: str, n_gen: str, depths: str) -> list[Workload]:
     return workloads
 
 
-def _files(shape: str | None, weights: str, model: Path) -> dict[str, Path]:
-    """The models to measure, by format of their matrices: the random ones of a shape, or else `model` ("")."""
+def _files(shape: str | None, layers: int | None, weights: str, model: Path) -> dict[str, Path]:
+    """The models to measure, by format of their matrices: random models of `shape`, or `model` with the key ""."""
     if shape is None:
+        if layers is not None:
+            raise ConfigError(
+                "--layers is for --shape", hint="--n-layer-exit runs the first layers of a file"
+            )
         return {"": model}
-    paths = {get_format(name).name: random_model_path(shape, name) for name in weights.split(",")}
+    paths = {get_format(name).name: random_model_path(shape, name, layers) for name in weights.split(",")}
     for name, path in paths.items():
         if not path.exists():
             say(f"writing random weights to {path}")
             try:
-                write_random_model(path, shape, name)
+                write_random_model(path, shape, name, n_layers=layers)
             except OSError as error:
                 hint = "XDG_CACHE_HOME names the folder where random models are kept"
                 raise ConfigError(f"cannot write {path}: {error.strerror}", hint=hint) from error
@@ -197,6 +219,8 @@ def _measure(files: dict[str, Path], trial: Trial, chosen: CrewOptions, bandwidt
             for k_type, v_type in trial.pairs:
                 with LLM(path, cache_type_k=k_type, cache_type_v=v_type, **chosen.arguments() | cache) as llm:
                     say(f"{path.name}, {k_type} / {v_type}: loaded in {llm.load_seconds:.2f} s")
+                    for detail in llm.details if chosen.verbose else ():
+                        say(detail)
                     for workload in trial.workloads:
                         (measurement,) = measure(llm, [workload], trial.repetitions)
                         row = Row(weights, k_type, v_type, measurement, bandwidth)
@@ -241,7 +265,7 @@ def _table(rows: list[Row], name: str, bandwidth: float) -> Table:
 
 
 def _pairs(types: str | None, k_types: str | None, v_types: str | None) -> list[tuple[str, str]]:
-    """Types of K and V, as --types says them or as llama-bench's flags do."""
+    """Pairs of types of K and V, from --types or from llama-bench's flags."""
     if k_types is None and v_types is None:
         return [_pair(text) for text in (types or "f16").split(",")]
     if types is not None:
@@ -250,7 +274,7 @@ def _pairs(types: str | None, k_types: str | None, v_types: str | None) -> list[
 
 
 def _pair(text: str) -> tuple[str, str]:
-    """`q8_0` or `q8_0/q4_0`: the types of K and V."""
+    """The types of K and V named by `q8_0` or `q8_0/q4_0`."""
     k_type, *rest = text.strip().split("/")
     if len(rest) > 1:
         raise ConfigError(f"--types: {text!r} names more than K and V", hint="for example q8_0/q4_0")

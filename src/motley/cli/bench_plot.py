@@ -1,4 +1,4 @@
-"""`motley bench` as a picture: decode speed over depth of context, one line for each KV cache type."""
+"""The plot of `motley bench`: decode speed over depth of context, one line for each KV cache type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GRID_LINES = 6  # at most
 
 @dataclass(frozen=True)
 class Series:
-    """One line of the plot: (depth, tokens per second), by depth. A dashed one is there for comparison."""
+    """One line of the plot: (depth, tokens per second), by depth. A dashed line is for comparison."""
 
     name: str
     points: tuple[tuple[int, float], ...]
@@ -26,7 +26,7 @@ class Series:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From depths and rates to pixels."""
+    """Converts depths and rates to pixels."""
 
     deepest: int
     fastest: float
@@ -39,7 +39,7 @@ class _Scale:
 
 
 def draw(series: Sequence[Series], title: str) -> str:
-    """The picture as SVG text. The rates' axis begins at 0."""
+    """The plot as SVG text. The axis of rates begins at 0."""
     points = [point for each in series for point in each.points]
     step = _step(max((rate for _, rate in points), default=1.0))
     n_steps = ceil(max((rate for _, rate in points), default=1.0) / step)
@@ -66,7 +66,7 @@ def _curve(series: Series, scale: _Scale) -> Iterator[str]:
 
 
 def _names(series: Sequence[Series], scale: _Scale) -> Iterator[str]:
-    """Each line's name and last rate beside its end, those that would overlap moved down."""
+    """Labels with each line's name and last rate, beside its end. Labels that would overlap are moved down."""
     free = 0.0
     for each in sorted(series, key=lambda each: -each.points[-1][1]):
         rate = each.points[-1][1]
@@ -76,7 +76,7 @@ def _names(series: Sequence[Series], scale: _Scale) -> Iterator[str]:
 
 
 def _step(fastest: float) -> float:
-    """Between lines of the grid: 1, 2 or 5 times a power of ten."""
+    """The distance between grid lines: 1, 2 or 5 times a power of ten."""
     rough = fastest / _GRID_LINES
     power: float = 10.0 ** floor(log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

@@ -1,4 +1,4 @@
-"""Talking to a model: one answer, or a chat at the prompt."""
+"""Conversations with a model: one answer, or an interactive chat."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ HELP = """\
 Ctrl-C  stop the answer"""
 
 
-class Talk:
-    """What is said to a model: through its chat template with what came before, or as text to continue."""
+class Conversation:
+    """Sends text to a model: through its chat template, with the messages before it, or as text to continue."""
 
     def __init__(
         self, llm: LLM, params: SamplingParams, *, system: str | None = None, use_template: bool | None = None
     ) -> None:
-        """`use_template` None: if the model's file has one; True: even a generic one."""
+        """`use_template` None: use a template if the model file has one; True: use a generic one if it has none."""
         self.is_chat = CHAT_TEMPLATE in llm.spec.metadata if use_template is None else use_template
         if system is not None and not self.is_chat:
             raise ConfigError("a system prompt needs a chat", hint="add -cnv, or put it into the text")
@@ -41,13 +41,13 @@ class Talk:
         self._said = []
 
     def answer(self, text: str) -> Completion:
-        """The whole answer at once; it is not remembered."""
+        """The whole answer at once; it is not added to the conversation."""
         if self.is_chat:
             return self.llm.chat(self._with(text), params=self.params)
         return self.llm.generate(text, params=self.params)
 
     def print_answer(self, text: str) -> Completion:
-        """Stream the answer to standard output and remember both sides."""
+        """Streams the answer to standard output, and adds `text` and the answer to the conversation."""
         if not self.is_chat:
             return print_stream(self.llm.stream(text, params=self.params))
         answer = print_stream(self.llm.stream_chat(self._with(text), params=self.params))
@@ -58,21 +58,21 @@ class Talk:
         return [*self._system, *self._said, {"role": "user", "content": text}]
 
 
-def chat(talk: Talk, *, opening: str | None = None, single_turn: bool = False) -> None:
-    """Answer `opening`, then line after line of standard input, until /quit or its end. A person has seen the errors;
-    whoever reads from a pipe learns of them by the exit code.
+def chat(conversation: Conversation, *, opening: str | None = None, single_turn: bool = False) -> None:
+    """Answers `opening`, then each line of standard input, until /quit or the end of input. Errors are shown; if a line
+    from a pipe was not answered, the exit code is 2.
     """
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        _welcome(talk)
-    are_answered = [_take_turn(talk, opening)] if opening is not None else []
+        _welcome(conversation)
+    are_answered = [_take_turn(conversation, opening)] if opening is not None else []
     for line in _read_lines("> " if is_terminal else ""):
         if line == "/quit":
             break
         if line.startswith("/"):
-            _obey(line, talk)
+            _obey(line, conversation)
             continue
-        are_answered.append(_take_turn(talk, line))
+        are_answered.append(_take_turn(conversation, line))
         if single_turn:
             break
     else:
@@ -82,16 +82,16 @@ def chat(talk: Talk, *, opening: str | None = None, single_turn: bool = False) -
         raise typer.Exit(USER_ERROR)
 
 
-def _welcome(talk: Talk) -> None:
+def _welcome(conversation: Conversation) -> None:
     with contextlib.suppress(ImportError):  # not on every platform
         import readline  # noqa: F401  line editing and history for input()
-    if not talk.is_chat:
+    if not conversation.is_chat:
         say("This model has no chat template: it continues what you type.")
     say("/help lists the commands.")
 
 
 def _read_lines(prompt: str) -> Iterator[str]:
-    """Lines that say something; Ctrl-C drops the one being typed."""
+    """The lines that are not empty; Ctrl-C drops the line being typed."""
     while True:
         try:
             line = input(prompt).strip()
@@ -104,23 +104,23 @@ def _read_lines(prompt: str) -> Iterator[str]:
             yield line
 
 
-def _obey(command: str, talk: Talk) -> None:
+def _obey(command: str, conversation: Conversation) -> None:
     match command:
         case "/help":
             say(HELP)
         case "/clear":
-            talk.clear()
+            conversation.clear()
             say("Forgotten.")
         case _:
             say(f"There is no {command.split()[0]}.\n{HELP}")
 
 
-def _take_turn(talk: Talk, text: str) -> bool:
-    """Whether there was an answer."""
+def _take_turn(conversation: Conversation, text: str) -> bool:
+    """Prints the answer to `text`. Returns whether there was one."""
     try:
-        answer = talk.print_answer(text)
-    except MotleyError as error:  # say, the context is full: /clear helps, leaving would not
+        answer = conversation.print_answer(text)
+    except MotleyError as error:  # for example, the context is full: the user can /clear it
         report(error)
         return False
-    show_figures(answer, talk.llm.memory())
+    show_figures(answer, conversation.llm.memory())
     return True

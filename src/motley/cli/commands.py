@@ -1,4 +1,4 @@
-"""The `motley` command: its subcommands are listed here, and imported when they are chosen."""
+"""The `motley` command: its subcommands are listed here, and each is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from motley import __version__
 from motley.errors import ConfigError
 
-# Where each command is, and the first line of its help.
+# The module of each command, and the first line of its help.
 COMMANDS = {
     "run": ("motley.cli.run:run", "Answer a prompt, or chat when there is none."),
     "perplexity": (
@@ -35,6 +35,14 @@ COMMANDS = {
         "motley.cli.bench:bench",
         "Measure speed: prompt and decoding, at depths of context, by weight format and KV cache type.",
     ),
+    "devices": (
+        "motley.cli.devices:devices",
+        "Show the devices of this machine: name, memory, cores, instruction set.",
+    ),
+    "warm": (
+        "motley.cli.warm:warm",
+        "Compile a model's kernels for this machine's GPUs ahead of its first use.",
+    ),
     "explain": (
         "motley.cli.explain:explain_command",
         "Show how a model would be split over devices, and why they would talk.",
@@ -52,7 +60,7 @@ _SETTINGS: dict[str, Any] = {
 
 
 class _OnDemand(TyperGroup):
-    """Torch takes seconds to import: a list of commands, a version or a typo need not wait for it."""
+    """Loads commands on demand: torch takes seconds to import, and --help, --version or a typo do not need it."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, listed, rest = super().resolve_command(ctx, args)
@@ -60,9 +68,9 @@ class _OnDemand(TyperGroup):
 
 
 def load_command(name: str) -> Any:
-    """The command itself."""
+    """The command with this name, imported."""
     module, _, function = COMMANDS[name][0].partition(":")
-    gc.disable()  # the collector would walk through torch's 160,000 objects again and again while they come
+    gc.disable()  # it would scan torch's 160,000 objects repeatedly during the import
     try:
         command = getattr(import_module(module), function)
     finally:
@@ -107,10 +115,10 @@ def main() -> None:
     _settle_streams()
     try:
         app(prog_name="motley")
-    except OSError as error:  # standard output takes no more: its disk is full, for example
-        from motley.cli.console import USER_ERROR, report  # the command has brought torch by now
+    except OSError as error:  # standard output cannot be written: for example, the disk is full
+        from motley.cli.console import USER_ERROR, report  # torch is imported already
 
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the rest of the output fails once more at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or flushing the rest fails again at exit
         where, hint = (
             (error.filename, None) if error.filename else ("standard output", "is there room on the disk?")
         )
@@ -119,8 +127,8 @@ def main() -> None:
 
 
 def _settle_streams() -> None:
-    """A stream that was closed is an empty one. What a terminal cannot show is spelled out, and bytes that are no text
-    reach the tokenizer, which refuses them.
+    """Makes the standard streams usable: a closed one is replaced by an empty one, characters that the terminal cannot
+    encode are escaped, and invalid UTF-8 is passed on to the tokenizer, which refuses it.
     """
     for name, mode, errors in (
         ("stdin", "r", "surrogateescape"),

@@ -26,29 +26,29 @@ from motley.units import show_bytes
 
 # Exit codes.
 USER_ERROR = 2  # the same as for a flag that does not exist
-INTERRUPTED = 130  # as a shell says it: 128 + SIGINT
+INTERRUPTED = 130  # as in a shell: 128 + SIGINT
 
-_PIPE_WIDTH = 160  # columns of a table, where there is no terminal to ask
+_PIPE_WIDTH = 160  # columns of a table if standard output is not a terminal
 
 
 def stdout() -> Console:
-    """A console for tables on today's sys.stdout."""
+    """A console for tables on the current sys.stdout."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
 
 
 def stderr() -> Console:
-    """A console on today's sys.stderr; lines are left as long as they are."""
+    """A console on the current sys.stderr; long lines are not wrapped."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def say(text: str, *, style: str = "dim") -> None:
-    """One line beside the answer."""
+    """Prints one line to standard error."""
     stderr().print(Text(text, style=style))
 
 
 def report(error: MotleyError) -> None:
-    """What went wrong on one line, what to do about it on the next."""
+    """Prints the error on one line, and its hint on the next."""
     console = stderr()
     console.print(Text.assemble(("error: ", "bold red"), error.message))
     if error.hint:
@@ -57,7 +57,7 @@ def report(error: MotleyError) -> None:
 
 @contextmanager
 def reporting_errors(debug: bool) -> Iterator[None]:
-    """End the command with exit code 2 and two lines on an error that its user can mend."""
+    """Ends the command with two lines on standard error and exit code 2 on a MotleyError or MemoryError."""
     try:
         yield
     except MotleyError as error:
@@ -75,8 +75,11 @@ def reporting_errors(debug: bool) -> Iterator[None]:
 
 
 @contextmanager
-def loading_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar over bytes; gone when done, and absent where nobody watches."""
+def loading_bar(title: str) -> Iterator[tuple[Callable[[int, int], None], Callable[[int, int], None]]]:
+    """A progress bar over bytes, and then over kernels. It disappears when done, and is only shown on a terminal.
+
+    Yields two functions to call with (done, total): one for bytes, one for compiled kernels.
+    """
     console = stderr()
     columns = (
         TextColumn("{task.description}"),
@@ -86,12 +89,22 @@ def loading_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        compiling = f"{title}: compiling kernels, first time on this GPU"
+        is_told = False
+
+        def compiled(done: int, total: int) -> None:
+            nonlocal is_told
+            if not is_told and not console.is_terminal:
+                say(f"compiling {total} kernels, first time on this GPU")
+            is_told = True
+            progress.update(task, completed=done, total=total, description=f"{compiling} ({done} of {total})")
+
+        yield lambda done, total: progress.update(task, completed=done, total=total), compiled
 
 
 @contextmanager
 def steps_bar(title: str, n_steps: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar over steps; each one says what is known so far."""
+    """A progress bar over steps. Yields a function to call after each step, with the text to show."""
     console = stderr()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -100,12 +113,12 @@ def steps_bar(title: str, n_steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters written out, so that a terminal shows and does not obey them."""
+    """`text` with its control characters escaped, so that a terminal shows them and does not execute them."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def show_figures(completion: Completion, memory: Mapping[str, int]) -> None:
-    """Speed and memory of one answer."""
+    """Prints speed and memory of one answer."""
     timings = completion.timings
     cached = f" ({timings.cached_tokens} cached)" if timings.cached_tokens else ""
     stopped = " (stopped)" if completion.finish_reason == CANCELLED else ""

@@ -1,4 +1,4 @@
-"""`motley explain`: how a model would lie on a crew, and why devices would talk."""
+"""`motley explain`: how a model would be split over a crew, and the reason for each collective."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from motley.cli.picture import draw
 from motley.gguf import read_spec
 from motley.kvcache.types import get_cache_type
 from motley.models import read_params
-from motley.runtime import CacheConfig, default_context, make_crew, split_model
+from motley.runtime import CacheConfig, default_context, split_model
+from motley.runtime.defaults import chosen_crew
 from motley.runtime.explain import Explanation, Section, explain
 from motley.units import show_bytes
 
@@ -36,6 +37,7 @@ def explain_command(
     split_mode: options.SplitMode = None,
     tensor_split: options.TensorSplit = None,
     device_memory: options.DeviceMemory = None,
+    split_experts: options.SplitExperts = "auto",
     ctx_size: options.CtxSize = 0,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
@@ -59,7 +61,7 @@ def explain_command(
         check_writable(svg)
         spec = read_spec(resolve_model(model, model_flag))
         params = read_params(spec)
-        crew = make_crew(device, split_mode, tensor_split, device_memory)
+        crew, _ = chosen_crew(device, split_mode, tensor_split, device_memory, split_experts)
         cache = CacheConfig(get_cache_type(cache_type_k), get_cache_type(cache_type_v))
         n_ctx = ctx_size or default_context(params)
         contents = explain(split_model(spec, params, crew, cache, n_ctx=n_ctx, rotate=kv_rotation))
@@ -90,7 +92,7 @@ def _show(console: Console, contents: Explanation, show_all: bool) -> None:
 
 
 def _fingerprint(section: Section) -> str:
-    """Equal for layers that lie alike and talk alike."""
+    """A key that is equal for layers with the same states and the same collectives."""
     if not section["name"].startswith("blk."):
         return section["name"]
     rows = [(t["state"], t["type"]) for t in section["tensors"]]
@@ -104,10 +106,14 @@ def _devices(contents: Explanation) -> Table:
     for row in contents["devices"]:
         cells = (row["device"], f"{row['asked']:.1%}", f"{row['achieved']:.1%}", show_bytes(row["weights"]))
         table.add_row(*cells, str(row["kv_heads"]))
+    said = []
     if contents["kv_repeat"] > 1:
-        table.caption = (
+        said.append(
             f"each KV head is stored up to {contents['kv_repeat']} times: there are more devices than heads"
         )
+    if contents["split_experts"]:
+        said.append(f"experts: {contents['split_experts']} ({contents['split_experts_reason']})")
+    table.caption = "\n".join(said) or None
     return table
 
 

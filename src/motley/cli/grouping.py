@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Spread parameters whose type is a dataclass of flags into its fields, for typer to see; put them together
-    again before the command is called.
+    """Replaces parameters whose type is a dataclass of flags by its fields, in the signature that typer sees. Before
+    the command is called, the dataclasses are built from the fields.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters, groups = [], {}

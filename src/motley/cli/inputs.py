@@ -1,4 +1,4 @@
-"""Which model and which text a command is about."""
+"""The model file and the text of a command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def resolve_model(argument: Path | None, flag: Path | None) -> Path:
         if path.is_dir():
             raise ConfigError(f"{path} is a folder", hint="give the path of a .gguf file in it")
         is_there = path.exists()
-    except OSError:  # a folder on the way may not be read, or this is no name at all
+    except OSError:  # a parent folder is not readable, or this is not a valid path
         is_there = False
     if not is_there:
         raise ConfigError(
@@ -52,7 +52,7 @@ def resolve_text(prompt: str | None, file: Path | None) -> str | None:
 
 
 def check_writable(file: Path | None) -> None:
-    """Refuse a file that cannot be written, before the work whose result it is for."""
+    """Raises if a file cannot be written, before the work for its contents begins."""
     if file is None:
         return
     try:

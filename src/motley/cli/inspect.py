@@ -1,4 +1,4 @@
-"""`motley inspect`: what a model file holds."""
+"""`motley inspect`: the contents of a model file."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _summary(contents: Description) -> Table:
 def _metadata_table(metadata: dict[str, Any]) -> Table:
     table = _table("Metadata")
     table.add_column("key", no_wrap=True)
-    table.add_column("value")  # takes what room the keys leave
+    table.add_column("value")  # takes the width that the keys leave
     for key, value in metadata.items():
         table.add_row(_text(key), _text(_value(value)))
     return table
@@ -112,16 +112,16 @@ def _table(title: str) -> Table:
 
 
 def _value(value: Any) -> str:
-    """One line; of a long array, its length and its beginning."""
+    """A value as one line; for a long array, its length and its first elements."""
     if isinstance(value, dict):
         return f"{value['count']:,} × {value['of']}: {_value(value['first'])[:-1]}, …]"
     if isinstance(value, float):
-        return f"{value:.7g}"  # all that a float32 knows
+        return f"{value:.7g}"  # the precision of float32
     return value[:_VALUE_CHARS] if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _count(n: int) -> str:
-    """A readable number of parameters, as models are named by: 260 K, 7.24 B."""
+    """A number of parameters as in model names: 260 K, 7.24 B."""
     for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if n >= scale:
             return f"{n / scale:.3g} {unit}"
@@ -129,5 +129,5 @@ def _count(n: int) -> str:
 
 
 def _text(string: str) -> Text:
-    """What a file says is shown, never obeyed: no markup, no control characters."""
+    """Text from a file, made safe to print: no markup, no control characters."""
     return Text(printable(string), no_wrap=True, overflow="ellipsis")

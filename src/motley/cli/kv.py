@@ -1,4 +1,4 @@
-"""`motley kv`: what the KV cache of a model would be like, before anything is loaded."""
+"""`motley kv`: the layout and size of a model's KV cache, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from motley.backends import get_backend
+from motley.backends import backend_for
 from motley.cli import options
 from motley.cli.console import reporting_errors
 from motley.cli.grouping import with_groups
@@ -25,11 +25,9 @@ from motley.runtime import (
     CacheFigures,
     DeviceFigures,
     cache_figures,
-    default_context,
-    fit_cache,
-    make_crew,
     split_model,
 )
+from motley.runtime.defaults import choose_context, chosen_crew
 from motley.units import parse_bytes, show_bytes
 
 Parallel = Annotated[int, typer.Option("-np", "--parallel", help="Sequences at the same time.", min=1)]
@@ -80,11 +78,25 @@ def _plan(
         max_bytes=None if limit is None else parse_bytes(limit),
         demand_paged=chosen.kv_cache_demand_paged,
     )
-    get_backend(chosen.backend)  # it computes nothing here, but an unknown one is a slip
-    crew = make_crew(chosen.device, chosen.split_mode, chosen.tensor_split, chosen.device_memory)
-    n_ctx = chosen.ctx_size or default_context(params)
-    split = split_model(spec, params, crew, config, n_ctx=n_ctx, rotate=chosen.kv_rotation)
-    fit = fit_cache(split, config, n_batch=batch_size, n_parallel=parallel)
+    crew, _ = chosen_crew(
+        chosen.device,
+        chosen.split_mode,
+        chosen.tensor_split,
+        chosen.device_memory,
+        chosen.split_experts,
+        backend=chosen.backend,
+    )
+    backends = [backend_for(device.name, chosen.backend) for device in crew.devices]
+    context = choose_context(
+        chosen.ctx_size or None,
+        lambda n_ctx: split_model(spec, params, crew, config, n_ctx=n_ctx, rotate=chosen.kv_rotation),
+        params,
+        backends,
+        config,
+        n_batch=batch_size,
+        n_parallel=parallel,
+    )
+    split, fit = context.split, context.fit
     reserved = [fit.plan.n_bytes(device) for device in range(len(crew))]
     is_paged = chosen.kv_cache_demand_paged  # then nothing is resident before the first token
     devices = [DeviceFigures(crew.label(i), n, 0 if is_paged else n) for i, n in enumerate(reserved)]
@@ -121,7 +133,7 @@ def _show(console: Console, figures: CacheFigures, devices: list[DeviceFigures])
 
 
 def _table(*columns: str) -> Table:
-    """A column of names without a title, then columns of figures."""
+    """A table with a column of names without a title, then columns of figures."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     for column in columns:

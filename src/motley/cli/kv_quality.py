@@ -1,4 +1,4 @@
-"""`motley kv-quality`: what each KV cache type costs in quality and saves in memory."""
+"""`motley kv-quality`: the loss of quality and the memory of each KV cache type."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from motley.gguf import read_spec
 from motley.models import read_params
 from motley.quality import (
     CacheChoice,
-    Exam,
+    Evaluation,
     Report,
     TypeQuality,
     applicable,
@@ -34,7 +34,7 @@ from motley.quality import (
 )
 from motley.text import Tokenizer
 
-_N_CTX = 512  # as `motley perplexity`, whose figures these are
+_N_CTX = 512  # as in `motley perplexity`, so that figures agree
 
 
 class Rotation(Enum):
@@ -114,7 +114,7 @@ def kv_quality(
         is_asked = path == bundled_model_path() if recall is None else recall
         asked = parse_choices(types, rotation.cases)
         spec = read_spec(path)
-        exam = Exam.of(
+        evaluation = Evaluation.of(
             Tokenizer.from_spec(spec),
             text,
             n_ctx=chosen.ctx_size or _N_CTX,
@@ -124,7 +124,7 @@ def kv_quality(
         measured = applicable(asked, read_params(spec))
         if measured != asked:
             say("note: no rotation fits this model's heads; each type is measured once, without")
-        report = _measure(path, exam, measured, parse_choice(baseline), chosen)
+        report = _measure(path, evaluation, measured, parse_choice(baseline), chosen)
         if plot is not None:
             write_file(plot, draw(report, path.name))
     if as_json:
@@ -134,12 +134,12 @@ def kv_quality(
 
 
 def _measure(
-    path: Path, exam: Exam, choices: list[CacheChoice], baseline: CacheChoice, chosen: CrewOptions
+    path: Path, evaluation: Evaluation, choices: list[CacheChoice], baseline: CacheChoice, chosen: CrewOptions
 ) -> Report:
     arguments = chosen.arguments()
-    del arguments["n_ctx"]  # the exam's
-    with steps_bar("Measuring", exam.n_steps * (1 + len(choices))) as advance:
-        return measure_types(path, exam, choices, baseline=baseline, advance=advance, **arguments)
+    del arguments["n_ctx"]  # the evaluation sets it
+    with steps_bar("Measuring", evaluation.n_steps * (1 + len(choices))) as advance:
+        return measure_types(path, evaluation, choices, baseline=baseline, advance=advance, **arguments)
 
 
 def _table(report: Report, model: str) -> Table:

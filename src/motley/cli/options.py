@@ -1,4 +1,4 @@
-"""The flags. Where llama.cpp has a name for one, it is that name."""
+"""The flags of all commands. A flag that llama.cpp also has has the same name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ CtxSize = Annotated[
     _flag(
         "-c",
         "--ctx-size",
-        text="Tokens of context; 0: the model's own, at most 4096 (perplexity, kv-quality: 512; bench: what it needs).",
+        text="Tokens of context; 0: as the model was trained, cut to what fits (perplexity, kv-quality: 512; "
+        "bench: what it needs).",
         panel=_MODEL,
         min=0,
     ),
@@ -50,6 +51,16 @@ Threads = Annotated[
     _flag("-t", "--threads", text="CPU threads, over all devices. Default: all cores.", panel=_MODEL, min=1),
 ]
 
+Verbose = Annotated[
+    bool,
+    _flag(
+        "-v",
+        "--verbose",
+        text="Say what was chosen and compiled while loading: kernels, and how weights are read.",
+        panel=_MODEL,
+    ),
+]
+
 # --- the crew -----------------------------------------------------------------------------------------------
 
 _CREW = "Devices"
@@ -59,7 +70,8 @@ Device = Annotated[
     _flag(
         "-dev",
         "--device",
-        text="Devices that share the model, by comma: cpu, cuda:0; the same one twice makes two virtual devices. "
+        text="Devices that share the model, by comma: cpu, cuda:0; auto: all GPUs, or the CPU; the same one "
+        "twice makes two virtual devices. "
         "cpu:0-7, cpu:0+2+4 and cpu:node0 keep to those cores, with a thread on each.",
         panel=_CREW,
         metavar="NAMES",
@@ -95,6 +107,40 @@ DeviceMemory = Annotated[
         text="What each device may use at most, by comma: 2GiB,1GiB.",
         panel=_CREW,
         metavar="SIZES",
+        show_default=False,
+    ),
+]
+
+SplitExperts = Annotated[
+    str,
+    _flag(
+        "--split-experts",
+        text="How tensor mode shares out experts. ffn: a part of every expert each; whole: whole experts each; auto: "
+        "what meets the proportions better.",
+        panel=_CREW,
+        metavar="WAY",
+    ),
+]
+
+# --- how much of the model ----------------------------------------------------------------------------------
+
+NExpertUsed = Annotated[
+    int | None,
+    _flag(
+        "--n-expert-used",
+        text="Experts that each token uses. Default: as many as the file says.",
+        panel=_MODEL,
+        min=1,
+        show_default=False,
+    ),
+]
+NLayerExit = Annotated[
+    int | None,
+    _flag(
+        "--n-layer-exit",
+        text="Run only the first so many layers, then the output. Default: all.",
+        panel=_MODEL,
+        min=1,
         show_default=False,
     ),
 ]
@@ -263,7 +309,7 @@ Seed = Annotated[
     ),
 ]
 
-# --- what comes out -----------------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------------------
 
 _OUTPUT = "Output"
 

@@ -16,7 +16,7 @@ from motley.errors import ConfigError
 from motley.llm import LLM
 from motley.quality import Score, read_chunks, second_half_nll
 
-_N_CTX = 512  # as llama.cpp, so that figures can be compared
+_N_CTX = 512  # as in llama.cpp, so that figures can be compared
 
 
 @with_groups
@@ -66,7 +66,7 @@ def perplexity(
 
 
 def measure(llm: LLM, text: str, n_ctx: int, limit: int | None = None) -> tuple[Score, int]:
-    """The score of `text`, and from how many chunks."""
+    """The score of `text`, and the number of chunks that were scored."""
     chunks = read_chunks(llm.tokenizer, text, n_ctx, limit)
     score = Score()
     with steps_bar("Reading", len(chunks)) as advance:

@@ -1,11 +1,11 @@
-"""A split as a picture: devices are colours, tensors are bars that are cut by ownership."""
+"""Draws a split: each device has a colour, and each tensor is a bar in the colours of its owners."""
 
 from __future__ import annotations
 
 from motley.cli.svg import BAR, COLOURS, ROW, box, document, label
 from motley.runtime.explain import Explanation, TensorRow
 
-_WIDTH, _LEFT = 960, 230  # pixels; a bar has the width that _LEFT leaves
+_WIDTH, _LEFT = 960, 230  # pixels; bars begin at _LEFT
 
 
 def draw(explanation: Explanation) -> str:
@@ -38,7 +38,7 @@ def colour(device: int) -> str:
 
 
 def _bar(y: int, tensor: TensorRow, n_devices: int) -> list[str]:
-    """One tensor: its name, then its axis from left to right; what every device holds is striped."""
+    """One tensor as SVG elements: its name, then its axis from left to right. A mirrored tensor is striped."""
     full = _WIDTH - _LEFT - 10
     parts = [label(_LEFT - 6, y, tensor["name"], anchor="end")]
     title = f"{tensor['name']} {tensor['type']} {tensor['shape']}: {tensor['state']}"

@@ -1,4 +1,4 @@
-"""`motley kv-quality` as a picture: a line for each type, with its KL, its perplexity and its verdict."""
+"""The plot of `motley kv-quality`: a line for each type, with its KL, its perplexity and its verdict."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from motley.cli.svg import BAR, COLOURS, ROW, box, document, dot, label, line
 from motley.quality import Report, TypeQuality
 
 _WIDTH, _TOP = 1000, 4 * ROW  # pixels
-_NAME_END, _VERDICT = 130, 790  # where names end and verdicts begin
-_KL, _CHANGE = (150, 440), (500, 700)  # left and right of the two plots
-_MOST_CHANGE = 0.1  # bars end there: a broken type must not flatten the others
+_NAME_END, _VERDICT = 130, 790  # pixels: right edge of names, left edge of verdicts
+_KL, _CHANGE = (150, 440), (500, 700)  # left and right edges of the two plots
+_MOST_CHANGE = 0.1  # longest bar: a broken type must not flatten the others
 _ROTATED, _PLAIN = COLOURS[0], COLOURS[1]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Values from `low` to `high` onto pixels from `left` to `right`."""
+    """Maps values from `low` to `high` to pixels from `left` to `right`."""
 
     low: float
     high: float
@@ -62,7 +62,7 @@ def _legend(y: float) -> list[str]:
 
 
 def _kl_scale(rows: tuple[TypeQuality, ...]) -> Scale:
-    """Whole powers of ten, over all that is not 0; in logarithms."""
+    """A logarithmic scale between whole powers of ten, over all KL values that are not 0."""
     values = [kl for row in rows for kl in (row.divergence.kl_mean, row.divergence.kl_p99) if kl > 0] or [1.0]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     return Scale(low, max(high, low + 1), *_KL)
@@ -85,7 +85,7 @@ def _decades(kl: Scale, bottom: float) -> list[str]:
 def _kl_marks(kl: Scale, y: float, row: TypeQuality, colour: str) -> list[str]:
     mean, p99 = row.divergence.kl_mean, row.divergence.kl_p99
     if mean <= 0:
-        return []  # nothing on a logarithmic axis
+        return []  # 0 has no place on a logarithmic axis
     x, middle = kl(math.log10(mean)), y + BAR / 2
     title = f"{row.choice.name}: mean {mean:.2e}, 99 % below {p99:.2e}"
     whisker = line(x, middle, kl(math.log10(max(p99, mean))), middle, colour)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import typer
 
 from motley.cli import options
-from motley.cli.chat import Talk, chat
+from motley.cli.chat import Conversation, chat
 from motley.cli.console import INTERRUPTED, reporting_errors, show_figures
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import resolve_model, resolve_text
@@ -68,7 +68,7 @@ def run(
             raise ConfigError("--json needs a prompt", hint="add -p TEXT or -f FILE")
         path = resolve_model(model, model_flag)
         with load(path, chosen) as llm:
-            talk = Talk(llm, params, system=system_prompt, use_template=conversation)
+            talk = Conversation(llm, params, system=system_prompt, use_template=conversation)
             if as_json and text is not None:
                 _print_json(talk, path.name, text)
             elif text is None or (conversation and not single_turn):
@@ -77,26 +77,26 @@ def run(
                 _print_once(talk, text, display_prompt)
 
 
-def _print_once(talk: Talk, text: str, display_prompt: bool | None) -> None:
-    """Stream one answer; a text that is continued is shown first, where a person reads it."""
-    if not talk.is_chat and (sys.stdout.isatty() if display_prompt is None else display_prompt):
+def _print_once(conversation: Conversation, text: str, display_prompt: bool | None) -> None:
+    """Streams one answer. A text that it continues is printed first; default: only on a terminal."""
+    if not conversation.is_chat and (sys.stdout.isatty() if display_prompt is None else display_prompt):
         sys.stdout.write(text)
         sys.stdout.flush()
-    answer = talk.print_answer(text)
-    show_figures(answer, talk.llm.memory())
+    answer = conversation.print_answer(text)
+    show_figures(answer, conversation.llm.memory())
     if answer.finish_reason == CANCELLED:
         raise typer.Exit(INTERRUPTED)
 
 
-def _print_json(talk: Talk, model: str, text: str) -> None:
-    completion = talk.answer(text)
+def _print_json(conversation: Conversation, model: str, text: str) -> None:
+    completion = conversation.answer(text)
     result = {
         "model": model,
         "text": completion.text,
         "tokens": list(completion.tokens),
         "finish_reason": completion.finish_reason,
         "timings": asdict(completion.timings),
-        "load_seconds": talk.llm.load_seconds,
-        "memory": talk.llm.memory(),
+        "load_seconds": conversation.llm.load_seconds,
+        "memory": conversation.llm.memory(),
     }
     typer.echo(json.dumps(result, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""The flags that choose tokens."""
+"""The flags for sampling."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SamplingOptions:
     seed: options.Seed = -1
 
     def arguments(self) -> dict[str, Any]:
-        """As keywords of `SamplingParams`."""
+        """The flags as keyword arguments of `SamplingParams`."""
         return {
             "temperature": self.temp,
             "top_k": self.top_k,

@@ -1,4 +1,4 @@
-"""Print an answer as it comes, and let Ctrl-C stop it."""
+"""Prints an answer as it arrives; Ctrl-C stops it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from motley.engine import Completion
-from motley.llm import Stream
+from motley.engine import Completion, Stream
 
 
 def print_stream(stream: Stream) -> Completion:
-    """Write the pieces to standard output until the stream ends, or Ctrl-C ends it."""
+    """Writes the pieces to standard output until the stream ends or Ctrl-C stops it, and returns the completion."""
     last = ""
     with catching_interrupt() as is_interrupted:
         for piece in stream.until(is_interrupted):
@@ -29,7 +28,10 @@ def print_stream(stream: Stream) -> Completion:
 
 @contextmanager
 def catching_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C once asks, and is heard between two passes: no step is cut in half. Twice, it insists."""
+    """Yields a function that tells whether Ctrl-C was pressed, to be called between two pieces.
+
+    The first Ctrl-C only sets this flag, so that no step is interrupted. The second raises KeyboardInterrupt.
+    """
     is_interrupted = False
     before = signal.getsignal(signal.SIGINT)
 

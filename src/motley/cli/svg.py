@@ -1,4 +1,4 @@
-"""The few shapes that Motley's pictures are made of, as SVG text."""
+"""The shapes that Motley's plots consist of, as SVG text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from html import escape
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d")
-ROW, BAR = 14, 10  # pixels: a line of text or bars, and what of it a bar fills
+ROW, BAR = 14, 10  # pixels: height of a line, and of a bar in it
 
 
 def document(width: int, height: int, shapes: Iterable[str]) -> str:
@@ -42,6 +42,6 @@ def line(
 
 
 def label(x: float, y: float, text: str, *, anchor: str, weight: str = "normal", colour: str = "#222") -> str:
-    """Text on the line whose bars begin at `y`; `anchor`: start, middle or end of the text is at `x`."""
+    """A text element on the line whose bars begin at `y`. `anchor`: start, middle or end of the text is at `x`."""
     style = f'font-size="10" text-anchor="{anchor}" font-weight="{weight}" fill="{colour}"'
     return f'<text x="{x:.1f}" y="{y + BAR - 1:.1f}" {style}>{escape(text)}</text>'

@@ -50,7 +50,7 @@ def tokenize(
             add_special=not no_bos,
             parse_special=not no_parse_special,
         )
-        # A token may hold part of a character; its bytes are then written out.
+        # A token may contain part of a character; its bytes are then escaped.
         pieces = [tokenizer.token_bytes(token).decode(errors="backslashreplace") for token in tokens]
     if as_json:
         typer.echo(json.dumps({"count": len(tokens), "ids": tokens, "pieces": pieces}, ensure_ascii=False))

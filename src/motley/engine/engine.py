@@ -1,33 +1,45 @@
-"""The engine: requests in, tokens out, one step at a time. One thread drives it."""
+"""The engine: requests in, tokens out, one step at a time. One thread drives it: see service.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import logging
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from motley.engine.bare import BareSequence
+from motley.engine.choosing import Chooser, Found, Pending, Turn, chooser_for
+from motley.engine.effort import Efforts
 from motley.engine.params import SamplingParams
 from motley.engine.request import CANCELLED, ContextShift, Request, TextStream
-from motley.engine.sampling import Candidates, build_sampler, shortlist
+from motley.engine.sampling import build_sampler
 from motley.engine.scheduler import Scheduler, Step
-from motley.errors import MotleyError, RequestError
+from motley.errors import CacheError, DeviceError, MotleyError, RequestError
 from motley.kvcache.manager import CacheManager
 from motley.runtime import Batch, Chunk, PlacedBatch, Runner
 from motley.text import Tokenizer
 
+_log = logging.getLogger("motley")
+
+
+class _Running(NamedTuple):
+    """A step that was launched on a GPU before the host knew its tokens, and its logits."""
+
+    step: Step
+    logits: torch.Tensor
+    n_runs: int  # of the runner, this run included
+
 
 class _Planned(NamedTuple):
-    """A step, and where its tokens go."""
+    """A scheduled step with its placed batch."""
 
     step: Step
     batch: PlacedBatch
 
 
 class Engine:
-    """A model that serves many requests at once."""
+    """Serves many requests at once with one model. Only `new_request` and the checks may be called from any thread."""
 
     def __init__(
         self,
@@ -39,24 +51,42 @@ class Engine:
         n_vocab: int,
         n_batch: int,
         n_parallel: int,
+        efforts: Efforts | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._runner = runner
+        self.runner = runner
+        self.cache = cache
+        self.scheduler = Scheduler(cache, n_batch=n_batch, n_parallel=n_parallel)
+        self.n_vocab = n_vocab
+        self.efforts = efforts or Efforts(n_layers=1)
+        self.n_guests = 0  # raw sequences that end by themselves: requests wait until their blocks are free
         self._tokenizer = tokenizer
-        self._scheduler = Scheduler(cache, n_batch=n_batch, n_parallel=n_parallel)
-        self._cache = cache
         self._n_ctx = n_ctx
-        self._n_fit = cache.longest_fit(n_ctx, n_batch)  # tokens that one sequence may have
-        self._n_vocab = n_vocab
-        self._ahead: _Planned | None = None  # what will run next, unless something happens before
-        self._is_closed = False
+        self._n_fit = cache.longest_fit(n_ctx, n_batch)  # the most tokens of one sequence
+        self._clock = clock
+        self._chooser: Chooser | None = None  # created when the device of the logits is known
+        self._ahead: _Planned | None = None  # the look-ahead plan, valid if no request changes
+        self._running: _Running | None = None  # the step that is already launched
+        self._is_blocked = False  # in the latest step, no request had room in the cache
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, *, continues_prompt: bool = True) -> Request:
-        """Queue a request. RequestError or CacheError if it can never be served.
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
 
-        `continues_prompt`: the answer's text goes on where the prompt's ends, so its first space counts.
+    @property
+    def can_step(self) -> bool:
+        """Whether a step would make progress: there are requests, and they do not wait for a raw sequence to end."""
+        return self.scheduler.has_work and not (self._is_blocked and self.n_guests)
+
+    def new_request(
+        self, prompt: Sequence[int], params: SamplingParams, *, continues_prompt: bool = True
+    ) -> Request:
+        """A new request, not queued. RequestError or CacheError if it can never be served. Any thread may call this.
+
+        `continues_prompt`: the answer continues the prompt's text, so a leading space of the answer is kept.
         """
-        self._check_tokens(prompt)
-        self._check_tokens([0, *params.logit_bias], "logit_bias")
+        self.check_tokens(prompt)
+        self.check_tokens([0, *params.logit_bias], "logit_bias")
         if len(prompt) >= self._n_ctx:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, but the context holds {self._n_ctx} and an answer needs room",
@@ -69,96 +99,140 @@ class Engine:
             stop_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else self._tokenizer.eog_ids),
             max_tokens=self._max_tokens(len(prompt), params),
             shift=self._context_shift(len(prompt), params) if params.context_shift else None,
+            effort=self.efforts.choose(params.n_expert_used, params.n_layer_exit),
         )
-        self._scheduler.add(request)
+        self.cache.require_fit(request.max_cached_tokens, self.scheduler.n_batch)
+        return request
+
+    def queue(self, request: Request) -> None:
+        """Queues a request. It fails if it needs context shift and the model's keys cannot be rotated."""
+        try:
+            if request.shift is not None:
+                self.runner.require_shift()
+            self.scheduler.add(request)
+        except MotleyError as error:
+            request.fail(error)
+
+    def add(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        """Creates a request, queues it and returns it."""
+        request = self.new_request(prompt, params)
+        self.queue(request)
         return request
 
     def step(self) -> None:
-        """Advance all running requests by one pass through the model."""
-        if self._is_closed:
-            raise RequestError("the model was closed")
-        if shifts := self._scheduler.shift_full():
-            self._runner.shift(shifts)
-        step, batch = self._plan()
-        with self._all_or_nothing(step):
-            logits = self._runner.run(batch, step.tokens(), step.copies)
-            self._scheduler.complete(step)
-            self._ahead = self._foresee()  # a GPU is still at work
-            ready = [request for request, _ in step.work if not request.n_pending]
-            lists = shortlist(logits, [r.sampler for r in ready], [r.tokens for r in ready])
-        self._accept(ready, lists)
-        self._give_back()
+        """Advances the running requests by one pass through the model. Raises only for bugs in Motley.
+
+        If a step fails, each of its requests is computed again, alone. A request that fails alone ends with the error.
+        """
+        started = self._clock()
+        try:
+            step, ready, tokens = self._compute()
+        except BaseException as error:
+            self._recover(error)
+        else:
+            self.scheduler.pace.note(step.n_tokens, self._clock() - started)
+            self._accept(ready, tokens)
+        self.give_back()
 
     def cancel(self, request: Request) -> None:
+        """Ends a request, if it has not ended."""
         if not request.is_finished:
-            self._scheduler.remove(request)
-            request.finish(CANCELLED)
-            if not self._is_closed:
-                self._give_back()
+            self.scheduler.remove(request)
+            try:
+                request.finish(CANCELLED)
+            except BaseException as error:
+                self._fail(request, error)
+            self.give_back()
 
-    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """float32 (tokens, vocab): row i predicts what follows token i. Nothing is taken from the prefix cache."""
-        self._check_length(tokens)
-        with self.bare_sequence() as sequence:
-            return sequence.feed(tokens)
+    def preempt(self) -> bool:
+        """Preempts the youngest running request: its blocks are freed and it waits. False: none is running."""
+        self._ahead = None
+        return self.scheduler.preempt()
 
-    @contextmanager
-    def computed(self, tokens: Sequence[int]) -> Iterator[int]:
-        """A sequence whose cache has all of `tokens`; what the prefix cache knows of them is not computed again."""
-        self._check_length(tokens)
-        opened, n_batch = self._cache.open(tokens), self._scheduler.n_batch
-        sequence, copies = opened.seq, opened.copies
+    def close(self, error: MotleyError) -> None:
+        """Ends all requests with an error."""
+        for request in self.scheduler.requests:
+            self.scheduler.remove(request)
+            request.fail(error)
+
+    def give_back(self) -> None:
+        """Releases the memory of empty blocks, if the cache is demand-paged."""
         try:
-            for start in range(opened.n_cached, len(tokens), n_batch):
-                part = tuple(tokens[start : start + n_batch])
-                self._cache.advance(sequence, start)
-                room = self._cache.reserve(sequence, len(part))
-                if room is None:
-                    raise RequestError(
-                        f"no room in the KV cache for {len(tokens)} tokens beside running requests"
-                    )
-                batch = Batch.of([Chunk(sequence, start, len(part), 0)])
-                self._runner.run(self._runner.place(batch, self._cache), part, [*copies, *room])
-                self._cache.commit(sequence, part)
-                copies = []
-            yield sequence
-        finally:
-            self._cache.free(sequence)
-            self._give_back()
+            self.runner.give_back(self.cache.take_emptied())
+        except BaseException:
+            _log.warning("memory of empty KV cache blocks was not given back", exc_info=True)
 
-    def bare_sequence(self) -> BareSequence:
-        """A sequence to be fed by hand. Requests cannot be served beside it if it takes their room."""
-        return BareSequence(self._runner, self._cache, self._scheduler.n_batch, self._n_vocab)
+    # One step
 
-    def close(self) -> None:
-        """Cancel all requests; later steps are errors."""
-        self._is_closed = True
-        for request in self._scheduler.requests:
-            self._scheduler.remove(request)
-            request.fail(RequestError("the model was closed"))
+    def _compute(self) -> tuple[Step, list[Request], list[Found]]:
+        """Runs the next step. Returns it, the requests that get a token, and their tokens."""
+        running = self._take_running()
+        if running is None:
+            step, batch = self._plan()
+            if not step.work:
+                return step, [], []
+            logits = self.runner.run(batch, step.tokens(), step.copies)
+        else:
+            step, logits = running.step, running.logits
+        self.scheduler.complete(step)
+        ready = [request for request, _ in step.work if not request.n_pending]
+        if not ready:
+            return step, [], []
+        if self._chooser is None:
+            self._chooser = chooser_for(logits.device)
+        chosen = self._chooser.choose(logits, [Turn(r.sampler, r.tokens, r.n_generated) for r in ready])
+        self._ahead = self._plan_ahead()  # a GPU is still computing
+        self._begin_ahead(chosen, ready)
+        return step, ready, chosen.tokens()
+
+    def _begin_ahead(self, chosen: Pending, ready: Sequence[Request]) -> None:
+        """Launches the look-ahead step with tokens that only the GPU has yet, so that it does not wait for the host."""
+        ahead = self._ahead
+        if ahead is None or chosen.on_device is None or not self.runner.can_chain:
+            return
+        if [request for request, _ in ahead.step.work] == list(ready):  # one row each, in the same order
+            self._ahead = None
+            logits = self.runner.run(ahead.batch, chosen.on_device, ())
+            self._running = _Running(ahead.step, logits, self.runner.n_runs)
+
+    def _take_running(self) -> _Running | None:
+        """The step that is already launched, without the requests that have ended since; their results are dropped.
+
+        Their blocks may have new owners already. That is safe: on the GPU the new owners' writes come after this step.
+        """
+        running, self._running = self._running, None
+        if running is None or running.n_runs != self.runner.n_runs:
+            return None  # a raw sequence has overwritten the logits since: compute the step again
+        self.scheduler.begin(running.step)
+        there = set(self.scheduler.running)
+        rows = [i for i, (request, _) in enumerate(running.step.work) if request in there]
+        if len(rows) == len(running.step.work):
+            return running
+        if not rows:
+            return None
+        left = Step()
+        for row in rows:
+            left.add(running.step.work[row][0], 1, ())
+        return _Running(left, running.logits[rows], running.n_runs)
 
     def _plan(self) -> _Planned:
-        """What runs next: as it was foreseen, if that has come true."""
+        """The next step: the look-ahead plan if it is still valid, otherwise newly scheduled."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and self._scheduler.is_next(ahead.step):
+        if ahead is not None and self.scheduler.is_next(ahead.step):
+            self.scheduler.begin(ahead.step)
             return ahead
-        step = self._scheduler.schedule()
-        with self._all_or_nothing(step):
-            return _Planned(step, self._place(step))
+        self.scheduler.begin()
+        if shifts := self.scheduler.shift_full():
+            self.runner.shift(shifts)
+        step = self.scheduler.schedule()
+        self._is_blocked = not step.work
+        if self._is_blocked and not self.n_guests:
+            self._refuse_first()
+        return _Planned(step, self._place(step))
 
-    @contextmanager
-    def _all_or_nothing(self, step: Step) -> Iterator[None]:
-        """What fails midway is computed again, from the beginning."""
-        try:
-            yield
-        except BaseException:
-            self._ahead = None
-            self._scheduler.abandon(step)
-            raise
-
-    def _foresee(self) -> _Planned | None:
-        """What will probably run after the step that has just begun, while its tokens are being made."""
-        step = self._scheduler.foresee()
+    def _plan_ahead(self) -> _Planned | None:
+        """The look-ahead plan: the step expected after the one that has just been launched. None: no plan."""
+        step = self.scheduler.plan_ahead()
         return None if step is None else _Planned(step, self._place(step))
 
     def _place(self, step: Step) -> PlacedBatch:
@@ -166,25 +240,69 @@ class Engine:
         for request, n_tokens in step.work:
             assert request.sequence is not None
             start, end = request.n_computed, request.n_computed + n_tokens
-            chunks.append(Chunk(request.sequence, start, n_tokens, int(end >= len(request.tokens))))
-        return self._runner.place(Batch.of(chunks), self._cache)
+            is_last = end >= len(request.tokens)
+            effort = request.effort
+            chunks.append(
+                Chunk(request.sequence, start, n_tokens, int(is_last), effort.n_experts, effort.n_layers)
+            )
+        return self.runner.place(Batch.of(chunks), self.cache)
 
-    def _accept(self, ready: Sequence[Request], lists: Sequence[Candidates]) -> None:
-        """Each request, all of whose tokens are computed, gets one more, from its list."""
-        for request, found in zip(ready, lists, strict=True):
+    def _accept(self, ready: Sequence[Request], tokens: Sequence[Found]) -> None:
+        """Appends the chosen token to each request of `ready`; a request with an error instead of a token fails."""
+        for request, token in zip(ready, tokens, strict=True):
+            self.scheduler.clear(request)
             try:
-                request.accept(request.sampler.pick(found))
-            except MotleyError as error:  # its own fault; the others go on
-                request.fail(error)
+                if isinstance(token, BaseException):
+                    raise token
+                request.accept(token)
+            except BaseException as error:  # an error of this request only
+                self._fail(request, error)
             if request.is_finished:
-                self._scheduler.remove(request)
+                self.scheduler.remove(request)
 
-    def _give_back(self) -> None:
-        """Return the memory of blocks that hold nothing any more, where it is demand-paged."""
-        self._runner.give_back(self._cache.take_emptied())
+    def _recover(self, error: BaseException) -> None:
+        """Undoes a failed step. A request that failed alone, as a suspect, ends with the error."""
+        self._ahead = self._running = None
+        failed = self.scheduler.abandon()
+        if failed is not None:
+            self.scheduler.remove(failed)
+            self._fail(failed, error)
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        if not request.is_finished:
+            request.fail(as_motley_error(error))
+
+    def _refuse_first(self) -> None:
+        """Fails the first request: no request runs, and raw sequences hold the blocks that it needs."""
+        request = self.scheduler.requests[0]
+        self.scheduler.remove(request)
+        request.fail(
+            CacheError(
+                "no request can run: sequences outside the queue hold the KV cache",
+                hint="close raw sequences",
+            )
+        )
+
+    # Limits of a request
+
+    def check_length(self, tokens: Sequence[int]) -> None:
+        """Raises if the tokens do not fit into the context and the cache, even without an answer."""
+        self.check_tokens(tokens)
+        if len(tokens) > self._n_ctx:
+            raise RequestError(
+                f"{len(tokens)} tokens do not fit into a context of {self._n_ctx}", hint="raise n_ctx (-c)"
+            )
+        self.cache.require_fit(len(tokens), self.scheduler.n_batch)
+
+    def check_tokens(self, tokens: Sequence[int], where: str = "the prompt") -> None:
+        if not tokens:
+            raise RequestError(f"{where} is empty", hint="give at least one token")
+        for token in tokens:
+            if not 0 <= token < self.n_vocab:
+                raise RequestError(f"token id {token} in {where} is outside the vocabulary of {self.n_vocab}")
 
     def _max_tokens(self, n_prompt: int, params: SamplingParams) -> int | None:
-        """How long the answer may become. Who names no number takes what the context and the cache hold."""
+        """The most tokens of the answer. Default: what fits into the context and the cache."""
         if params.context_shift:
             return params.max_tokens
         if params.max_tokens is None:
@@ -192,9 +310,8 @@ class Engine:
         return min(params.max_tokens, self._n_ctx - n_prompt)
 
     def _context_shift(self, n_prompt: int, params: SamplingParams) -> ContextShift:
-        self._runner.require_shift()
         n_keep = n_prompt if params.n_keep == -1 else params.n_keep
-        n_ctx = max(self._n_fit, n_prompt + 1)  # a prompt that does not fit is refused by the cache
+        n_ctx = max(self._n_fit, n_prompt + 1)  # the cache refuses a prompt that does not fit
         if n_ctx - n_keep < 2:
             raise RequestError(
                 f"{n_keep} tokens are to be kept, but the context holds {n_ctx}: nothing is left to drop",
@@ -202,20 +319,17 @@ class Engine:
             )
         return ContextShift(n_ctx, n_keep)
 
-    def _check_length(self, tokens: Sequence[int]) -> None:
-        """Whether these tokens, and no answer, fit into the context and the cache."""
-        self._check_tokens(tokens)
-        if len(tokens) > self._n_ctx:
-            raise RequestError(
-                f"{len(tokens)} tokens do not fit into a context of {self._n_ctx}", hint="raise n_ctx (-c)"
-            )
-        self._cache.require_fit(len(tokens), self._scheduler.n_batch)
 
-    def _check_tokens(self, tokens: Sequence[int], where: str = "the prompt") -> None:
-        if not tokens:
-            raise RequestError(f"{where} is empty", hint="give at least one token")
-        for token in tokens:
-            if not 0 <= token < self._n_vocab:
-                raise RequestError(
-                    f"token id {token} in {where} is outside the vocabulary of {self._n_vocab}"
-                )
+def as_motley_error(error: BaseException) -> MotleyError:
+    """The error, wrapped as a MotleyError if it is not one."""
+    if isinstance(error, MotleyError):
+        return error
+    if isinstance(error, MemoryError):
+        ours: MotleyError = DeviceError(
+            f"out of memory: {error}" if str(error) else "out of memory",
+            hint="a smaller context, batch or KV cache",
+        )
+    else:
+        ours = RequestError(f"the request failed: {type(error).__name__}: {error}")
+    ours.__cause__ = error
+    return ours

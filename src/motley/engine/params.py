@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler, checked when it is made."""
+"""The sampling parameters of a request, checked when they are created."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from motley.errors import RequestError
 
 _MAX_SEED = 2**64 - 1
+_MAX_INT = 2**63 - 1  # the largest integer of arrays and native code
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,14 @@ class SamplingParams:
     """How to choose tokens and when to stop. The names and defaults are llama.cpp's.
 
     `temperature=0` is greedy. A filter is off at `top_k=0`, `top_p=1`, `min_p=0`, `typical_p=1`; a penalty at
-    `repeat_penalty=1`, `frequency_penalty=0`, `presence_penalty=0`. The penalties look at the last
+    `repeat_penalty=1`, `frequency_penalty=0`, `presence_penalty=0`. The penalties count the last
     `repeat_last_n` tokens (0: none, -1: all). `logit_bias` adds to logits by token id; -inf bans a token.
     `context_shift`: a full context does not end the answer; its first `n_keep` tokens are kept (-1: the prompt),
-    half of the others are dropped, and it goes on for `max_tokens`, or for ever.
+    half of the others are dropped, and the answer continues up to `max_tokens`, or without end.
+    `parse_special`: "<|im_end|>" in a prompt means the token; pass False for text that is not trusted. (In a chat this
+    is not necessary: only the template's own text can become a control token.)
+    `n_expert_used`: experts of each token, fewer or more than in the model file. `n_layer_exit`: only the first
+    `n_layer_exit` layers run. None: the value given to `LLM(…)`, by default that of the model file.
     """
 
     temperature: float = 0.8
@@ -40,22 +45,29 @@ class SamplingParams:
     ignore_eos: bool = False
     context_shift: bool = False
     n_keep: int = 4
+    parse_special: bool = True
+    n_expert_used: int | None = None
+    n_layer_exit: int | None = None
 
     def __post_init__(self) -> None:
-        _check_number(self, "temperature", low=0)
-        _check_integer(self, "top_k", low=0)
+        """Checks all values and converts every number to a plain float or int, whatever number type was passed."""
+        _set_float(self, "temperature", low=0)
+        _set_int(self, "top_k", low=0)
         for name in ("top_p", "min_p", "typical_p"):
-            _check_number(self, name, low=0, high=1)
-        _check_number(self, "repeat_penalty", low=0, open_low=True)
-        _check_integer(self, "repeat_last_n", low=-1)
+            _set_float(self, name, low=0, high=1)
+        _set_float(self, "repeat_penalty", low=0, open_low=True)
+        _set_int(self, "repeat_last_n", low=-1)
         for name in ("frequency_penalty", "presence_penalty"):
-            _check_number(self, name)
+            _set_float(self, name)
         if self.seed is not None:
-            _check_integer(self, "seed", low=0, high=_MAX_SEED)
+            _set_int(self, "seed", low=0, high=_MAX_SEED)
         if self.max_tokens is not None:
-            _check_integer(self, "max_tokens", low=1)
-        _check_integer(self, "n_keep", low=-1)
-        for name in ("ignore_eos", "context_shift"):
+            _set_int(self, "max_tokens", low=1)
+        _set_int(self, "n_keep", low=-1)
+        for name in ("n_expert_used", "n_layer_exit"):
+            if getattr(self, name) is not None:
+                _set_int(self, name, low=1)
+        for name in ("ignore_eos", "context_shift", "parse_special"):
             if not isinstance(getattr(self, name), bool):
                 raise _rejected(name, getattr(self, name), "true or false")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
@@ -66,12 +78,18 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any penalty is on."""
+        is_on = self.repeat_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        return is_on and self.repeat_last_n != 0
+
     def with_stops(self, stops: Iterable[str]) -> SamplingParams:
-        """The same, with more stop strings."""
+        """A copy with more stop strings."""
         return replace(self, stop=tuple(dict.fromkeys((*self.stop, *stops))))
 
 
-def _check_number(
+def _set_float(
     params: SamplingParams,
     name: str,
     *,
@@ -80,23 +98,28 @@ def _check_number(
     open_low: bool = False,
 ) -> None:
     value = getattr(params, name)
-    if not _is_number(value) or not math.isfinite(value) or not _is_within(value, low, high, open_low):
+    number = _as_float(value)
+    if number is None or not math.isfinite(number) or not _is_within(number, low, high, open_low):
         raise _rejected(name, value, _range("a number", low, high, open_low))
+    object.__setattr__(params, name, number)
 
 
-def _check_integer(params: SamplingParams, name: str, *, low: int, high: int | None = None) -> None:
+def _set_int(params: SamplingParams, name: str, *, low: int, high: int = _MAX_INT) -> None:
     value = getattr(params, name)
-    if not _is_integer(value) or not _is_within(value, low, high):
-        raise _rejected(name, value, _range("an integer", low, high))
+    number = _as_int(value)
+    if number is None or not low <= number <= high:
+        raise _rejected(name, value, _range("an integer", low, None if high == _MAX_INT else high))
+    object.__setattr__(params, name, number)
 
 
 def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise _rejected("logit_bias", bias, "a mapping from token id to a number")
-    _checked_ids("logit_bias", bias)
-    if not all(_is_number(value) and value < math.inf for value in bias.values()):  # NaN is not < inf either
+    ids = [_checked_id("logit_bias", token) for token in bias]
+    values = [_as_float(value) for value in bias.values()]
+    if not all(value is not None and value < math.inf for value in values):  # NaN is not < inf either
         raise _rejected("logit_bias", bias, "a mapping from token id to a finite number, or -inf")
-    return dict(bias)
+    return dict(zip(ids, (value for value in values if value is not None), strict=True))
 
 
 def _checked_stop(stop: str | Iterable[str]) -> tuple[str, ...]:
@@ -111,19 +134,28 @@ def _checked_stop(stop: str | Iterable[str]) -> tuple[str, ...]:
 def _checked_ids(name: str, ids: Iterable[int]) -> frozenset[int]:
     if not isinstance(ids, Iterable):
         raise _rejected(name, ids, "a collection of token ids")
-    checked = tuple(ids)
-    for token in checked:
-        if not _is_integer(token) or token < 0:
-            raise _rejected(name, token, "made of token ids, integers >= 0")
-    return frozenset(checked)
+    return frozenset(_checked_id(name, token) for token in ids)
 
 
-def _is_number(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real)
+def _checked_id(name: str, token: object) -> int:
+    number = _as_int(token)
+    if number is None or not 0 <= number <= _MAX_INT:
+        raise _rejected(name, token, "made of token ids, integers >= 0")
+    return number
 
 
-def _is_integer(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Integral)
+def _as_float(value: object) -> float | None:
+    """The value as a float; None if it is not a number or does not fit into a float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except (OverflowError, ValueError):
+        return None
+
+
+def _as_int(value: object) -> int | None:
+    return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 
 def _is_within(value: float, low: float | None, high: float | None, open_low: bool = False) -> bool:
@@ -140,4 +172,12 @@ def _range(kind: str, low: float | None, high: float | None, open_low: bool = Fa
 
 
 def _rejected(name: str, value: object, allowed: str) -> RequestError:
-    return RequestError(f"{name}={value!r} is not possible", hint=f"{name} must be {allowed}")
+    return RequestError(f"{name}={shorten(value)} is not possible", hint=f"{name} must be {allowed}")
+
+
+def shorten(value: object) -> str:
+    """At most 60 characters of `repr(value)`; also works if `repr` fails, as for 10**10000."""
+    try:
+        return f"{value!r:.60}"
+    except Exception:
+        return f"a {type(value).__name__}"

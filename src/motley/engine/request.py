@@ -1,13 +1,14 @@
-"""A request: its tokens, how far they have been computed, and the text that has come of them. Imports no torch."""
+"""A request: its tokens, how many of them are computed, and its text. Imports no torch."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from motley.engine.effort import FULL, Effort
+from motley.engine.outbox import Outbox
 from motley.errors import MotleyError
 from motley.text import StopChecker, Tokenizer
 
@@ -19,13 +20,16 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds are wall-clock: prompt from first schedule to first token, new from there to the end."""
+    """Counts and wall-clock seconds: queued until the first step, prompt until the first token, new until the end."""
 
     prompt_tokens: int
-    cached_tokens: int  # of the prompt, found in the prefix cache
+    cached_tokens: int  # tokens of the prompt that were a prefix hit
     prompt_seconds: float
     new_tokens: int
     new_seconds: float
+    queued_seconds: float = 0.0
+    n_preemptions: int = 0  # how often it was preempted
+    n_retries: int = 0  # how often one of its steps failed and was computed again
 
     @property
     def prompt_rate(self) -> float:
@@ -46,17 +50,24 @@ class Timings:
 
 @dataclass(frozen=True)
 class Completion:
-    """What came of a request."""
+    """The answer to a request, complete or partial."""
 
     text: str
     tokens: tuple[int, ...]  # generated ones; an end-of-generation token is not among them
-    finish_reason: str
+    finish_reason: str  # "stop", "length", "cancelled" or "failed"
     timings: Timings
+    error: MotleyError | None = None  # why it failed
+
+    def require(self) -> Completion:
+        """This completion; raises its error if the request failed."""
+        if self.error is not None:
+            raise self.error
+        return self
 
 
 @dataclass(frozen=True)
 class ContextShift:
-    """What to do when the context is full: keep the first `n_keep` tokens and drop half of the others."""
+    """Context shift: a full context keeps its first `n_keep` tokens and drops half of the others."""
 
     n_ctx: int  # tokens that the request may have in the cache
     n_keep: int
@@ -64,24 +75,28 @@ class ContextShift:
 
 @dataclass(eq=False)
 class Request:
-    """Mutable state of one request. The scheduler moves `n_computed`, the engine appends tokens."""
+    """Mutable state of one request, for the engine's thread. Readers in other threads have its `outbox`."""
 
     prompt: tuple[int, ...]
     sampler: Any  # an engine.sampling.Sampler; this module needs no torch
     text: TextStream
     stop_ids: frozenset[int]
-    max_tokens: int | None  # generated ones; None: endless, with a context that shifts
+    max_tokens: int | None  # generated ones; None: no limit, with context shift
     shift: ContextShift | None = None
-    tokens: list[int] = field(init=False)  # prompt and generated, less what a shift has dropped
+    effort: Effort = FULL
+    outbox: Outbox[Completion] = field(default_factory=Outbox)
+    tokens: list[int] = field(init=False)  # prompt and generated, without tokens that a shift dropped
     generated: list[int] = field(init=False, default_factory=list)
     sequence: int | None = None  # in the cache, while scheduled
     n_computed: int = 0  # tokens whose K/V are in the cache
-    n_cached: int = 0  # of the prompt, found there at the first start
+    n_cached: int = 0  # of the prompt: prefix hit at the first start
+    prefix_keys: list[bytes] = field(default_factory=list)  # hashes of `tokens`' blocks, as far as computed
     finish_reason: str | None = None
-    error: MotleyError | None = None
+    n_preemptions: int = 0
+    n_retries: int = 0
+    queued: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     first_token: float = 0.0
-    finished: float = 0.0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -91,25 +106,25 @@ class Request:
         return len(self.generated)
 
     @property
-    def n_most(self) -> int:
-        """The most tokens that it will have in the cache at a time; the last one it makes is never stored."""
+    def max_cached_tokens(self) -> int:
+        """The most tokens that it will have in the cache at a time. Its last generated token is never stored."""
         ends = [] if self.max_tokens is None else [len(self.prompt) + max(1, self.max_tokens) - 1]
         return min(ends + ([self.shift.n_ctx] if self.shift is not None else []))
 
     @property
     def is_full(self) -> bool:
-        """Whether the next token has no place in the context before something is dropped."""
+        """Whether the context is full: tokens must be dropped before the next one is computed."""
         return self.shift is not None and len(self.tokens) > self.shift.n_ctx
 
     @property
-    def goes_on(self) -> bool:
-        """Whether it runs on after its next token, whichever that is, unless it is one that stops."""
+    def continues(self) -> bool:
+        """Whether the request continues after its next token, unless that token stops it."""
         is_last = self.max_tokens is not None and self.n_generated + 1 >= self.max_tokens
         return not is_last and (self.shift is None or len(self.tokens) < self.shift.n_ctx)
 
     @property
     def n_pending(self) -> int:
-        """Tokens still to be computed."""
+        """The number of tokens still to be computed."""
         return len(self.tokens) - self.n_computed
 
     @property
@@ -117,49 +132,55 @@ class Request:
         return self.finish_reason is not None
 
     def accept(self, token: int) -> None:
-        """Take a sampled token; may finish the request."""
-        now = time.perf_counter()
-        self.first_token = self.first_token or now
+        """Appends a sampled token; may finish the request."""
+        self.first_token = self.first_token or time.perf_counter()
         if token in self.stop_ids:
             self.finish(STOP)
             return
         self.tokens.append(token)
         self.generated.append(token)
-        self.text.push(token)
+        self._emit(self.text.push(token))
         if self.text.is_stopped:
             self.finish(STOP)
         elif self.max_tokens is not None and self.n_generated >= self.max_tokens:
             self.finish(LENGTH)
 
     def drop(self, n_keep: int, n_drop: int) -> None:
-        """Forget tokens, as its sequence in the cache does."""
+        """Drops `n_drop` tokens after the first `n_keep`, as its sequence in the cache does."""
         del self.tokens[n_keep : n_keep + n_drop]
         self.n_computed -= n_drop
+        self.prefix_keys.clear()
 
     def finish(self, reason: str) -> None:
-        self.finish_reason = reason
-        self.finished = time.perf_counter()
-        self.text.finish()
+        """Ends the request and passes the completion to the reader."""
+        self._emit(self.text.finish())
+        self._end(reason, None)
 
     def fail(self, error: MotleyError) -> None:
-        """End with an error, for whoever asks for the answer."""
-        self.error = error
-        self.finish(FAILED)
+        """Ends the request with an error. Calls nothing that may have caused the error."""
+        self._end(FAILED, error)
 
-    def completion(self) -> Completion:
-        """The answer; raises the error of a request that failed."""
-        assert self.finish_reason is not None, "the request is still running"
-        if self.error is not None:
-            raise self.error
-        first = self.first_token or self.finished
+    def _emit(self, piece: str) -> None:
+        if piece:
+            self.outbox.put(piece)
+
+    def _end(self, reason: str, error: MotleyError | None) -> None:
+        assert self.finish_reason is None, "a request ends once"
+        self.finish_reason = reason
+        now = time.perf_counter()
+        started = self.started or now
+        first = self.first_token or now
         timings = Timings(
             prompt_tokens=len(self.prompt),
             cached_tokens=self.n_cached,
-            prompt_seconds=first - self.started if self.started else 0.0,
+            prompt_seconds=first - started,
             new_tokens=self.n_generated,
-            new_seconds=self.finished - first,
+            new_seconds=now - first,
+            queued_seconds=started - self.queued,
+            n_preemptions=self.n_preemptions,
+            n_retries=self.n_retries,
         )
-        return Completion(self.text.all, tuple(self.generated), self.finish_reason, timings)
+        self.outbox.finish(Completion(self.text.all, tuple(self.generated), reason, timings, error))
 
 
 class TextStream:
@@ -169,34 +190,25 @@ class TextStream:
         self._detokenizer = tokenizer.stream(after=prompt)
         self._stops = StopChecker(stops)
         self._pieces: list[str] = []
-        self._unread: deque[str] = deque()
         self.is_stopped = False
 
     @property
     def all(self) -> str:
         return "".join(self._pieces)
 
-    def push(self, token: int) -> None:
-        self._emit(self._detokenizer.push(token))
+    def push(self, token: int) -> str:
+        """The text that has become final with this token."""
+        return self._checked(self._detokenizer.push(token))
 
-    def finish(self) -> None:
-        """Emit what was held back: an unfinished character, the beginning of a stop string that did not come."""
-        if not self.is_stopped:
-            self._emit(self._detokenizer.flush())
-        if not self.is_stopped:
-            self._append(self._stops.flush())
+    def finish(self) -> str:
+        """The text that was held back: an incomplete character, or an incomplete stop string."""
+        text = "" if self.is_stopped else self._checked(self._detokenizer.flush())
+        return text if self.is_stopped else text + self._kept(self._stops.flush())
 
-    def take(self) -> str:
-        """What has been emitted since the last call."""
-        text = "".join(self._unread)
-        self._unread.clear()
-        return text
-
-    def _emit(self, piece: str) -> None:
+    def _checked(self, piece: str) -> str:
         text, self.is_stopped = self._stops.push(piece)
-        self._append(text)
+        return self._kept(text)
 
-    def _append(self, text: str) -> None:
-        if text:
-            self._pieces.append(text)
-            self._unread.append(text)
+    def _kept(self, text: str) -> str:
+        self._pieces.append(text)
+        return text

@@ -1,18 +1,22 @@
-"""Choose the next tokens from rows of logits.
+"""Chooses the next tokens from rows of logits.
 
 Every step is a pure function; a `Sampler` composes them in llama.cpp's default order:
 
     bias, penalties │ sort, top-k │ typical, top-p, min-p, temperature │ draw
     (vocab,)        │ (vocab,) → (candidates,), descending             │ one id
 
-The row is put in order once, and only as far as top-k needs; what follows relies on the order and takes no
-second sort. A removed candidate has logit -inf; every step leaves at least one.
+The row is sorted once, and only as far as top-k needs; the later steps rely on this order and do not sort again.
+A removed candidate has logit -inf; every step leaves at least one.
+
+The draw is the argmax of logit + Gumbel noise, and the noise is a function of (seed, index of the token in its answer,
+token id): see `noise`. So the choice does not depend on the order of candidates, on the batch or on the device. This
+module is the specification; `backends.cuda.sampler` does the same on a GPU.
 """
 
 from __future__ import annotations
 
 import math
-import random
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from motley.engine.noise import gumbel
 from motley.engine.params import SamplingParams
 from motley.errors import RequestError
 
@@ -33,6 +38,7 @@ __all__ = [
     "build_chain",
     "build_sampler",
     "candidates",
+    "check_best",
     "draw",
     "min_p",
     "penalize",
@@ -47,7 +53,7 @@ Candidates = tuple[Floats, npt.NDArray[np.int64]]  # logits in descending order,
 Transform = Callable[[Floats], Floats]  # (candidates,), descending -> the same, some of them -inf
 
 _REMOVED = float("-inf")
-_TINY = torch.finfo(torch.float32).tiny  # stands for a mass of 0, which still has to keep one candidate
+_TINY = torch.finfo(torch.float32).tiny  # replaces a mass of 0, so that one candidate is kept
 
 
 # --- on the whole row: (vocab,) -> (vocab,) -----------------------------------------------------------------
@@ -76,7 +82,7 @@ def penalize(
     frequency: float = 0.0,
     presence: float = 0.0,
 ) -> Tensor:
-    """Push down each token in `recent`: by the factor `repeat` (a positive logit is divided, a negative one
+    """Lowers the logit of each token in `recent`: by the factor `repeat` (a positive logit is divided, a negative one
     multiplied), then by `frequency` for each occurrence and by `presence` once.
     """
     if not recent or (repeat == 1 and frequency == 0 and presence == 0):
@@ -91,7 +97,11 @@ def penalize(
 
 
 def candidates(rows: Tensor, top_k: int = 0) -> list[Candidates]:
-    """Of each row, the `top_k` largest logits (0: all of them) in descending order, and their token ids."""
+    """For each row, the `top_k` largest logits (0: all of them) in descending order, and their token ids."""
+    if rows.device.type == "cpu" and 0 < top_k <= rows.shape[1] // (2 * _STRETCH):
+        # Not `rows.numpy()`: after it, torch cannot resize the memory of activations.
+        shared: npt.NDArray[np.float32] = np.from_dlpack(rows)  # type: ignore[assignment]
+        return _largest(shared, top_k)
     if top_k == 1:
         ids = rows.argmax(1, keepdim=True)
         values = rows.gather(1, ids)
@@ -102,15 +112,40 @@ def candidates(rows: Tensor, top_k: int = 0) -> list[Candidates]:
     return list(zip(values.double().cpu().numpy(), ids.cpu().numpy(), strict=True))
 
 
+_STRETCH = 128  # logits
+
+
+def _largest(rows: npt.NDArray[np.float32], k: int) -> list[Candidates]:
+    """`candidates` on the host, in numpy: torch would start threads, which compete with the threads that compute.
+
+    The k-th largest of the maxima of stretches is a lower bound of the k-th largest logit, and few logits reach it. NaN
+    sorts above all numbers, in numpy and in torch.
+    """
+    if k == 1:
+        best = rows.argmax(1)[:, None]
+        return list(zip(np.take_along_axis(rows, best, 1).astype(np.float64), best, strict=True))
+    n_whole = rows.shape[1] // _STRETCH * _STRETCH
+    maxima = rows[:, :n_whole].reshape(len(rows), -1, _STRETCH).max(2)
+    enough = np.partition(maxima, -k)[:, -k]
+    found = []
+    for row, least in zip(rows, enough, strict=True):
+        falling = (~(row < least)).nonzero()[0][::-1]
+        ids = falling[
+            row[falling].argsort(kind="stable")[: -k - 1 : -1]
+        ]  # equal logits in ascending order of id
+        found.append((row[ids].astype(np.float64), ids))
+    return found
+
+
 # --- on candidates in descending order: (candidates,) -> (candidates,) --------------------------------------
-# In numpy: there are forty of them or so, for which torch takes several times as long.
+# In numpy: there are about forty candidates, and for so few torch takes several times as long.
 
 
 def typical_p(logits: Floats, p: float) -> Floats:
-    """Keep the candidates whose surprise, -log prob, is nearest to the entropy, up to a mass of `p`.
+    """Keeps the candidates whose surprise, -log prob, is nearest to the entropy, up to a mass of `p`.
 
-    Along a descending row the distance to the entropy first falls and then rises, so what is kept is a window
-    around the nearest candidate, and two binary searches give the mass of every possible window.
+    Along a descending row the distance to the entropy first falls and then rises, so the kept candidates are a window
+    around the nearest one, and two binary searches give the mass of every possible window.
     """
     probs = _softmax(logits)
     surprise = -np.log(np.maximum(probs, _TINY))
@@ -125,29 +160,26 @@ def typical_p(logits: Floats, p: float) -> Floats:
 
 
 def top_p(logits: Floats, p: float) -> Floats:
-    """Keep the fewest most likely candidates whose probabilities reach `p`."""
+    """Keeps the smallest set of most likely candidates whose probabilities sum to at least `p`."""
     n_kept = int(np.searchsorted(_softmax(logits).cumsum(), max(p, _TINY))) + 1
     return np.concatenate((logits[:n_kept], np.full(len(logits[n_kept:]), _REMOVED)))
 
 
 def min_p(logits: Floats, p: float) -> Floats:
-    """Keep the candidates that are at least `p` times as likely as the best one."""
+    """Keeps the candidates that are at least `p` times as likely as the best one."""
     return logits if p == 0 else np.where(logits < logits.max() + math.log(p), _REMOVED, logits)
 
 
 def temperature(logits: Floats, t: float) -> Floats:
-    """Sharpen (t < 1) or flatten (t > 1) the distribution."""
-    # Relative to the best, so that a tiny t sends the others towards -inf and not the best to +inf.
+    """Divides the logits by `t`: t < 1 sharpens the distribution, t > 1 flattens it."""
+    # Relative to the best logit: with a tiny t the others go towards -inf, and the best does not overflow to +inf.
     scaled: Floats = (logits - logits.max()) / max(t, _TINY)
     return scaled
 
 
-def draw(logits: Floats, uniform: float) -> int:
-    """The index at which the cumulative probability passes `uniform`, in [0, 1)."""
-    mass = _softmax(logits).cumsum()
-    index = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
-    # Rounding may lift uniform * total onto the total itself, past the last candidate with any probability.
-    return min(index, int(np.searchsorted(mass, mass[-1])))
+def draw(logits: Floats, noise: Floats) -> int:
+    """The index of the largest logit + noise: with Gumbel noise, a draw from the softmax of the logits."""
+    return int((logits + noise).argmax())
 
 
 def _softmax(logits: Floats) -> Floats:
@@ -175,56 +207,73 @@ def build_chain(params: SamplingParams) -> tuple[Transform, ...]:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Chooses a sequence's next token. Its only state is its own random generator."""
+    """Chooses a sequence's tokens. It has no state: the same logits, history and index give the same token."""
 
     params: SamplingParams
     chain: tuple[Transform, ...]
-    generator: random.Random
+    key: int  # of the random numbers: 64 bits
 
     @property
     def n_candidates(self) -> int:
-        """How many of the best tokens it wants to see; 0: all."""
+        """How many of the largest logits it needs; 0: all."""
         return 1 if self.params.is_greedy else self.params.top_k
 
-    def shape(self, row: Tensor, history: Sequence[int]) -> Tensor:
-        """Bias and penalties: the same row if there are none. `history`: the tokens so far, prompt included."""
+    def recent(self, history: Sequence[int]) -> Sequence[int]:
+        """The tokens that penalties count; empty if every penalty is off."""
         params = self.params
+        if not params.has_penalties:
+            return ()
         n_recent = len(history) if params.repeat_last_n < 0 else min(params.repeat_last_n, len(history))
+        return history[len(history) - n_recent :]
+
+    @property
+    def is_shaping(self) -> bool:
+        """Whether it has a bias or a penalty."""
+        return bool(self.params.logit_bias) or self.params.has_penalties
+
+    def shape(self, row: Tensor, history: Sequence[int]) -> Tensor:
+        """The row with bias and penalties applied; the same row if there are none. `history`: prompt and answer."""
+        params = self.params
         return penalize(
             add_bias(row, params.logit_bias),
-            history[len(history) - n_recent :],
+            self.recent(history),
             repeat=params.repeat_penalty,
             frequency=params.frequency_penalty,
             presence=params.presence_penalty,
         )
 
-    def pick(self, found: Candidates) -> int:
-        """The next token's id, one of the candidates."""
+    def pick(self, found: Candidates, index: int) -> int:
+        """The id that is drawn from the candidates. `index`: of the token in its answer, from 0."""
         values, ids = found
-        _check_best(float(values[0]))
+        check_best(float(values[0]))
         if self.params.is_greedy:
             return int(ids[0])
         for transform in self.chain:
             values = transform(values)
-        return int(ids[draw(values, self.generator.random())])
+        kept = np.flatnonzero(values != _REMOVED)
+        if len(kept) == 1:
+            return int(ids[kept[0]])
+        chosen = ids[kept]
+        return int(chosen[draw(values[kept], gumbel(self.key, index, chosen))])
 
 
 def build_sampler(params: SamplingParams) -> Sampler:
-    """A sampler for one sequence. With a seed, the same logits give the same tokens."""
+    """A sampler for one sequence. Without a seed in `params`, it gets a random one."""
     # At temperature 0 only the best token matters, and no filter can remove it.
     chain = () if params.is_greedy else build_chain(params)
-    return Sampler(params, chain, random.Random(params.seed))
+    return Sampler(params, chain, secrets.randbits(64) if params.seed is None else params.seed)
 
 
 def shortlist(
     logits: Tensor, samplers: Sequence[Sampler], histories: Sequence[Sequence[int]]
 ) -> list[Candidates]:
-    """What each row's sampler is to choose from. On the logits' own device: only candidates leave it."""
-    given = logits.unbind()
-    rows = [s.shape(row, history) for s, row, history in zip(samplers, given, histories, strict=True)]
+    """The candidates for each row's sampler. Computed on the logits' device: only candidates are copied to the host."""
     kinds = {sampler.n_candidates for sampler in samplers}
-    if len(kinds) == 1 and all(a is b for a, b in zip(rows, given, strict=True)):
+    if len(kinds) == 1 and not any(sampler.is_shaping for sampler in samplers):
         return candidates(logits, *kinds)
+    rows = [
+        s.shape(row, history) for s, row, history in zip(samplers, logits.unbind(), histories, strict=True)
+    ]
     found: dict[int, Candidates] = {}
     for k in kinds:
         which = [i for i, sampler in enumerate(samplers) if sampler.n_candidates == k]
@@ -232,8 +281,8 @@ def shortlist(
     return [found[i] for i in range(len(rows))]
 
 
-def _check_best(best: float) -> None:
-    """NaN sorts above everything, so the best logit tells the state of the whole row."""
+def check_best(best: float) -> None:
+    """Raises if the best logit is not finite. NaN sorts above all numbers, so this checks the whole row."""
     if math.isfinite(best):
         return
     if best == _REMOVED:

@@ -1,8 +1,19 @@
-"""Which tokens go through the model next. Imports no torch: it is tested in microseconds.
+"""The scheduler: which requests run in the next step, and with how many tokens. Imports no torch.
 
-There are no phases. Each request has tokens and a count of those computed; a step takes pending tokens of running
-requests, oldest first, up to `n_batch`, and then admits waiting ones. When the cache is full the youngest running
-request is preempted: it gives up its blocks, keeps its tokens, and is computed again when there is room.
+There is no prefill and no decode phase: a request has pending tokens (its prompt, then one at a time), and a step takes
+some of them from each request, up to `n_batch` in all:
+
+1. requests with few pending tokens, which get their next token in this step;
+2. prompts, the oldest first. Beside (1) they take no more tokens than `Pace` allows. A prompt that cannot be finished
+   in this step leaves half of the room to other prompts, shortest first, so that short prompts do not wait for it;
+3. waiting requests, in the order of their arrival, while there is room for them in the step and in the cache.
+
+Requests that run the same layers share a step (`Effort.n_layers`); where there are several depths they take turns.
+
+When the cache is full the youngest running request is preempted: its blocks are freed, its tokens are kept, and it is
+computed again when there is room.
+
+After a step has failed, its requests are *suspects*: each runs alone until it has got its next token.
 """
 
 from __future__ import annotations
@@ -12,15 +23,17 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from motley.engine.pacing import Pace
 from motley.engine.request import Request
-from motley.errors import CacheError
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy, BlockShift
+
+_FEW = 16  # pending tokens: less than a prompt
 
 
 @dataclass
 class Step:
-    """What runs next: for each request, how many of its pending tokens."""
+    """One pass through the model: for each request, how many of its pending tokens are computed."""
 
     work: list[tuple[Request, int]] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
@@ -32,7 +45,7 @@ class Step:
         self.n_tokens += n_tokens
 
     def tokens(self) -> list[int]:
-        """All that it computes, in the order of work; before it is complete."""
+        """All tokens that the step computes, in the order of `work`. Only valid before `Scheduler.complete`."""
         return [
             token
             for request, n in self.work
@@ -47,12 +60,20 @@ class Step:
 class Scheduler:
     """Continuous batching over a cache that may be full. Engine thread only."""
 
-    def __init__(self, cache: CacheManager, *, n_batch: int, n_parallel: int) -> None:
+    def __init__(
+        self, cache: CacheManager, *, n_batch: int, n_parallel: int, pace: Pace | None = None
+    ) -> None:
         self.cache = cache
         self.n_batch = n_batch
         self.n_parallel = n_parallel
+        self.pace = pace or Pace()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
+        self._touched: dict[Request, None] = {}  # an ordered set: requests whose cache this step changed
+        self._suspects: deque[Request] = deque()
+        self._refused: tuple[Request, int] | None = None  # (request, free tokens) when it had no room
+        self._served: dict[int, int] = {}  # number of layers → the latest step that ran them
+        self._n_steps = 0
 
     @property
     def has_work(self) -> bool:
@@ -63,22 +84,25 @@ class Scheduler:
         return [*self.running, *self.waiting]
 
     def add(self, request: Request) -> None:
-        """Queue a request; refuses one that could not finish even alone (CacheError)."""
-        self.cache.require_fit(request.n_most, self.n_batch)
+        """Queues a request. CacheError if it could not finish even alone."""
+        self.cache.require_fit(request.max_cached_tokens, self.n_batch)
         self.waiting.append(request)
 
-    def shift_full(self) -> list[BlockShift]:
-        """Make room in requests whose context is full; the result is to be carried out at once.
+    def begin(self, planned: Step | None = None) -> None:
+        """Starts a step: `planned`, or one to be scheduled. From here on `abandon` undoes its changes."""
+        self._touched = {} if planned is None else {request: None for request, _ in planned.work}
 
-        Half of what comes after the kept tokens is dropped, the oldest first. Where the cache cannot be shifted the
-        request is computed again, from the tokens that it has left.
+    def shift_full(self) -> list[BlockShift]:
+        """Drops tokens of requests whose context is full. Returns the shifts, which the caller must perform at once.
+
+        Half of the tokens after the kept ones are dropped, the oldest first. If the cache cannot be shifted, the
+        remaining tokens of the request are computed again.
         """
         shifts: list[BlockShift] = []
         for request in [request for request in self.running if request.is_full]:
-            assert request.shift is not None
             assert request.sequence is not None
-            n_keep = request.shift.n_keep
-            n_drop = (len(request.tokens) - n_keep) // 2
+            self._touched[request] = None
+            n_keep, n_drop = _dropped(request)
             moved = self.cache.shift(request.sequence, n_keep, n_drop)
             request.drop(n_keep, n_drop)
             if moved is None:
@@ -88,110 +112,213 @@ class Scheduler:
         return shifts
 
     def schedule(self) -> Step:
-        """Choose the next step's tokens and reserve their slots."""
+        """The next step, with its slots reserved. A step without work means that no request has room in the cache."""
         step = Step()
-        for request in list(self.running):
-            if request in self.running and step.n_tokens < self.n_batch:  # not preempted meanwhile
-                self._extend(step, request)
-        while self.waiting and len(self.running) < self.n_parallel and step.n_tokens < self.n_batch:
-            if not self._admit(step, self.waiting[0]):
+        while self._suspects and self._suspects[0] not in self.requests:
+            self._suspects.popleft()  # this suspect was cancelled
+        if self._suspects:
+            self._schedule_alone(step, self._suspects[0])
+            return step
+        self._n_steps += 1
+        for depth in self._depths():
+            self._schedule_depth(step, depth)
+            if step.work:
+                self._served[depth] = self._n_steps
                 break
-            self.waiting.popleft()
-        if self.has_work and not step.work:
-            raise CacheError(
-                "no request can run: sequences outside the queue hold the KV cache",
-                hint="close bare sequences",
-            )
         return step
 
-    def foresee(self) -> Step | None:
-        """The step after the one that has just begun, should all that happens be that each request gets a token.
+    def _depths(self) -> list[int]:
+        """The numbers of layers of all requests; the one whose latest step is longest ago comes first."""
+        has_room = self.waiting and len(self.running) < self.n_parallel
+        first_waiting = [self.waiting[0]] if has_room else []
+        depths = dict.fromkeys(r.effort.n_layers for r in (*self.running, *first_waiting))
+        return sorted(depths, key=lambda depth: self._served.get(depth, 0))
 
-        Its slots are reserved, which is no loss if something else happens. None where that is sure, or where copies
-        would be due.
+    def _schedule_depth(self, step: Step, depth: int) -> None:
+        for request in [r for r in self.running if r.effort.n_layers == depth]:
+            if request.n_pending <= _FEW and request in self.running:  # not preempted meanwhile
+                self._extend(step, request, self.n_batch - step.n_tokens)
+        self._schedule_prompts(step, depth)
+
+    def _schedule_prompts(self, step: Step, depth: int) -> None:
+        room = self.n_batch - step.n_tokens
+        if step.work:
+            room = min(room, self.pace.max_prompt_tokens())
+        scheduled = {request for request, _ in step.work}
+        prompts = [r for r in self.running if r not in scheduled and r.effort.n_layers == depth]
+        if prompts:
+            oldest, *others = prompts
+            n_newcomers = max(0, self.n_parallel - len(self.running))
+            newcomers = [request for _, request in zip(range(n_newcomers), self.waiting, strict=False)]
+            n_wanted = sum(request.n_pending for request in (*others, *newcomers))
+            share = room if oldest.n_pending <= room else max(-(-room // 2), room - n_wanted)
+            room -= self._extend(step, oldest, share)
+            for request in sorted(others, key=lambda r: r.n_pending):
+                if request in self.running:
+                    room -= self._extend(step, request, room)
+        while self.waiting and len(self.running) < self.n_parallel and room > 0:
+            if self.waiting[0].effort.n_layers != depth:
+                break
+            n_tokens = self._admit(step, self.waiting[0], room)
+            if not n_tokens:
+                break
+            room -= n_tokens
+
+    def _schedule_alone(self, step: Step, request: Request) -> None:
+        """Adds only this request to the step. Preempts the others if it needs their blocks."""
+        if request in self.running:
+            self._extend(step, request, self.n_batch)
+            return
+        while not self._admit(step, request, self.n_batch) and self.running:
+            self._preempt(step, self.running[-1])
+
+    def plan_ahead(self) -> Step | None:
+        """The look-ahead plan: the next step if each request of the current step gets one token and no request changes.
+
+        Reserves its slots; if the plan is not used, the next schedule uses them. None if the assumption is certainly
+        wrong, or if blocks would have to be copied.
         """
-        if self.waiting or len(self.running) > self.n_batch:
+        if self.waiting or self._suspects or len(self.running) > self.n_batch:
             return None
-        if any(request.n_pending or not request.goes_on for request in self.running):
+        if any(request.n_pending or not request.continues for request in self.running):
+            return None
+        if len({request.effort.n_layers for request in self.running}) > 1:
             return None
         step = Step()
         for request in self.running:
             assert request.sequence is not None
+            self._touched[request] = None
             self.cache.advance(request.sequence, request.n_computed)
             if self.cache.reserve(request.sequence, 1, may_copy=False) is None:
                 return None
             step.add(request, 1, ())
         return step
 
-    def is_next(self, foreseen: Step) -> bool:
-        """Whether nothing has happened but what was foreseen."""
+    def is_next(self, planned: Step) -> bool:
+        """Whether `planned` is still valid: the assumptions of `plan_ahead` hold."""
         return (
             not self.waiting
-            and self.running == [request for request, _ in foreseen.work]
+            and not self._suspects
+            and self.running == [request for request, _ in planned.work]
             and all(request.n_pending == 1 for request in self.running)
         )
 
     def complete(self, step: Step) -> None:
-        """The step has run: its tokens' K/V are in the cache."""
+        """Records that the step has run: its tokens' K/V are in the cache."""
         for request, n_tokens in step.work:
             assert request.sequence is not None
+            self._touched[request] = None
             done = request.tokens[request.n_computed : request.n_computed + n_tokens]
             self.cache.commit(request.sequence, done)
             request.n_computed += n_tokens
 
-    def abandon(self, step: Step) -> None:
-        """The step has failed: its copies may not have been made, so nothing that it touched may be found again."""
-        for request, _ in reversed(step.work):
-            self._suspend(request, is_sound=False)
+    def clear(self, request: Request) -> None:
+        """Removes a request from the suspects, because it has got its next token."""
+        if self._suspects and self._suspects[0] is request:
+            self._suspects.popleft()
+
+    def abandon(self) -> Request | None:
+        """Undoes a failed step: the requests that it changed become suspects. Returns a suspect that ran alone.
+
+        Copies and shifts of the step may not have been made, so blocks that were incomplete before are not published.
+        """
+        touched = [request for request in self._touched if not request.is_finished]
+        for request in reversed(touched):
+            self._suspend(request, copies_done=False)
+        if self._suspects:
+            return self._suspects[0]
+        self._suspects.extend(touched or self.requests[:1])  # it may have failed before any change
+        for request in self._suspects:
+            request.n_retries += 1
+        return None
+
+    def preempt(self) -> bool:
+        """Preempts the youngest running request, between two steps. False: none is running."""
+        if self.running:
+            self.begin()
+            self._preempt(Step(), self.running[-1])
+            return True
+        return False
 
     def remove(self, request: Request) -> None:
-        """Forget a request, wherever it is."""
+        """Removes a request, running or waiting."""
+        self._release(request)
         if request in self.running:
             self.running.remove(request)
-        elif request in self.waiting:
+        if request in self.waiting:
             self.waiting.remove(request)
-        self._release(request)
+        if request in self._suspects:
+            self._suspects.remove(request)
 
-    def _extend(self, step: Step, request: Request) -> None:
-        """Add pending tokens of a running request, preempting younger ones for their blocks if need be."""
+    def _extend(self, step: Step, request: Request, room: int) -> int:
+        """Adds up to `room` pending tokens of a running request to the step, and returns how many. Preempts younger
+        requests if blocks are missing.
+        """
         assert request.sequence is not None
-        n_tokens = min(request.n_pending, self.n_batch - step.n_tokens)
+        n_tokens = min(request.n_pending, room)
+        if n_tokens <= 0:
+            return 0
+        self._touched[request] = None
         self.cache.advance(request.sequence, request.n_computed)
-        while (room := self.cache.reserve(request.sequence, n_tokens)) is None:
+        while (copies := self.cache.reserve(request.sequence, n_tokens)) is None:
             youngest = self.running[-1]
             self._preempt(step, youngest)
             if youngest is request:
-                return
-        step.add(request, n_tokens, room)
+                return 0
+        step.add(request, n_tokens, copies)
+        return n_tokens
 
-    def _admit(self, step: Step, request: Request) -> bool:
-        """Start a waiting request if its next chunk has room; never at the cost of a running one."""
-        opened = self.cache.open(request.tokens)
-        n_tokens = min(len(request.tokens) - opened.n_cached, self.n_batch - step.n_tokens)
+    def _admit(self, step: Step, request: Request, room: int) -> int:
+        """Starts a waiting request if its next chunk has room in the cache, and returns the number of tokens; 0: no
+        room. Never preempts a running request.
+        """
+        if self._refused is not None and self.running:
+            refused, n_free = self._refused
+            if refused is request and self.cache.n_free_tokens <= n_free:
+                return 0
+        self._touched[request] = None
+        opened = self.cache.open(request.tokens, salt=request.effort.salt, keys=request.prefix_keys)
+        request.sequence, request.n_computed = opened.seq, opened.n_cached
+        n_tokens = min(request.n_pending, room)
         self.cache.advance(opened.seq, opened.n_cached)
-        room = self.cache.reserve(opened.seq, n_tokens)
-        if room is None:
-            self.cache.free(opened.seq)
-            return False
+        copies = self.cache.reserve(opened.seq, n_tokens)
+        if copies is None:
+            self.cache.reject(opened)
+            request.sequence, request.n_computed = None, 0
+            self._refused = request, self.cache.n_free_tokens
+            return 0
         if not request.started:
             request.started = time.perf_counter()
             request.n_cached = opened.n_cached
-        request.sequence, request.n_computed = opened.seq, opened.n_cached
-        step.add(request, n_tokens, (*opened.copies, *room))
+        step.add(request, n_tokens, (*opened.copies, *copies))
+        self.waiting.remove(request)
         self.running.append(request)
-        return True
+        return n_tokens
 
     def _preempt(self, step: Step, request: Request) -> None:
         step.drop(request)
-        self._suspend(request)
+        request.n_preemptions += 1
+        self._suspend(request, copies_done=request not in self._touched)
 
-    def _suspend(self, request: Request, *, is_sound: bool = True) -> None:
-        """Back to the front of the queue, without its cache."""
-        self.running.remove(request)
-        self._release(request, is_sound=is_sound)
-        self.waiting.appendleft(request)
+    def _suspend(self, request: Request, *, copies_done: bool = True) -> None:
+        """Frees a request's blocks and puts it at the front of the queue."""
+        self._release(request, copies_done=copies_done)
+        if request.is_full:  # it would be computed with more tokens than its context holds
+            request.drop(*_dropped(request))
+            request.n_computed = 0
+        if request in self.running:
+            self.running.remove(request)
+        if request not in self.waiting:
+            self.waiting.appendleft(request)
 
-    def _release(self, request: Request, *, is_sound: bool = True) -> None:
-        if request.sequence is not None:
-            self.cache.free(request.sequence, is_sound=is_sound)
-        request.sequence, request.n_computed = None, 0
+    def _release(self, request: Request, *, copies_done: bool = True) -> None:
+        sequence, request.sequence, request.n_computed = request.sequence, None, 0
+        if sequence is not None:
+            self.cache.free(sequence, copies_done=copies_done)
+
+
+def _dropped(request: Request) -> tuple[int, int]:
+    """The tokens that a full context keeps, and how many after them it drops: half of the rest."""
+    assert request.shift is not None
+    n_keep = request.shift.n_keep
+    return n_keep, (len(request.tokens) - n_keep) // 2

@@ -5,9 +5,10 @@ packed      `Format`, and `PackedTensor`: a tensor that stays packed
 plain       F32, F16, BF16
 planar      quantizers of 32 values: values <-> planes of codes, scales and minima
 superblock  quantizers of 256 values: the scales are quantized too
-search      small errors: the search for good scales
+search      search for the scales with the smallest error
 block32     how GGUF arranges the planes of 32-value blocks
 block256    ... and of 256-value super-blocks
+mxfp4       32 four-bit floats and a power of two
 layout      fields of a block <-> planes
 grids       the whole numbers that codes stand for
 bits        bit fields inside bytes

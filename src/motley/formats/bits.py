@@ -1,4 +1,4 @@
-"""Bit fields inside bytes: the one primitive under every block layout.
+"""Bit fields inside bytes: all block layouts are built on these two functions.
 
 All GGUF blocks store narrow codes in the same way. Bytes come in groups of `width`; a group holds `8 / bits`
 runs of `width` codes, the first run in the lowest bits of its bytes, the next run above it, and so on:

@@ -46,7 +46,7 @@ _LAYOUTS = {
     ),
 }
 
-_CHUNK = 2048  # super-blocks that are searched at a time, to bound the memory of trials
+_CHUNK = 2048  # super-blocks per search, which limits the memory for trials
 
 
 def _format(quantizer: SuperQuantizer, layout: Layout) -> Format:

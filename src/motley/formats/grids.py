@@ -1,4 +1,4 @@
-"""Grids: the whole numbers that a code can stand for, before they are scaled."""
+"""Grids: the whole numbers (levels) that codes represent, before scaling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Grid(Protocol):
-    """Codes (uint8) and the numbers they stand for. Values outside of the grid go to its ends."""
+    """Codes (uint8) and their levels. Values outside of the grid are clamped to its ends."""
 
     @property
     def lowest(self) -> int: ...
@@ -33,13 +33,13 @@ class Grid(Protocol):
         ...
 
     def snap(self, x: Tensor) -> Tensor:
-        """The level nearest to each x, ties aside that of `nearest`; faster, and may overwrite x."""
+        """The level nearest to each x. Ties may differ from `nearest`. Faster, and may overwrite x."""
         ...
 
 
 @dataclass(frozen=True)
 class UniformGrid:
-    """Codes 0, 1, 2 ... stand for lowest, lowest + 1, ... highest. Ties round up."""
+    """Codes 0, 1, 2 ... are the levels lowest, lowest + 1, ... highest. Ties round up."""
 
     lowest: int
     highest: int
@@ -106,7 +106,7 @@ class CodebookGrid:
         return self.levels(self.nearest(x))
 
     def _half_steps(self, x: Tensor) -> Tensor:
-        """Where x falls in steps of a half: all midpoints between levels are on the border of two steps."""
+        """The number of the half step that contains x. Every midpoint between levels is a border of two half steps."""
         n_steps = 2 * (self.highest - self.lowest)
         return (x - self.lowest).mul_(2).floor_().clamp_(0, n_steps).int()
 

@@ -1,6 +1,6 @@
 """A block's layout as a list of fields, read into planes (named tensors) and written back.
 
-Codes are uint8. A field may hold only some bits of a plane's codes; what several fields hold is joined.
+Codes are uint8. A field may hold only some bits of a plane's codes; the bits from several fields are combined.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HALF_BYTES = 2
 
 
 class Field(Protocol):
-    """Some bytes of a block."""
+    """Bytes of a block with a common layout."""
 
     @property
     def n_bytes(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Arithmetic that stays finite at the edges."""
+"""Arithmetic whose results stay finite for extreme inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _HALF_MAX = torch.finfo(torch.float16).max
 
 
 def to_half(values: Tensor) -> Tensor:
-    """Rounds to float16, saturating: an infinite scale would turn zeros into NaN."""
+    """`values` as float16, saturating: an infinite scale would change zeros to NaN."""
     return values.clamp(-_HALF_MAX, _HALF_MAX).half()
 
 

@@ -13,7 +13,7 @@ from motley.errors import ModelError
 
 @dataclass(frozen=True)
 class Format:
-    """How rows of float32 values become bytes. Rows are whole blocks; blocks do not know of each other."""
+    """How rows of float32 values become bytes. Rows are whole blocks; blocks are independent of each other."""
 
     name: str
     block_size: int  # values
@@ -62,7 +62,7 @@ class Format:
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
-    """A tensor whose rows stay packed; the shape is the one that it has unpacked."""
+    """A tensor whose rows stay packed; `shape` is that of the unpacked tensor."""
 
     data: Tensor  # (*rows, row_bytes) uint8
     format: Format

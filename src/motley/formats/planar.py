@@ -1,10 +1,10 @@
-"""Quantizers over blocks of 32 values, in planes: codes apart from scales apart from minima.
+"""Quantizers over blocks of 32 values, as separate planes of codes, scales and minima.
 
     value = scale * level(code)               Q4_0, Q5_0, Q8_0, IQ4_NL
     value = scale * level(code) + minimum     Q4_1, Q5_1
 
-Planes are the primitive: a GGUF block is one arrangement of them (`block32`), the KV cache is another. The
-rules are ggml's: on ordinary input the result is that of the `gguf` package, bit for bit.
+A GGUF block is one arrangement of the planes (`block32`), the KV cache is another. The rules are ggml's: for
+finite input of ordinary size the result equals that of the `gguf` package, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from motley.formats.numeric import farthest_from_zero, least_squares_scale, reci
 
 BLOCK = 32  # values that share one scale
 
-# Nothing larger can be stored, as 127 times the largest float16 is less; and sums of such values stay finite.
+# No larger value can be stored: 127 times the largest float16 is less. Sums of such values stay finite.
 _LARGEST = 2.0**23
 
 
@@ -40,7 +40,7 @@ Fit = Callable[[Tensor, Grid], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Values <-> planes. A block with a NaN or an infinity becomes NaN as a whole: damage shows."""
+    """Values <-> planes. A block with a NaN or an infinity becomes NaN as a whole, so that errors are visible."""
 
     name: str
     bits: int  # per code
@@ -72,17 +72,17 @@ class Quantizer:
 
 
 def _fit_extreme(blocks: Tensor, grid: Grid) -> tuple[Tensor, None]:
-    """The value farthest from zero, whatever its sign, falls on the lowest level: the grid's far end."""
+    """The scale that puts the value farthest from zero, of either sign, on the lowest level, the end of the grid."""
     return farthest_from_zero(blocks) / grid.lowest, None
 
 
 def _fit_magnitude(blocks: Tensor, grid: Grid) -> tuple[Tensor, None]:
-    """A symmetric grid that just reaches the largest magnitude."""
+    """The scale with which a symmetric grid ends at the largest magnitude."""
     return blocks.abs().amax(-1, keepdim=True) / grid.highest, None
 
 
 def _fit_range(blocks: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The grid spans exactly the range of the block."""
+    """The scale and minimum with which the grid spans exactly the block's range."""
     minimum, maximum = blocks.aminmax(dim=-1, keepdim=True)
     return (maximum - minimum) / grid.highest, minimum
 

@@ -1,7 +1,7 @@
 """The search for the scale (and offset) that quantizes a block with the smallest squared error.
 
 Rounding makes the error a jagged function of the scale. So several trial scales are rounded, each is fitted
-again to the levels that came out (by least squares, the best for fixed levels), and the best is kept. All
+again to the resulting levels (by least squares, the best for fixed levels), and the best is kept. All
 blocks are searched at once: the loops run over trials only. The squares of values must not overflow float32.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from motley.formats.grids import Grid
 from motley.formats.numeric import farthest_from_zero, least_squares_scale, reciprocal
 
-_TRIALS = 9  # places for the outermost value, within one spacing of the end of the grid
+_TRIALS = 9  # targets for the outermost value, within one spacing of the grid's end
 _REFINEMENTS = 2  # rounds of: the best levels for the fit, the best fit for the levels
 
 Fit = tuple[Tensor, Tensor]  # scale and offset, each (..., 1): value = scale * level - offset
@@ -71,24 +71,24 @@ def _around(level: int, spacing: float) -> Iterator[float]:
 
 
 def _snap(values: Tensor, grid: Grid, fit: Fit) -> Tensor:
-    """The level that comes nearest to each value."""
+    """The nearest level of each value."""
     scale, offset = fit
     return grid.snap((values + offset).mul_(reciprocal(scale)))
 
 
 def _squared_error(values: Tensor, grid: Grid, fit: Fit) -> Tensor:
-    """(..., n) -> (..., 1)."""
+    """The squared error of each block: (..., n) -> (..., 1)."""
     scale, offset = fit
     return _snap(values, grid, fit).mul_(scale).sub_(offset).sub_(values).square_().sum(-1, keepdim=True)
 
 
 def _affine_least_squares(values: Tensor, levels: Tensor) -> Fit:
-    """What brings scale * levels - offset closest to values, with an offset that is not below zero."""
+    """The fit with the smallest error of scale * levels - offset, with an offset of at least zero."""
     n = values.shape[-1]
     sum_v, sum_q = values.sum(-1, keepdim=True), levels.sum(-1, keepdim=True)
     sum_qq, sum_qv = levels.square().sum(-1, keepdim=True), (levels * values).sum(-1, keepdim=True)
     inverse = reciprocal(n * sum_qq - sum_q.square())
     scale = (n * sum_qv - sum_q * sum_v) * inverse
     offset = torch.where(inverse > 0, (sum_q * sum_qv - sum_qq * sum_v) * inverse, -sum_v / n)
-    # With the offset held at zero the best scale is another one.
+    # With the offset fixed at zero the best scale is different.
     return torch.where(offset > 0, scale, sum_qv * reciprocal(sum_qq)), offset.clamp(min=0.0)

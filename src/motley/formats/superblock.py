@@ -1,4 +1,4 @@
-"""Quantizers over super-blocks of 256 values, whose sub-blocks have small whole numbers for scales.
+"""Quantizers over super-blocks of 256 values, whose sub-blocks have small whole numbers as scales.
 
     value = scale * scales[i] * level(code)                          Q3_K, Q6_K, IQ4_XS
     value = scale * scales[i] * level(code) - offset * offsets[i]    Q2_K, Q4_K, Q5_K
@@ -22,7 +22,7 @@ from motley.formats.search import Fit, best_fit, fit_scale, fit_scale_and_offset
 
 SUPERBLOCK = 256  # values
 
-# Nothing larger can be stored: the largest float16, 128 for a sub-block, 32 for a code. Squares stay finite.
+# No larger value can be stored: the largest float16, 128 for a sub-block, 32 for a code. Squares stay finite.
 _LARGEST = 2.0**28
 
 
@@ -39,7 +39,7 @@ class SuperPlanes:
 
 @dataclass(frozen=True)
 class SuperQuantizer:
-    """Values <-> planes. A super-block with a NaN or an infinity becomes NaN as a whole: damage shows."""
+    """Values <-> planes. A super-block with a NaN or an infinity becomes NaN as a whole, so that errors are visible."""
 
     name: str
     grid: Grid  # of the values
@@ -73,12 +73,12 @@ class SuperQuantizer:
         return SuperPlanes(codes, scale, scales, offset, self._whole_codes(rounded[1], units[1]))
 
     def _unit(self, part: Tensor) -> Tensor:
-        """The unit in which the sub-block that is farthest from zero is at the far end of the scale grid."""
+        """The unit that puts the sub-block's scale farthest from zero on the end of the scale grid."""
         lowest, highest = self.scale_grid.lowest, self.scale_grid.highest
         return farthest_from_zero(part.squeeze(-1)) / (lowest if lowest < 0 else highest)
 
     def _round(self, values: Tensor, ideal: Fit, units: Fit) -> Fit:
-        """Scales and offsets in whole units: of those nearest to the ideal and their neighbours, the best."""
+        """Scales and offsets in whole units: the best of those nearest to the ideal and their neighbours."""
         scales = self._whole(ideal[0], units[0])
         offsets = self._whole(ideal[1], units[1]) if self.has_offset else [ideal[1]]
         return best_fit(values, self.grid, product(scales, offsets))

@@ -8,11 +8,12 @@ from types import MappingProxyType
 from motley.errors import ModelError
 from motley.formats.block32 import BLOCK32_FORMATS
 from motley.formats.block256 import BLOCK256_FORMATS
+from motley.formats.mxfp4 import MXFP4_FORMAT
 from motley.formats.packed import Format
 from motley.formats.plain import PLAIN_FORMATS
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
-    {f.name: f for f in (*PLAIN_FORMATS, *BLOCK32_FORMATS, *BLOCK256_FORMATS)}
+    {f.name: f for f in (*PLAIN_FORMATS, *BLOCK32_FORMATS, *BLOCK256_FORMATS, MXFP4_FORMAT)}
 )
 
 

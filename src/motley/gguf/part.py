@@ -54,7 +54,7 @@ def read_part(path: Path, index: int = 0) -> Part:
 def _map(path: Path) -> mmap.mmap:
     """A private mapping: pages come from the page cache, and a stray write never reaches the disk."""
     try:
-        if path.is_fifo():  # to open it would wait for whoever writes
+        if path.is_fifo():  # opening it blocks until another process writes to it
             raise GGUFError(f"{path}: this is a pipe", hint="a model is mapped, so it has to be a file")
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:

@@ -1,4 +1,4 @@
-"""Compute graphs for one device: tensors, ops, a verifier. Knows nothing of devices, files or caches' insides."""
+"""Compute graphs for one device: tensors, ops, a verifier. Independent of devices, files and cache layouts."""
 
 from motley.graph.graph import Graph
 from motley.graph.tensor import CACHE, F32, I32, Op, Sample, Shape, Tensor, Way

@@ -1,4 +1,4 @@
-"""`Graph`: the tensors that its outputs reach, in an order in which they can be computed."""
+"""`Graph`: all tensors that its outputs depend on, in topological order."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Graph:
 
 
 def in_order(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Depth first, without recursion: graphs are thousands of nodes deep."""
+    """All tensors that `outputs` depend on, inputs before users. No recursion: graphs are thousands of nodes deep."""
     order: list[Tensor] = []
     done: set[Tensor] = set()
     stack = [(t, False) for t in reversed(list(outputs))]

@@ -1,7 +1,7 @@
-"""`Tensor`, a node of the graph, and `Op`, what makes it: shape rule, split rule, reference and samples in one place.
+"""`Tensor`, a node of the graph, and `Op`, an operation: shape rule, split rule, reference and samples in one place.
 
 An op is a frozen dataclass whose fields are its attributes, so `RmsNorm(eps=1e-6)(x, weight)` adds a node and
-`node.op.eps` is typed. Tensors are immutable and compare by identity; a graph is whatever its outputs reach.
+`node.op.eps` is typed. Tensors are immutable and compare by identity; a graph is all that its outputs depend on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CACHE = "cache"  # one layer of the KV cache: a handle, no activation memory
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A value in a graph: what it is (shape, dtype) and where it comes from (op, inputs)."""
+    """A value in a graph: shape and dtype, and the op and inputs that it is computed from."""
 
     op: Op
     inputs: tuple[Tensor, ...]
@@ -47,7 +47,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Sample:
-    """Inputs an op must take: its tests, and those of every kernel for it, draw from here."""
+    """Sample inputs of an op, used by the tests of the op and of all its kernels."""
 
     op: Op
     inputs: tuple[Any, ...]
@@ -55,7 +55,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to compute an op on parts: the states that it takes, and the state that comes of it."""
+    """A way to compute an op on parts: the states of the inputs, and the state of the output."""
 
     inputs: tuple[State, ...]
     output: State
@@ -91,17 +91,17 @@ class Op:
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
         """The split rule: ways to compute the op on parts, best first, given the states that its inputs have.
 
-        A way may ask for other states; inference weighs what it costs to get there. Not listed here, because every
-        op has them: all mirrored, and everything on one device.
+        A way may require other input states; inference compares the cost of the transitions. Two ways are not listed
+        because every op has them: all mirrored, and everything on one device.
         """
         return iter(())
 
     def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
-        """This op on a device's parts of its inputs; `shape` is that of the device's part of the output."""
+        """This op on a device's parts of its inputs; `shape` is the shape of the device's part of the output."""
         return self(*inputs, name=name)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
-        """Random inputs of the shapes that matter; called on any instance, yields ops of its own choice."""
+        """Random inputs of the important shapes. Each sample has its own op; the instance's attributes are not used."""
         return iter(())
 
     def require(self, condition: bool, why: str, *inputs: Tensor) -> None:

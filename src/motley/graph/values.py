@@ -1,4 +1,4 @@
-"""What references compute with: torch tensors, packed weights, a layer of the cache."""
+"""Types of values that reference implementations take: torch tensors, packed weights, a layer of the cache."""
 
 from __future__ import annotations
 
@@ -7,30 +7,37 @@ from typing import Protocol
 
 import torch
 
-from motley.formats import PackedTensor
 
-Value = torch.Tensor | PackedTensor
+class PackedValue(Protocol):
+    """A weight that stays packed: a PackedTensor, or a backend's own form of it."""
+
+    def unpack(self) -> torch.Tensor: ...
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor: ...
+
+
+Value = torch.Tensor | PackedValue
 
 
 def dense(value: Value) -> torch.Tensor:
-    """The values themselves; unpacked if they are packed."""
-    return value.unpack() if isinstance(value, PackedTensor) else value
+    """The value as a torch tensor, unpacked if it is packed."""
+    return value if isinstance(value, torch.Tensor) else value.unpack()
 
 
 class CachedSequence(Protocol):
     """One sequence's part of a batch, and its whole context in the cache."""
 
     rows: torch.Tensor  # int64: which rows of the batch belong to it
-    positions: torch.Tensor  # of those rows
+    positions: torch.Tensor  # of these rows
     key_positions: torch.Tensor  # of each cached key, ascending
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as float32 (context, heads, dim), those of this batch included."""
+        """Keys and values as float32 (context, heads, dim), including this batch's."""
         ...
 
 
 class CacheLayer(Protocol):
-    """What cache_store writes to and attention reads from: one layer, on one device, for one batch."""
+    """One layer of the cache, on one device, for one batch. `CacheStore` writes to it and `Attention` reads from it."""
 
     def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the batch's keys and values, each (tokens, heads, dim)."""

@@ -21,7 +21,7 @@ from motley.kvcache.types import CacheType
 IntArray = npt.NDArray[np.int32]
 
 # (layer, keys (tokens, heads, dim) as they are stored, by how many positions they move) → keys for their new positions
-KeyTurn = Callable[[int, torch.Tensor, int], torch.Tensor]
+KeyRotation = Callable[[int, torch.Tensor, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ class GroupBatch:
         for table in tables:
             start = table.position - table.first
             slots += slots_of(table.blocks, start, start + table.n_rows, block_size)
-        return GroupBatch(torch.tensor(slots, dtype=torch.int64), tables)
+        # By way of numpy: torch takes twenty times as long for a list.
+        return GroupBatch(torch.from_numpy(np.array(slots, np.int64)), tables)
 
 
 @dataclass(eq=False)
 class ArenaGroup:
-    """The stores of layers that share block tables, and the batch that these layers see at the moment."""
+    """The stores of layers that share block tables."""
 
     keys: Store
     values: Store
-    batch: GroupBatch = field(default_factory=lambda: GroupBatch(torch.empty(0, dtype=torch.int64), ()))
     memory: PagedMemory | GpuPagedMemory | None = None  # if it is demand-paged
     empty: set[int] = field(default_factory=set)  # blocks that hold nothing, where memory can be given back
 
@@ -113,7 +113,7 @@ class Arena:
     ) -> None:
         self._groups: list[ArenaGroup] = []
         self._layers: dict[int, ArenaLayer] = {}
-        for group in groups:
+        for number, group in enumerate(groups):
             memory = _paged_memory(device) if demand_paged else None
             keys, values = (
                 Store(
@@ -130,7 +130,7 @@ class Arena:
             self._groups.append(own)
             row = 0
             for layer, n_heads in zip(group.layers, group.n_heads, strict=True):
-                self._layers[layer] = ArenaLayer(own, slice(row, row + n_heads))
+                self._layers[layer] = ArenaLayer(keys, values, slice(row, row + n_heads), number)
                 row += n_heads
 
     @property
@@ -149,13 +149,12 @@ class Arena:
         )
 
     def layer(self, layer: int) -> ArenaLayer:
-        """What the graph's cache input of that layer is; always the same object, whose batch is the current one."""
+        """Where that layer's keys and values are; always the same object."""
         return self._layers[layer]
 
-    def begin(self, batch: Sequence[GroupBatch], copies: Iterable[BlockCopy]) -> None:
-        """Before a batch runs: all layers see it, its blocks are empty no more, its copies-on-write are made."""
+    def prepare(self, batch: Sequence[GroupBatch], copies: Iterable[BlockCopy]) -> None:
+        """Before a batch runs: the blocks that it writes to are empty no more, its copies-on-write are made."""
         for group, own in zip(self._groups, batch, strict=True):
-            group.batch = own
             group.touch(own.slots)
         self._copy_blocks(copies)
 
@@ -166,11 +165,12 @@ class Arena:
             for store in (group.keys, group.values):
                 store.copy_block(copy.src, copy.dst, copy.n_tokens)
 
-    def store_random(self) -> None:
-        """Random keys and values at the current batch's slots; all layers of a group get the same, packed once."""
-        for group in self._groups:
-            slots = group.batch.slots
-            places = [layer.rows for layer in self._layers.values() if layer.group is group]
+    def store_random(self, batch: Sequence[GroupBatch]) -> None:
+        """Random keys and values at a batch's slots; all layers of a group get the same, packed once."""
+        self.prepare(batch, [])
+        for number, (group, own) in enumerate(zip(self._groups, batch, strict=True)):
+            slots = own.slots
+            places = [layer.rows for layer in self._layers.values() if layer.group == number]
             widest = max(places, key=lambda rows: rows.stop - rows.start)
             for store in (group.keys, group.values):
                 store.write(
@@ -181,17 +181,17 @@ class Arena:
                     n_heads = rows.stop - rows.start
                     store.scatter(rows, slots, {name: plane[:, :n_heads] for name, plane in packed.items()})
 
-    def shift(self, shifts: Iterable[BlockShift], turn: KeyTurn) -> None:
-        """Move K/V to earlier positions: values as they are, keys turned to where they are now."""
+    def shift(self, shifts: Iterable[BlockShift], rotate: KeyRotation) -> None:
+        """Move K/V to earlier positions: values as they are, keys rotated to their new positions."""
         for shift in shifts:
             group = self._groups[shift.group]
             sources, targets = torch.tensor(shift.sources), torch.tensor(shift.targets)
             group.touch(targets)
             self._copy_blocks(shift.copies)
             for number, layer in self._layers.items():
-                if layer.group is group and layer.rows.start < layer.rows.stop and len(sources):
-                    turned = turn(number, layer.keys.read(layer.rows, sources), -shift.distance)
-                    layer.keys.write(layer.rows, targets, turned)
+                if layer.group == shift.group and layer.rows.start < layer.rows.stop and len(sources):
+                    rotated = rotate(number, layer.keys.read(layer.rows, sources), -shift.distance)
+                    layer.keys.write(layer.rows, targets, rotated)
                     layer.values.scatter(layer.rows, targets, layer.values.gather(layer.rows, sources))
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[dict[str, torch.Tensor], ...]:
@@ -202,7 +202,7 @@ class Arena:
     def scatter(self, layer: int, slots: torch.Tensor, planes: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The reverse of `gather`. The slots' blocks hold something from now on."""
         own = self._layers[layer]
-        own.group.touch(slots)
+        self._groups[own.group].touch(slots)
         for store, items in zip((own.keys, own.values), planes, strict=True):
             store.scatter(own.rows, slots, items)
 
@@ -219,26 +219,34 @@ def _paged_memory(device: torch.device | None) -> PagedMemory | GpuPagedMemory:
     return GpuPagedMemory(cuda_driver(device)) if device is not None and on_gpu else PagedMemory()
 
 
+@dataclass(frozen=True, eq=False)
 class ArenaLayer:
-    """One layer of the cache (graph.values.CacheLayer). It stays as it is; only its group's batch changes."""
+    """Where one layer's keys and values are: some rows of its group's stores."""
 
-    def __init__(self, group: ArenaGroup, rows: slice) -> None:
-        self.group = group
-        self.keys = group.keys
-        self.values = group.values
-        self.rows = rows
+    keys: Store
+    values: Store
+    rows: slice
+    group: int
 
-    @property
-    def batch(self) -> GroupBatch:
-        return self.group.batch
+    def on(self, batch: GroupBatch) -> BatchLayer:
+        """The graph's cache input for a batch of the layer's group."""
+        return BatchLayer(self, batch)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BatchLayer:
+    """One layer of the cache, and where a batch writes and reads in it (graph.values.CacheLayer)."""
+
+    layer: ArenaLayer
+    batch: GroupBatch
 
     def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys.write(self.rows, self.batch.slots, keys)
-        self.values.write(self.rows, self.batch.slots, values)
+        self.layer.keys.write(self.layer.rows, self.batch.slots, keys)
+        self.layer.values.write(self.layer.rows, self.batch.slots, values)
 
     def sequences(self) -> Iterator[CachedSequence]:
         for table in self.batch.tables:
-            yield ArenaSequence(self, table)
+            yield ArenaSequence(self.layer, table)
 
 
 class ArenaSequence:

@@ -31,7 +31,7 @@ def _group_batch(manager: CacheManager, group: int, extents: Sequence[Extent]) -
     first_row = 0
     for (_, start, n_tokens), view in zip(extents, views, strict=True):
         end = start + n_tokens
-        # Of a copy, which slicing makes: the manager's array cannot grow while somebody looks into it.
+        # Of a copy, which slicing makes: the manager's array cannot grow while a view of it exists.
         blocks = np.frombuffer(view.blocks[view.n_holes : -(-end // size)], dtype=np.int32)
         tables.append(SequenceTable(first_row, n_tokens, start, view.n_holes * size, blocks))
         first_row += n_tokens

@@ -1,4 +1,4 @@
-"""The block pool: who holds which block of the KV cache, and which blocks are free for the taking.
+"""The block pool: reference counts of the KV cache's blocks, and which blocks are free.
 
 A block is an id in range(n_blocks), the same on every device. It is in exactly one of three states:
 
@@ -92,7 +92,7 @@ class BlockPool:
     def allocate(self) -> int:
         """Take a block, with one reference. The caller has checked `n_available`.
 
-        The block may be an evicted one: the caller makes the prefix index forget it.
+        The block may be an evicted one: the caller unpublishes it from the prefix index.
         """
         assert self.n_available, "allocate() on a full pool: check n_available first"
         if self._empty:
@@ -130,7 +130,7 @@ class BlockPool:
             self._cached.move_to_end(block)
 
     def discard(self, block: int) -> None:
-        """Make a cached block empty. The caller makes the prefix index forget it."""
+        """Make a cached block empty. The caller unpublishes it from the prefix index."""
         del self._cached[block]
         self._put_empty(block)
 

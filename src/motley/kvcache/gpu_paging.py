@@ -49,7 +49,7 @@ class Driver(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until nobody uses memory that is about to be unmapped."""
+        """Wait until no kernel uses memory that is about to be unmapped."""
         ...
 
 

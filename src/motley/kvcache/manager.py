@@ -8,7 +8,7 @@ The life of a sequence:
         cache.advance(seq, n_tokens so far)   # windowed groups drop what this batch cannot see
         copies = cache.reserve(seq, len(batch))  # None: the pool is full, nothing has changed; wait or preempt
         run arenas' copies, then store K/V at the slots of the next tokens
-        cache.commit(seq, batch)              # now others may find it
+        cache.commit(seq, batch)              # eligible for prefix reuse from now on
     cache.free(seq)                           # what can be found again stays until the room is needed
 
 Rules for the caller:
@@ -50,7 +50,7 @@ class _Sequence:
 
     @property
     def n_nameable(self) -> int:
-        """Tokens whose K/V depend on nothing but the tokens before them: others may find them."""
+        """Tokens whose K/V depend only on the tokens before them: eligible for prefix reuse."""
         return len(self.tokens) if self.n_own is None else min(self.n_own, len(self.tokens))
 
 
@@ -109,20 +109,37 @@ class CacheManager:
 
     # The life of a sequence
 
-    def open(self, tokens: Sequence[int] = (), *, salt: bytes = b"") -> Opened:
+    def open(
+        self, tokens: Sequence[int] = (), *, salt: bytes = b"", keys: list[bytes] | None = None
+    ) -> Opened:
         """Begin a sequence with as much of `tokens` as is cached, short of the last: its logits are wanted.
 
-        `salt` is whatever changes K/V for this sequence alone. Never fails, and reserves nothing.
+        `salt` is whatever changes K/V for this sequence alone. Never refuses, and reserves nothing. `keys` is the
+        caller's list of these tokens' block hashes, empty at first: what it has is not hashed again.
         """
         root = self._hasher.root(salt)
         sequence = _Sequence(array("I"), [root], [BlockTable() for _ in self.groups], 0)
-        copies = self._share_prefix(sequence, array("I", tokens)) if self._finds_prefixes and tokens else []
-        return Opened(self._add(sequence), len(sequence.tokens), copies)
+        copies: list[BlockCopy] = []
+        try:
+            if self._finds_prefixes and tokens:
+                copies = self._share_prefix(sequence, array("I", tokens), [] if keys is None else keys)
+        except BaseException:
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                group.truncate(table, 0)
+            raise
+        self._count_query(len(tokens), len(sequence.tokens), 1)
+        return Opened(self._add(sequence), len(sequence.tokens), len(tokens), copies)
 
-    def restore(self, tokens: Sequence[int]) -> Restored | None:
+    def reject(self, opened: Opened) -> None:
+        """Undo `open`, whose copies have not been made: it does not count as a query either."""
+        self._count_query(opened.n_wanted, opened.n_cached, -1)
+        self.free(opened.seq, copies_done=False)
+
+    def restore(self, tokens: Sequence[int], *, salt: bytes = b"") -> Restored | None:
         """Begin a sequence whose K/V come from elsewhere; None if there is no room. To be filled and committed at once.
 
-        Windowed groups have slots for what the last token and later ones see, and holes before that.
+        `salt`: as for `open`. Windowed groups have slots for what the last token and later ones see, and holes before
+        that.
         """
         first_blocks = [
             first_visible_block(len(tokens) - 1, group.spec.window, self.block_size) for group in self.groups
@@ -133,7 +150,7 @@ class CacheManager:
         tables = [
             g.make_table(first, n) for g, first, n in zip(self.groups, first_blocks, counts, strict=True)
         ]
-        seq = self._add(_Sequence(array("I"), [self._hasher.root()], tables, len(tokens)))
+        seq = self._add(_Sequence(array("I"), [self._hasher.root(salt)], tables, len(tokens)))
         stored = [self.stored_slots(seq, i) for i in range(len(tables))]
         return Restored(seq, tuple(first for first, _ in stored), tuple(slots for _, slots in stored))
 
@@ -163,7 +180,7 @@ class CacheManager:
             self._name_full_blocks(sequence)
             if len(sequence.tokens) // self.block_size * self.block_size >= n_before:
                 # A growing block keeps its first name until it is full.
-                self._name_tail(sequence, only_unnamed=True)
+                self._publish_tail(sequence, only_unpublished=True)
 
     def advance(self, seq: int, min_position: int) -> None:
         """Drop blocks behind the windows of `min_position`, the smallest one of the sequence's next batch.
@@ -224,13 +241,13 @@ class CacheManager:
         sequence.n_slots = n_tokens - n_drop
         return shifts
 
-    def free(self, seq: int, *, is_sound: bool = True) -> None:
+    def free(self, seq: int, *, copies_done: bool = True) -> None:
         """End a sequence. Its blocks stay findable until their room is needed.
 
-        `is_sound=False`: copies that were returned for it may not have been made, so its last block is not kept.
+        `copies_done=False`: copies that were returned for it may not have been made, so its last block is not kept.
         """
-        if self._finds_prefixes and is_sound:
-            self._name_tail(self._sequences[seq], only_unnamed=False)
+        if self._finds_prefixes and copies_done:
+            self._publish_tail(self._sequences[seq], only_unpublished=False)
         self.truncate(seq, 0)
         del self._sequences[seq]
 
@@ -290,11 +307,14 @@ class CacheManager:
         self._sequences[seq] = sequence
         return seq
 
-    def _share_prefix(self, sequence: _Sequence, tokens: array[int]) -> list[BlockCopy]:
+    def _share_prefix(self, sequence: _Sequence, tokens: array[int], known: list[bytes]) -> list[BlockCopy]:
         indexes = [group.index for group in self.groups]
-        match = find_prefix(indexes, self._hasher, sequence.keys[0], tokens, limit=len(tokens) - 1)
+        match = find_prefix(
+            indexes, self._hasher, sequence.keys[0], tokens, limit=len(tokens) - 1, known=known
+        )
         sequence.keys = match.keys
-        sequence.tables = [g.adopt(blocks) for g, blocks in zip(self.groups, match.blocks, strict=True)]
+        for i, (group, blocks) in enumerate(zip(self.groups, match.blocks, strict=True)):
+            sequence.tables[i] = group.adopt(blocks)
         n_cached = (len(match.keys) - 1) * self.block_size
         copies: list[BlockCopy] = []
         if match.n_tail and all(group.pool.n_available for group in self.groups):
@@ -304,10 +324,13 @@ class CacheManager:
             n_cached += match.n_tail
         sequence.tokens = tokens[:n_cached]
         sequence.n_slots = n_cached
-        self._n_queries += 1
-        self._n_query_tokens += len(tokens)
-        self._n_hit_tokens += n_cached
         return copies
+
+    def _count_query(self, n_tokens: int, n_hit: int, by: int) -> None:
+        if self._finds_prefixes and n_tokens:
+            self._n_queries += by
+            self._n_query_tokens += by * n_tokens
+            self._n_hit_tokens += by * n_hit
 
     def _name_full_blocks(self, sequence: _Sequence) -> None:
         size = self.block_size
@@ -317,17 +340,17 @@ class CacheManager:
             sequence.keys.append(key)
             for group, table in zip(self.groups, sequence.tables, strict=True):
                 if table.blocks[i] != HOLE:  # of a restored sequence
-                    group.index.add(table.blocks[i], parent, tokens, key)
+                    group.index.publish(table.blocks[i], parent, tokens, key)
 
-    def _name_tail(self, sequence: _Sequence, *, only_unnamed: bool) -> None:
+    def _publish_tail(self, sequence: _Sequence, *, only_unpublished: bool) -> None:
         tail, n_in_tail = divmod(len(sequence.tokens), self.block_size)
         if not n_in_tail or sequence.n_nameable < len(sequence.tokens):
             return
         for group, table in zip(self.groups, sequence.tables, strict=True):
-            n_named = group.index.n_named(table.blocks[tail])
-            if n_named == 0 or (n_named < n_in_tail and not only_unnamed):
+            n_published = group.index.n_published(table.blocks[tail])
+            if n_published == 0 or (n_published < n_in_tail and not only_unpublished):
                 tokens = sequence.tokens[tail * self.block_size :]
-                group.index.add(table.blocks[tail], sequence.keys[tail], tokens, None)
+                group.index.publish(table.blocks[tail], sequence.keys[tail], tokens, None)
 
     def _check_sequence(self, sequence: _Sequence) -> None:
         size, n_tokens = self.block_size, len(sequence.tokens)
@@ -340,13 +363,13 @@ class CacheManager:
         for group, table in zip(self.groups, sequence.tables, strict=True):
             assert len(table.blocks) == n_blocks_for(sequence.n_slots, size), "blocks and slots differ"
             for i, block in enumerate(table.blocks[table.n_holes :], start=table.n_holes):
-                name = group.index.name_of(block)
-                if name is None:
+                entry = group.index.published(block)
+                if entry is None:
                     continue
                 assert i * size < sequence.n_nameable, (
-                    "a block is named after tokens that are not its only past"
+                    "a block is published with tokens that are not its whole past"
                 )
                 mine = tuple(sequence.tokens[i * size : (i + 1) * size])
-                n_both = min(len(mine), len(name.tokens))
-                assert name.parent == sequence.keys[i], "a block is named after another past"
-                assert name.tokens[:n_both] == mine[:n_both], "a block is named after other tokens"
+                n_both = min(len(mine), len(entry.tokens))
+                assert entry.parent == sequence.keys[i], "a block is published with another past"
+                assert entry.tokens[:n_both] == mine[:n_both], "a block is published with other tokens"

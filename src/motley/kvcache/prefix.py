@@ -1,17 +1,17 @@
 """The prefix index: finds blocks whose K/V were computed for the same tokens after the same past.
 
-K/V at a position depend on all tokens up to it, so a block's name is a chain: key = H(parent's key, tokens).
+K/V at a position depend on all tokens up to it, so a block's key is a chain: key = H(parent's key, tokens).
 It begins at a root that covers everything else that changes K/V (model, cache types, rotation, adapters: the
-*salt*). H is BLAKE2b-128 keyed with a secret drawn per process. Nobody outside knows the secret, so nobody
-can search for colliding prompts; what is left is chance, about 2^-64 for four billion blocks. A hit on a key
-therefore needs no second look at the tokens (`check_integrity` takes that look anyway).
+*salt*). H is BLAKE2b-128 keyed with a secret drawn per process. Clients do not know the secret, so they cannot
+search for colliding prompts; a chance collision has a probability of about 2^-64 for four billion blocks. A hit on
+a key therefore needs no comparison of the tokens (`check_integrity` compares them anyway).
 
 The tokens are kept for another purpose: *partial* hits. Where the chain of full blocks ends, some block with
 the same parent may still begin with the right tokens, and its head is worth a copy. The children of a parent
 are sorted by their tokens; the longest common prefix with a query is always at one of the two neighbours of
-the query's place, so one bisection finds it. Unfinished last blocks are named in this way only (no key).
+the query's place, so one bisection finds it. Unfinished last blocks are published in this way only (no key).
 
-A name stays valid as long as the named slots are not written. The one who writes calls `forget` first.
+An entry stays valid as long as its slots are not written. The caller that writes them calls `unpublish` first.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BlockHasher:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockName:
+class PublishedBlock:
     """What the index knows of a block: its past, its first tokens, and its key if it is full."""
 
     parent: bytes
@@ -86,28 +86,28 @@ class PrefixStats:
 
 
 class PrefixIndex:
-    """Names of blocks in one group: by key (full blocks) and by parent (heads of blocks)."""
+    """The published blocks of one group: by key (full blocks) and by parent (heads of blocks)."""
 
     def __init__(self, block_size: int, window: int | None = None) -> None:
         self.block_size = block_size
         self.window = window
-        self._names: dict[int, BlockName] = {}
+        self._published: dict[int, PublishedBlock] = {}
         self._by_key: dict[bytes, int] = {}
         self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}  # sorted
 
     def __contains__(self, block: int) -> bool:
-        return block in self._names
+        return block in self._published
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._published)
 
-    def n_named(self, block: int) -> int:
-        """How many of the block's first slots its name vouches for."""
-        name = self._names.get(block)
-        return len(name.tokens) if name else 0
+    def n_published(self, block: int) -> int:
+        """How many of the block's first slots are published."""
+        entry = self._published.get(block)
+        return len(entry.tokens) if entry else 0
 
     def find(self, key: bytes) -> int | None:
-        """The full block of that name."""
+        """The full block with that key, if it is published."""
         return self._by_key.get(key)
 
     def find_head(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
@@ -122,39 +122,39 @@ class PrefixIndex:
                 best, n_best = block, n_common
         return best, n_best
 
-    def add(self, block: int, parent: bytes, tokens: Sequence[int], key: bytes | None) -> None:
-        """Name a block in use, in place of the name it had. Without effect if another block is as good.
+    def publish(self, block: int, parent: bytes, tokens: Sequence[int], key: bytes | None) -> None:
+        """Publish a block in use, in place of what was published of it. No effect if another block has these tokens.
 
         `key` is the block's chained hash if it is full, None otherwise.
         """
         assert 0 < len(tokens) <= self.block_size
         assert (key is not None) == (len(tokens) == self.block_size)
-        self.forget(block)
-        name = BlockName(parent, tuple(tokens), key)
+        self.unpublish(block)
+        entry = PublishedBlock(parent, tuple(tokens), key)
         children = self._children.setdefault(parent, [])
-        at = bisect_left(children, (name.tokens,))
-        # Whatever begins with these tokens sorts right behind them.
-        if at < len(children) and _n_common(children[at][0], name.tokens) == len(name.tokens):
+        at = bisect_left(children, (entry.tokens,))
+        # A child that begins with these tokens sorts directly after them.
+        if at < len(children) and _n_common(children[at][0], entry.tokens) == len(entry.tokens):
             return
-        insort(children, (name.tokens, block))
-        self._names[block] = name
+        insort(children, (entry.tokens, block))
+        self._published[block] = entry
         if key is not None:
             self._by_key[key] = block
 
-    def forget(self, block: int) -> None:
-        """Drop a block's name, if it has one: its content is about to go."""
-        name = self._names.pop(block, None)
-        if name is None:
+    def unpublish(self, block: int) -> None:
+        """Remove a block from the index, if it is published: its content is about to be overwritten."""
+        entry = self._published.pop(block, None)
+        if entry is None:
             return
-        if name.key is not None:
-            del self._by_key[name.key]
-        children = self._children[name.parent]
-        del children[bisect_left(children, (name.tokens, block))]
+        if entry.key is not None:
+            del self._by_key[entry.key]
+        children = self._children[entry.parent]
+        del children[bisect_left(children, (entry.tokens, block))]
         if not children:
-            del self._children[name.parent]
+            del self._children[entry.parent]
 
-    def name_of(self, block: int) -> BlockName | None:
-        return self._names.get(block)
+    def published(self, block: int) -> PublishedBlock | None:
+        return self._published.get(block)
 
     def n_usable(self, keys: Sequence[bytes], n_blocks: int) -> int:
         """The largest n <= n_blocks such that a sequence can go on after n blocks (keys[0] is the root).
@@ -174,40 +174,54 @@ class PrefixIndex:
     def check_integrity(self, hasher: BlockHasher) -> None:
         """Recompute keys and recount children. Raises AssertionError."""
         listed = [block for children in self._children.values() for _, block in children]
-        assert sorted(listed) == sorted(self._names), "children and names differ"
+        assert sorted(listed) == sorted(self._published), "children and published blocks differ"
         for parent, children in self._children.items():
             assert children, "a parent without children is still listed"
             assert children == sorted(children), "children out of order"
-            assert all(self._names[block].parent == parent for _, block in children), "a child of two parents"
-            assert all(self._names[block].tokens == tokens for tokens, block in children), "tokens differ"
-        full = {name.key: block for block, name in self._names.items() if name.key is not None}
+            assert all(self._published[block].parent == parent for _, block in children), (
+                "a child of two parents"
+            )
+            assert all(self._published[block].tokens == tokens for tokens, block in children), "tokens differ"
+        full = {entry.key: block for block, entry in self._published.items() if entry.key is not None}
         assert full == self._by_key, "keys and names differ"
-        for name in self._names.values():
-            assert (name.key is not None) == (len(name.tokens) == self.block_size), (
+        for entry in self._published.values():
+            assert (entry.key is not None) == (len(entry.tokens) == self.block_size), (
                 "a key without a full block"
             )
-            assert name.key in (None, hasher.key(name.parent, array("I", name.tokens))), (
+            assert entry.key in (None, hasher.key(entry.parent, array("I", entry.tokens))), (
                 "the hash chain is broken"
             )
 
 
 def find_prefix(
-    indexes: Sequence[PrefixIndex], hasher: BlockHasher, root: bytes, tokens: array[int], limit: int
+    indexes: Sequence[PrefixIndex],
+    hasher: BlockHasher,
+    root: bytes,
+    tokens: array[int],
+    limit: int,
+    known: list[bytes] | None = None,
 ) -> PrefixMatch:
-    """The longest prefix of at most `limit` of `tokens` that every group can continue from. Changes nothing.
+    """The longest prefix of at most `limit` of `tokens` that every group can continue from. Changes no index.
+
+    `known`: the root and the keys of the tokens' first blocks from an earlier call. It grows by those that are hashed.
 
     A group without a window needs every block. A windowed group needs only those that the next position sees,
     so that a prefix may be found whose early blocks it dropped long ago.
     """
     size = indexes[0].block_size
+    known = [] if known is None else known
+    if known[:1] != [root]:
+        known[:] = [root]
     keys = [root]
     for start in range(0, limit // size * size, size):
-        key = hasher.key(keys[-1], tokens[start : start + size])
+        if len(known) == len(keys):
+            known.append(hasher.key(keys[-1], tokens[start : start + size]))
+        key = known[len(keys)]
         if any(index.window is None and index.find(key) is None for index in indexes):
             break
         keys.append(key)
     n_full = len(keys) - 1
-    # Cutting for one windowed group may uncover a gap of another: repeat until nobody objects.
+    # Cutting for one windowed group may uncover a gap of another: repeat until no group cuts further.
     while (n_usable := min(index.n_usable(keys, n_full) for index in indexes)) < n_full:
         n_full = n_usable
     keys = keys[: n_full + 1]

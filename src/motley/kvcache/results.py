@@ -15,6 +15,7 @@ class Opened:
 
     seq: int
     n_cached: int
+    n_wanted: int  # tokens that were looked for
     copies: list[BlockCopy]
 
 

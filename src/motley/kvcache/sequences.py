@@ -1,10 +1,10 @@
 """Block tables: which block holds which tokens of a sequence, and how tables grow, fork, shrink and share.
 
-A *group* is the layers that forget alike: all layers with full attention, or all with the same window. Each
+A *group* is all layers with full attention, or all layers with the same window. Each
 group has its own pool, index and tables over the same timeline of tokens. A table lists the blocks in the
 order of positions; token t is in entry t // block_size. In a windowed group the leading entries may be holes.
 
-Shared blocks are never written: whoever wants to write a shared last block gets a copy of it first. Copies
+Shared blocks are never written: a sequence that writes into a shared last block gets a copy of it first. Copies
 are not made here but returned as `BlockCopy`, for the arenas to carry out.
 """
 
@@ -133,8 +133,10 @@ class BlockGroup:
             table.version += 1
             copies.append(BlockCopy(self.number, shared, table.blocks[tail], n_kept))
             self._release([shared])
-        elif n_kept and self.index.n_named(table.blocks[tail]) > n_kept:
-            self.index.forget(table.blocks[tail])  # after a truncation: named slots are about to be written
+        elif n_kept and self.index.n_published(table.blocks[tail]) > n_kept:
+            self.index.unpublish(
+                table.blocks[tail]
+            )  # after a truncation: published slots are about to be written
         for _ in range(n_blocks_for(n_slots, self.block_size) - len(table.blocks)):
             table.blocks.append(self._allocate())
         return copies
@@ -215,13 +217,13 @@ class BlockGroup:
         n_fixed, owned = self._movable(table, n_left, n_keep)
         n_holes = self._first_seen(n_left) // size
         copies = []
-        if n_fixed > n_holes and n_keep < n_fixed * size:  # the last kept block goes on with what moves up
+        if n_fixed > n_holes and n_keep < n_fixed * size:  # the last kept block continues with what moves up
             copies = self.extend(table, n_keep, n_keep)
-            self.index.forget(table.blocks[n_fixed - 1])
+            self.index.unpublish(table.blocks[n_fixed - 1])
         n_moved = n_blocks_for(n_left, size) - n_fixed
         reused = owned[:n_moved]
         for block in reused:
-            self.index.forget(block)
+            self.index.unpublish(block)
         new = [self._allocate() for _ in range(n_moved - len(reused))]
         fixed = table.blocks[n_holes:n_fixed]
         kept = {*fixed, *reused, *(copy.src for copy in copies)}  # `extend` has released a copied one
@@ -240,9 +242,9 @@ class BlockGroup:
         return max(table.n_holes * self.block_size, table.first_valid)
 
     def clear_cached(self) -> None:
-        """Forget and empty all cached blocks. Blocks in use keep their names."""
+        """Unpublish and empty all cached blocks. Blocks in use stay published."""
         for block in self.pool.cached_blocks():
-            self.index.forget(block)
+            self.index.unpublish(block)
             self.pool.discard(block)
 
     def stats(self, tables: Sequence[tuple[BlockTable, int]]) -> GroupStats:
@@ -294,7 +296,7 @@ class BlockGroup:
 
     def _allocate(self) -> int:
         block = self.pool.allocate()
-        self.index.forget(block)
+        self.index.unpublish(block)
         return block
 
     def _release(self, blocks: Iterable[int]) -> None:

@@ -7,21 +7,25 @@ All little-endian. The parts follow layer by layer, K before V, plane by plane i
 `firsts[layer]` on, other layers have all. The checksum covers everything before it.
 
 Nothing in a file is trusted: the header has to say what the reader expects of it, the sizes follow from what the reader
-knows, and the checksum is verified before any byte is used.
+knows, and the checksum is verified before any byte is used, and again of the bytes that were.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 import sys
 from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from tempfile import NamedTemporaryFile
+from typing import IO, Any
 
 from motley.errors import CacheError
 
@@ -56,36 +60,65 @@ class Contents:
 
 
 def write_session(path: Path, identity: Identity, contents: Contents, parts: Iterable[bytes]) -> int:
-    """Write a file, whole or not at all; returns its size in bytes."""
+    """Write a file, whole or not at all, one part at a time; returns its size in bytes.
+
+    It is written beside its place, under a name that was free, and then renamed: nothing that already stands there is
+    opened, followed or half overwritten.
+    """
+    _require_place(path)
     header = {**asdict(identity), "n_tokens": len(contents.tokens), "firsts": contents.firsts}
     text = json.dumps(header, sort_keys=True).encode()
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    checksum = blake2b(digest_size=_DIGEST_BYTES)
+    front = (_FIXED.pack(MAGIC, VERSION, len(text)), text, _packed(contents.tokens))
     try:
-        with partial.open("wb") as file:
-            for piece in (_FIXED.pack(MAGIC, VERSION, len(text)), text, _packed(contents.tokens), *parts):
-                checksum.update(piece)
-                file.write(piece)
-            file.write(checksum.digest())
-            size = file.tell()
-        partial.replace(path)
+        with NamedTemporaryFile(
+            dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False
+        ) as file:
+            try:
+                size = _write_with_checksum(file, chain(front, parts))
+                os.replace(file.name, path)
+            except BaseException:
+                with suppress(FileNotFoundError):  # it has its name already
+                    os.unlink(file.name)
+                raise
     except OSError as error:
-        raise CacheError(f"{path}: the session cannot be written: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+        raise _unwritable(path, error.strerror) from error
     return size
 
 
+def _write_with_checksum(file: IO[bytes], pieces: Iterable[bytes]) -> int:
+    checksum = blake2b(digest_size=_DIGEST_BYTES)
+    for piece in pieces:
+        checksum.update(piece)
+        file.write(piece)
+    file.write(checksum.digest())
+    file.flush()
+    return file.tell()
+
+
+def _require_place(path: Path) -> None:
+    """A session may replace a file, but no link, pipe, device or folder."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unwritable(path, error.strerror) from error
+    if not stat.S_ISREG(mode):
+        raise _unwritable(path, "something that is no regular file is there")
+
+
+def _unwritable(path: Path, why: str | None) -> CacheError:
+    return CacheError(f"{path}: the session cannot be written: {why}", hint="name another file")
+
+
 class SessionFile:
-    """A file that has been found sound; `parts` are read one after the other, in the order they were written."""
+    """A file whose checksum and header are valid. Parts are read in the order in which they were written."""
 
     def __init__(self, path: Path, identity: Identity) -> None:
         """CacheError for a file that is damaged, of another version, or not for this model and cache."""
         self._path = path
-        try:
-            self._file: BinaryIO = path.open("rb")
-        except OSError as error:
-            raise CacheError(f"{path}: the session cannot be read: {error.strerror}") from error
+        self._file = self._open()
+        self._checksum = blake2b(digest_size=_DIGEST_BYTES)  # of what `part` has given
         try:
             self._n_bytes = self._file.seek(0, os.SEEK_END)
             self._file.seek(0)
@@ -98,16 +131,44 @@ class SessionFile:
             self._file.close()
             raise
 
+    def _open(self) -> IO[bytes]:
+        """The file, if it is one: to open a pipe could wait for ever."""
+        try:
+            file = os.fdopen(os.open(self._path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
+            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if not is_file:
+            file.close()
+            raise CacheError(f"{self._path} is no saved session: it is no regular file")
+        return file
+
     def part(self, n_bytes: int) -> bytes:
         """The next part, which has to be there."""
         if n_bytes > self._n_bytes - self._file.tell():  # before memory is taken for it
             raise self._broken("it ends too early")
-        return self._file.read(n_bytes)
+        data = self._read(n_bytes)
+        if len(data) != n_bytes:
+            raise self._broken("it was cut while it was read")
+        self._checksum.update(data)
+        return data
 
     def require_end(self) -> None:
-        """After the last part: only the checksum may be left."""
-        if len(self._file.read(_DIGEST_BYTES + 1)) != _DIGEST_BYTES:
+        """After the last part: only the checksum may be left, and all parts have to be those that it was made of."""
+        end = self._read(_DIGEST_BYTES + 1)
+        if len(end) > _DIGEST_BYTES:
             raise self._broken("there is more in it than its header says")
+        if end != self._checksum.digest():
+            raise self._broken("it was changed while it was read")
+
+    def _read(self, n_bytes: int) -> bytes:
+        try:
+            return self._file.read(n_bytes)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> CacheError:
+        return CacheError(f"{self._path}: the session cannot be read: {error.strerror}")
 
     def close(self) -> None:
         self._file.close()
@@ -130,10 +191,10 @@ class SessionFile:
         here, left = self._file.tell(), self._n_bytes - _DIGEST_BYTES
         self._file.seek(0)
         checksum = blake2b(digest_size=_DIGEST_BYTES)
-        while left > 0 and (piece := self._file.read(min(_CHUNK, left))):
+        while left > 0 and (piece := self._read(min(_CHUNK, left))):
             checksum.update(piece)
             left -= len(piece)
-        if self._file.read(_DIGEST_BYTES) != checksum.digest():
+        if self._read(_DIGEST_BYTES) != checksum.digest():
             raise self._broken("the checksum differs")
         self._file.seek(here)
 
@@ -159,14 +220,14 @@ class SessionFile:
     def _read_contents(self, header: dict[str, Any], identity: Identity) -> Contents:
         n_tokens: Any = header.get("n_tokens")
         firsts: Any = header.get("firsts")
-        is_sound = (
+        is_valid = (
             _is_count(n_tokens)
             and n_tokens > 0
             and isinstance(firsts, list)
             and len(firsts) == identity.n_layers
             and all(_is_count(first) and first < n_tokens for first in firsts)
         )
-        if not is_sound:
+        if not is_valid:
             raise self._broken("the header's counts make no sense")
         tokens = array("I", self.part(4 * n_tokens))
         if sys.byteorder == "big":

@@ -7,34 +7,41 @@ from collections.abc import Callable
 from motley.errors import ModelError
 from motley.gguf import ModelSpec
 from motley.graph import Graph, Tensor
-from motley.models import gemma3, llama, phi3, qwen2, qwen3
+from motley.graph.ops import SIGMOID, SOFTMAX
+from motley.models import gemma3, glm4moe, gpt_oss, llama, phi3, qwen2, qwen3, qwen3moe
 from motley.models.builder import (
+    N_EXPERT_USED,
     BatchShape,
     GraphOptions,
     ModelBuilder,
-    cache_layer,
-    cache_name,
     rotation_size,
 )
-from motley.models.params import DecoderParams
+from motley.models.params import DecoderParams, ExpertParams
 
 ARCHITECTURES: dict[str, Callable[[ModelBuilder], Tensor]] = {
     "gemma3": gemma3.build,
+    "glm4moe": glm4moe.build,
+    "gpt-oss": gpt_oss.build,
     "llama": llama.build,
     "phi3": phi3.build,
     "qwen2": qwen2.build,
     "qwen3": qwen3.build,
+    "qwen3moe": qwen3moe.build,
+    "qwen3vlmoe": qwen3moe.build,  # the text model is qwen3moe's: with equal positions M-RoPE is plain RoPE
 }
+
+# Architectures with experts: the router's score function. Used if the file does not give one.
+_SCORES = {"glm4moe": SIGMOID, "gpt-oss": SOFTMAX, "qwen3moe": SOFTMAX, "qwen3vlmoe": SOFTMAX}
 
 
 def read_params(spec: ModelSpec) -> DecoderParams:
-    """The model's numbers; ModelError for an architecture that is not supported."""
+    """The model's parameters. Raises ModelError for an architecture that is not supported."""
     if spec.architecture not in ARCHITECTURES:
         raise ModelError(
             f"{spec.path}: architecture {spec.architecture!r} is not supported",
             hint=f"supported: {', '.join(sorted(ARCHITECTURES))}",
         )
-    return DecoderParams.from_spec(spec)
+    return DecoderParams.from_spec(spec, _SCORES.get(spec.architecture, ""))
 
 
 def build_graph(spec: ModelSpec, params: DecoderParams, batch: BatchShape, options: GraphOptions) -> Graph:
@@ -44,12 +51,12 @@ def build_graph(spec: ModelSpec, params: DecoderParams, batch: BatchShape, optio
 
 __all__ = [
     "ARCHITECTURES",
+    "N_EXPERT_USED",
     "BatchShape",
     "DecoderParams",
+    "ExpertParams",
     "GraphOptions",
     "build_graph",
-    "cache_layer",
-    "cache_name",
     "read_params",
     "rotation_size",
 ]

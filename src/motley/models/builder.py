@@ -1,4 +1,4 @@
-"""What model files build with: the batch's inputs, weights by name, and the parts that decoders share."""
+"""`ModelBuilder` and `LayerBuilder`: the batch's inputs, weights by name, and the parts common to all decoders."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from motley.errors import ModelError
 from motley.gguf import ModelSpec
-from motley.graph import CACHE, I32, Tensor
+from motley.graph import I32, Tensor
 from motley.graph.ops import (
+    Activation,
     Add,
     Attention,
+    CacheInput,
     CacheStore,
     GetRows,
     Hadamard,
@@ -17,38 +19,34 @@ from motley.graph.ops import (
     MatMul,
     Reshape,
     RmsNorm,
+    Scale,
     Weight,
 )
+from motley.graph.roles import EMBEDDING, HEADS, OUTPUT, QUERY_HEADS, VOCABULARY, WHOLE, Role
 from motley.models.params import DecoderParams, tensor_info
 
 Ranges = tuple[tuple[int, int], ...]
 
-
-def cache_name(layer: int) -> str:
-    """Of a layer's cache among the graph's inputs."""
-    return f"cache.{layer}"
-
-
-def cache_layer(name: str) -> int:
-    """The layer whose cache has that name."""
-    return int(name.removeprefix("cache."))
+N_EXPERT_USED = "n_expert_used"  # an input of graphs that have experts
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """All of a batch that shapes depend on; everything else in it is data."""
+    """The sizes of a batch that tensor shapes depend on. Everything else in the batch is data."""
 
     n_tokens: int
-    n_outputs: int  # rows that want logits
+    n_outputs: int  # rows for which logits are computed
+    n_layers: int = 0  # number of layers that run, from the first; 0: all
+    n_experts: int = 0  # maximum per token; 0: the file's number
 
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """What graphs depend on besides the model and the batch; model files do not look at it."""
+    """Options of a graph besides the model and the batch. Model files do not read them."""
 
     n_ctx: int
-    kv_repeat: int = 1  # each KV head is stored that many times, for as many devices to share its queries
-    k_rotation: int = 0  # size of the Hadamard matrix that turns keys (and queries); 0: none
+    kv_repeat: int = 1  # copies of each KV head; its query heads are split over that many devices
+    k_rotation: int = 0  # size of the Hadamard matrix that rotates keys (and queries); 0: none
     v_rotation: int = 0  # the same for values (and the attention's output)
 
 
@@ -71,13 +69,17 @@ class ModelBuilder:
         self.tokens = Input((batch.n_tokens,), I32)(name="tokens")
         self.positions = Input((batch.n_tokens,), I32)(name="positions")
         self.output_rows = Input((batch.n_outputs,), I32)(name="output_rows")
+        self.n_layers = batch.n_layers or params.n_layers
         self._weights: dict[str, Tensor] = {}
-        self._hadamard: Tensor | None = None  # of the one size that all heads share
+        self._n_expert_used: Tensor | None = None
+        self._hadamard: Tensor | None = None  # all heads have the same size, so one matrix is enough
 
-    def weight(self, name: str, *shape: int, source: str | None = None, rows: Ranges = ()) -> Tensor:
-        """The weight `name`, which has `shape` in the file, under the name `source` if that is another.
+    def weight(
+        self, name: str, *shape: int, role: Role, source: str | None = None, rows: Ranges = ()
+    ) -> Tensor:
+        """The weight `name`. The file stores it with `shape`, under the name `source` if that is given.
 
-        `rows` chooses and repeats rows of it (see the op `Weight`).
+        `role` is its use in the model; `rows` chooses and repeats rows of it (see the op `Weight`).
         """
         if name not in self._weights:
             info = tensor_info(self.spec, source or name)
@@ -87,14 +89,23 @@ class ModelBuilder:
                     f"but the model's metadata asks for {shape}"
                 )
             size = (sum(stop - start for start, stop in rows), *shape[1:]) if rows else shape
-            self._weights[name] = Weight(size, info.format.name, info.name, rows)(name=name)
+            self._weights[name] = Weight(size, info.format.name, info.name, rows, role)(name=name)
         return self._weights[name]
 
-    def optional_weight(self, name: str, *shape: int, rows: Ranges = ()) -> Tensor | None:
-        return self.weight(name, *shape, rows=rows) if name in self.spec.tensors else None
+    def optional_weight(self, name: str, *shape: int, role: Role, rows: Ranges = ()) -> Tensor | None:
+        return self.weight(name, *shape, role=role, rows=rows) if name in self.spec.tensors else None
+
+    @property
+    def n_expert_used(self) -> Tensor:
+        """How many experts each token uses. (tokens,)"""
+        self._n_expert_used = self._n_expert_used or Input((self.batch.n_tokens,), I32)(name=N_EXPERT_USED)
+        return self._n_expert_used
 
     def rotate(self, x: Tensor, size: int) -> Tensor:
-        """Spread outliers of each head over `size` dims; rotating twice gives x back. (tokens, heads, dim)"""
+        """x with each head multiplied by a Hadamard matrix of `size`. (tokens, heads, dim)
+
+        This spreads outliers over `size` dims. Rotating twice gives x back.
+        """
         if not size:
             return x
         self._hadamard = self._hadamard or Hadamard(size)(name=f"hadamard.{size}")
@@ -105,22 +116,31 @@ class ModelBuilder:
         return LayerBuilder(self, index)
 
     def embedding(self) -> Tensor:
-        """(tokens, embd)"""
+        """The embeddings of the batch's tokens. (tokens, embd)"""
         p = self.params
-        return GetRows()(self.weight("token_embd.weight", p.n_vocab, p.n_embd), self.tokens, name="embedding")
+        table = self.weight("token_embd.weight", p.n_vocab, p.n_embd, role=Role(EMBEDDING))
+        return GetRows()(table, self.tokens, name="embedding")
 
     def logits(self, x: Tensor) -> Tensor:
-        """Final norm and output matrix, for the rows that want logits. (outputs, vocab)"""
+        """Logits: final norm and output matrix, for the output rows only. (outputs, vocab)"""
         p = self.params
         x = GetRows()(x, self.output_rows, name="output_hidden")
-        x = RmsNorm(p.norm_eps)(x, self.weight("output_norm.weight", p.n_embd), name="output_norm")
+        norm = self.weight("output_norm.weight", p.n_embd, role=Role(OUTPUT))
+        x = RmsNorm(p.norm_eps)(x, norm, name="output_norm")
         source = "output.weight" if "output.weight" in self.spec.tensors else "token_embd.weight"  # tied
-        weight = self.weight("output.weight", p.n_vocab, p.n_embd, source=source)
-        return MatMul()(x, weight, name="logits")
+        weight = self.weight("output.weight", p.n_vocab, p.n_embd, role=Role(VOCABULARY), source=source)
+        return self._soft_capped(MatMul()(x, weight, name="logits"))
+
+    def _soft_capped(self, logits: Tensor) -> Tensor:
+        """cap · tanh(logits / cap) if the file has a cap; otherwise `logits`."""
+        cap = self.params.logit_softcap
+        if cap is None:
+            return logits
+        return Scale(cap)(Activation("tanh")(Scale(1 / cap)(logits)), name="capped_logits")
 
 
 class LayerBuilder:
-    """One layer's weights by their short names, and names for its tensors."""
+    """Makes one layer's weights from their short names, and names the layer's tensors."""
 
     def __init__(self, model: ModelBuilder, index: int) -> None:
         self.model = model
@@ -130,15 +150,26 @@ class LayerBuilder:
     def label(self, name: str) -> str:
         return f"blk.{self.index}.{name}"
 
-    def linear(self, x: Tensor, name: str, n_out: int, rows: Ranges = ()) -> Tensor:
+    def role(self, group: str = WHOLE, axis: int = 0, *units: str) -> Role:
+        """The role of a weight of this layer."""
+        return Role(group, self.index, axis, units)
+
+    def has(self, name: str) -> bool:
+        """Whether the file has this layer's tensor `name`."""
+        return self.label(name) in self.model.spec.tensors
+
+    def vector(self, name: str, *shape: int, role: Role | None = None) -> Tensor:
+        return self.model.weight(self.label(name), *shape, role=role or self.role())
+
+    def linear(self, x: Tensor, name: str, n_out: int, role: Role, rows: Ranges = ()) -> Tensor:
         """x·Wᵀ (+ bias, where the file has one), for all `n_out` rows of W or for `rows` of them."""
-        weight = self.model.weight(self.label(f"{name}.weight"), n_out, x.shape[-1], rows=rows)
+        weight = self.model.weight(self.label(f"{name}.weight"), n_out, x.shape[-1], role=role, rows=rows)
         out = MatMul()(x, weight, name=self.label(name))
-        bias = self.model.optional_weight(self.label(f"{name}.bias"), n_out, rows=rows)
+        bias = self.model.optional_weight(self.label(f"{name}.bias"), n_out, role=self.role(), rows=rows)
         return out if bias is None else Add()(out, bias, name=self.label(f"{name}+bias"))
 
     def kv_rows(self, n_before: int, n_heads: int) -> Ranges:
-        """Rows of a matrix that has `n_before` other rows and then KV heads: each head as often as it is stored."""
+        """Row ranges of `n_before` rows and the KV heads after them, each head `kv_repeat` times; (): all rows once."""
         dim, repeat = self.params.head_dim, self.model.options.kv_repeat
         if repeat == 1:
             return ()
@@ -148,15 +179,25 @@ class LayerBuilder:
         return ((0, n_before), *heads) if n_before else tuple(heads)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        weight = self.model.weight(self.label(f"{name}.weight"), x.shape[-1])
+        weight = self.vector(f"{name}.weight", x.shape[-1])
         return RmsNorm(self.params.norm_eps)(x, weight, name=self.label(name))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
-        """Store k and v (tokens, kv heads, dim) and attend with q (tokens, heads, dim) → (tokens, heads, dim)."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+    ) -> Tensor:
+        """Store k and v (tokens, kv heads, dim) and attend with q (tokens, heads, dim) → (tokens, heads, dim).
+
+        `scale`: factor of the scores. Default: the model's usual one.
+        """
         options = self.model.options
         q, k = (self.model.rotate(t, options.k_rotation) for t in (q, k))
         v = self.model.rotate(v, options.v_rotation)
-        cache = Input(k.shape[1:], CACHE)(name=cache_name(self.index))
+        cache = CacheInput.of(self.index, k.shape[1:])
         stored = CacheStore()(cache, k, v, name=self.label("kv"))
-        attended = Attention(self.params.attention_scale, window)(q, stored, name=self.label("attention"))
+        sinks = []
+        if self.has("attn_sinks.weight"):
+            role = self.role(HEADS, 0, QUERY_HEADS)
+            sinks = [self.vector("attn_sinks.weight", self.params.n_heads, role=role)]
+        attention = Attention(scale or self.params.attention_scale, window)
+        attended = attention(q, stored, *sinks, name=self.label("attention"))
         return self.model.rotate(attended, options.v_rotation)

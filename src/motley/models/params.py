@@ -1,4 +1,4 @@
-"""The numbers of a decoder-only model, read once from a file's metadata and checked."""
+"""The parameters of a decoder-only model, read once from a file's metadata and checked."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from motley.errors import ModelError
 from motley.gguf import ModelSpec, TensorInfo
-from motley.graph.ops import Rope, Yarn
+from motley.graph.ops import SIGMOID, SOFTMAX, Rope, Yarn
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary positions are stretched beyond the trained context."""
+    """How RoPE is scaled to contexts longer than the trained one."""
 
     kind: str = "none"  # none, linear, yarn, longrope
     factor: float = 1.0
@@ -20,6 +20,22 @@ class RopeScaling:
     magnitude: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertParams:
+    """Mixture of experts: each token uses `n_used` of `n_experts` FFNs, chosen by the layer's router."""
+
+    n_experts: int
+    n_used: int
+    n_ff: int  # columns of one expert's hidden layer
+    n_ff_shared: int  # the same for the shared expert, which every token uses; 0: no shared expert
+    n_dense_layers: int  # layers before the first one that has experts
+    score: str
+    normalizes: bool
+    scale: float
+    n_groups: int
+    n_groups_used: int
 
 
 @dataclass(frozen=True)
@@ -41,9 +57,15 @@ class DecoderParams:
     rope_scaling: RopeScaling
     attention_scale: float
     sliding_window: int | None
+    logit_softcap: float | None = None  # a tanh limits logits to ± this value
+    experts: ExpertParams | None = None
 
     @staticmethod
-    def from_spec(spec: ModelSpec) -> DecoderParams:
+    def from_spec(spec: ModelSpec, score: str = "") -> DecoderParams:
+        """The parameters in the file's metadata.
+
+        `score`: the router's score function if the file does not give one; "": the architecture has no experts.
+        """
         md, arch = spec.metadata, spec.architecture
         n_embd = read_count(spec, f"{arch}.embedding_length")
         n_heads = read_count(spec, f"{arch}.attention.head_count")
@@ -56,12 +78,15 @@ class DecoderParams:
         head_dim = read_count(spec, f"{arch}.attention.key_length", default=n_embd // n_heads)
         if md.int(f"{arch}.attention.value_length", default=head_dim) != head_dim:
             raise ModelError(f"{spec.path}: keys and values of different length are not supported")
-        window_key = f"{arch}.attention.sliding_window"  # 0, too, means that there is none
-        if md.int(f"{arch}.expert_count", default=0) > 0:
+        window_key = f"{arch}.attention.sliding_window"  # 0 also means none
+        if not score and md.int(f"{arch}.expert_count", default=0) > 0:
             raise ModelError(f"{spec.path}: {arch!r} with experts is not supported")
+        if md.float(f"{arch}.attn_logit_softcapping", default=0.0):
+            raise ModelError(f"{spec.path}: {arch!r} with soft-capped attention scores is not supported")
+        softcap_key = f"{arch}.final_logit_softcapping"  # 0 also means none
         return DecoderParams(
             architecture=arch,
-            n_layers=read_count(spec, f"{arch}.block_count"),
+            n_layers=_n_layers(spec),
             n_embd=n_embd,
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
@@ -75,18 +100,74 @@ class DecoderParams:
             rope_scaling=_rope_scaling(spec),
             attention_scale=md.float(f"{arch}.attention.scale", default=0.0) or head_dim**-0.5,
             sliding_window=read_count(spec, window_key) if md.int(window_key, default=0) else None,
+            logit_softcap=read_number(spec, softcap_key) if md.float(softcap_key, default=0.0) else None,
+            experts=_experts(spec, score) if score else None,
         )
 
-    def rope(self, style: str) -> Rope:
-        """The rotary op with this model's base and scaling."""
+    def rope(self, style: str, *, rounds: bool = True) -> Rope:
+        """The rotary op with this model's base and scaling; `rounds`: see Yarn."""
         scaling = self.rope_scaling
         frequency_scale, magnitude, yarn = 1.0, scaling.magnitude, None
         if scaling.kind in ("linear", "yarn"):
             frequency_scale = 1.0 / scaling.factor
         if scaling.kind == "yarn":
             magnitude *= 1.0 + 0.1 * math.log(scaling.factor)
-            yarn = Yarn(scaling.original_context, scaling.beta_fast, scaling.beta_slow)
+            yarn = Yarn(scaling.original_context, scaling.beta_fast, scaling.beta_slow, rounds)
         return Rope(self.rope_dims, self.rope_base, style, frequency_scale, magnitude, yarn)
+
+
+def _n_layers(spec: ModelSpec) -> int:
+    """The number of decoder layers. Multi-token prediction layers (nextn) come after them and are not counted."""
+    blocks_key, nextn_key = (f"{spec.architecture}.{key}" for key in ("block_count", "nextn_predict_layers"))
+    n_blocks, n_nextn = read_count(spec, blocks_key), spec.metadata.int(nextn_key, default=0)
+    if not 0 <= n_nextn < n_blocks:
+        raise ModelError(f"{spec.path}: {nextn_key} is {n_nextn}, but {blocks_key} is {n_blocks}")
+    return n_blocks - n_nextn
+
+
+_SCORES = {1: SOFTMAX, 2: SIGMOID}  # by GGUF's number
+
+
+def _experts(spec: ModelSpec, score: str) -> ExpertParams:
+    md, prefix = spec.metadata, f"{spec.architecture}.expert"
+    n_experts, n_used = read_count(spec, f"{prefix}_count"), read_count(spec, f"{prefix}_used_count")
+    if n_used > n_experts:
+        raise ModelError(f"{spec.path}: {prefix}_used_count is {n_used}, but {prefix}_count is {n_experts}")
+    n_ff = read_count(
+        spec,
+        f"{prefix}_feed_forward_length",
+        default=md.int(f"{spec.architecture}.feed_forward_length", default=0),
+    )
+    n_shared = _at_least_0(spec, f"{prefix}_shared_count")
+    gating = md.int(f"{prefix}_gating_func", default=0)  # 0: the architecture's default
+    if gating and gating not in _SCORES:
+        known = ", ".join(f"{number} ({name})" for number, name in _SCORES.items())
+        raise ModelError(f"{spec.path}: {prefix}_gating_func {gating} is not supported; there are {known}")
+    n_groups = _at_least_0(spec, f"{prefix}_group_count") or 1
+    n_groups_used = _at_least_0(spec, f"{prefix}_group_used_count") or n_groups
+    if n_experts % n_groups or n_groups_used > n_groups:
+        raise ModelError(
+            f"{spec.path}: {n_groups_used} of {n_groups} groups of {n_experts} experts cannot be chosen"
+        )
+    return ExpertParams(
+        n_experts=n_experts,
+        n_used=n_used,
+        n_ff=n_ff,
+        n_ff_shared=_at_least_0(spec, f"{prefix}_shared_feed_forward_length") or n_shared * n_ff,
+        n_dense_layers=_at_least_0(spec, f"{spec.architecture}.leading_dense_block_count"),
+        score=_SCORES.get(gating, score),
+        normalizes=md.bool(f"{prefix}_weights_norm", default=True),
+        scale=md.float(f"{prefix}_weights_scale", default=0.0) or 1.0,  # 0 also means none
+        n_groups=n_groups,
+        n_groups_used=n_groups_used,
+    )
+
+
+def _at_least_0(spec: ModelSpec, key: str) -> int:
+    number = spec.metadata.int(key, default=0)
+    if number < 0:
+        raise ModelError(f"{spec.path}: {key} is {number}, but must be at least 0")
+    return number
 
 
 def tensor_info(spec: ModelSpec, name: str) -> TensorInfo:
@@ -99,7 +180,7 @@ def tensor_info(spec: ModelSpec, name: str) -> TensorInfo:
 
 
 def read_count(spec: ModelSpec, key: str, default: int | None = None) -> int:
-    """A whole number of at least 1. Some files give it once per layer, which must not differ then."""
+    """A whole number of at least 1. Some files give one number per layer; all of them must be equal."""
     md, value = spec.metadata, spec.metadata.get(key)
     if value is None or isinstance(value, int):
         values = {md.int(key) if default is None else md.int(key, default=default)}
@@ -114,7 +195,7 @@ def read_count(spec: ModelSpec, key: str, default: int | None = None) -> int:
 
 
 def read_number(spec: ModelSpec, key: str, default: float | None = None, *, above: float = 0.0) -> float:
-    """A finite number above a bound: others would end in NaN or a division by zero."""
+    """A finite number greater than `above`. Any other number would lead to NaN or a division by zero."""
     number = spec.metadata.float(key) if default is None else spec.metadata.float(key, default=default)
     if not above < number < math.inf:
         raise ModelError(f"{spec.path}: {key} is {number}, but must be a finite number above {above:g}")
@@ -131,7 +212,7 @@ def _rope_dims(spec: ModelSpec, head_dim: int) -> int:
 
 def _rope_scaling(spec: ModelSpec) -> RopeScaling:
     md, prefix = spec.metadata, f"{spec.architecture}.rope.scaling"
-    # A factor without a type is linear: files were written so before there were other types.
+    # A factor without a type means linear scaling: older files have no type.
     kind = md.str(f"{prefix}.type", default="linear" if f"{prefix}.factor" in md else "none")
     if any(name.startswith("rope_factors_") for name in spec.tensors):
         kind = "longrope"

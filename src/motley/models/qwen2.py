@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from motley.graph import Tensor
 from motley.graph.ops import HALVES
-from motley.models.blocks import dense_decoder
+from motley.models.blocks import decoder
 from motley.models.builder import ModelBuilder
 
 
 def build(builder: ModelBuilder) -> Tensor:
-    return dense_decoder(builder, rope_style=HALVES)
+    return decoder(builder, rope=builder.params.rope(HALVES))

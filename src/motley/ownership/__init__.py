@@ -1,4 +1,4 @@
-"""Which device owns what: ownership words, the states built on them, and what views do to both."""
+"""Ownership of tensor parts by devices: ownership words, the states built on them, and the effect of views on both."""
 
 from motley.ownership.states import (
     MIRRORED,

@@ -1,7 +1,7 @@
-"""How a tensor is spread over the devices, and what views do to it.
+"""States: how a tensor is distributed over devices, and how views change that.
 
-The three states are a closed type. Each view is a pure function from state to state; where the result is
-not a split of one axis it raises `SplitError`, and never guesses.
+The three states are a closed type. Each view is a pure function from state to state; if the result is
+not a split of one axis, the function raises `SplitError`.
 
 A device's part of a split tensor is dense and holds its elements in row-major order, before a view and
 after it. So a reshape of the whole is, on every device, a reshape of its part.
@@ -64,7 +64,7 @@ class Split:
         return _with_axis(shape, self.axis, self.word.count(device))
 
     def along(self, axis: int, shape: Sequence[int]) -> Split | None:
-        """The same placement as a split of another axis: only a sole owner's tensor can be read so."""
+        """The same placement as a split of another axis; None unless one device owns the whole tensor."""
         _check_fit("reading along another axis", self, shape)
         if axis == self.axis:
             return self
@@ -82,16 +82,16 @@ PARTIAL = Partial()
 
 
 def sole_owner(state: State) -> int | None:
-    """The one device that holds the whole tensor while the others hold nothing, if that is so."""
+    """The device that holds the whole tensor alone; None if no device does."""
     return state.word.sole_owner if isinstance(state, Split) else None
 
 
 def reshape_state(state: State, old_shape: Sequence[int], new_shape: Sequence[int]) -> State:
-    """The state after a row-major reshape; one -1 in the new shape is worked out.
+    """The state after a row-major reshape; one -1 in the new shape is computed.
 
-    Axes that both shapes share at the front and at the back keep their meaning. What lies between is
-    flattened, which turns the word w into (w ⊗ inner)^outer, and the new axis is the one that undoes this.
-    Only a sole owner leaves a choice: it stays where the old axis was, on the outermost axis longer than one.
+    Leading and trailing axes that both shapes have in common keep their meaning. The axes between them are
+    flattened, which changes the word w into (w ⊗ inner)^outer; the new axis is the one that inverts this.
+    More than one axis is possible only for a sole owner: then it is the outermost axis longer than one.
     """
     old, new = tuple(old_shape), _resolve(tuple(old_shape), tuple(new_shape))
     if not isinstance(state, Split):
@@ -108,7 +108,7 @@ def reshape_state(state: State, old_shape: Sequence[int], new_shape: Sequence[in
     )
     if moved is not None:
         return Split(moved.axis + front, moved.word)
-    if 0 in new:  # nothing to own
+    if 0 in new:  # no elements
         return Split(new.index(0), Word(()))
     if state.word.is_single and new:
         return Split(len(new) - 1, Word.of(state.word.letter(0), new[-1]))
@@ -138,8 +138,8 @@ def slice_state(state: State, axis: int, a: int, b: int) -> State:
 def concat_state(states: Sequence[State], axis: int, shapes: Sequence[Sequence[int]]) -> State:
     """The state of tensors joined along an axis.
 
-    All mirrored or all partial stays so. Split parts must agree on the axis, which a sole owner's part does
-    with any, and, unless it is the axis they are joined along, on the word.
+    All mirrored or all partial stays so. Split parts must have the same axis (a sole owner's part fits any
+    axis), and the same word unless they are joined along this axis.
     """
     if not states or len(states) != len(shapes):
         raise SplitError("concat", states, f"{len(shapes)} shapes for {len(states)} states")
@@ -167,14 +167,14 @@ def _word_along(split: Split, axis: int, shape: Sequence[int]) -> Word | None:
 
 
 def _unflatten(split: Split, old: Shape, new: Shape) -> Split | None:
-    """The split of an axis of `new` that gives every element the owner `split` gives it in `old`, if any."""
+    """The split of an axis of `new` in which every element has the same owner as in `old`; None if there is none."""
     if prod(old) != prod(new) or not prod(new):
         return None
     inner = prod(old[split.axis + 1 :])
     flat = split.word.stretch(inner).power(prod(old[: split.axis]))
     for axis, size in enumerate(new):
         stride = prod(new[axis + 1 :])
-        is_outside = stride >= inner * len(split.word)  # of the extent of the old axis
+        is_outside = stride >= inner * len(split.word)  # outside of the old axis's extent
         if size == 1 or (split.word.is_single and is_outside):
             continue
         repeated = flat.factor_inner(prod(new[:axis]))
@@ -185,7 +185,7 @@ def _unflatten(split: Split, old: Shape, new: Shape) -> Split | None:
 
 
 def _resolve(old: Shape, new: Shape) -> Shape:
-    """The new shape with its -1 worked out, checked to hold as many elements as the old one."""
+    """The new shape with its -1 computed. Raises if the number of elements differs from the old shape's."""
     resolved = new
     if new.count(-1) == 1:
         known = prod(size for size in new if size != -1)

@@ -1,21 +1,21 @@
 """Ownership words: which device owns index i of a split axis, kept compressed.
 
 A word is a string of devices as long as the axis. It is stored as a product of powers, and the base of
-a power is a device or again a word: `(0³ 1²)⁴ 2⁵`. Nothing here ever writes a word out, so the cost of an
-operation depends on the number of terms (`n_terms`), not on the length of the axis.
+a power is a device or again a word: `(0³ 1²)⁴ 2⁵`. No operation expands a word, so the
+cost of an operation depends on the number of terms (`n_terms`), not on the length of the axis.
 
 Normal form. Every constructor keeps two invariants:
 
-1. Runs are maximal. No two neighbouring terms meet in the same letter, nor do the end and the start of a
-   repeated base. So the runs that a word spells are *the* runs of the string: `stretch` multiplies their
+1. Runs are maximal. Neighbouring terms never have the same letter at their border, nor do the end and the
+   start of a repeated base. So the runs of the terms are *the* runs of the string: `stretch` multiplies their
    lengths, and `factor_outer(B)` exists exactly if B divides all of them.
 2. Repetition is folded, greedily from the left: `u u` is `u²`, `u uᵏ` and `uᵏ u` are `uᵏ⁺¹`, `x (y x)ᵏ` is
    `(x y)ᵏ x`. That keeps words small and gives equal strings the same terms in all but contrived cases.
 
-Equality does not lean on 2. The fingerprint (a polynomial of the letters modulo a prime, which concatenation
+Equality does not depend on 2. The fingerprint (a polynomial of the letters modulo a prime, which concatenation
 and powers compute in closed form) and the length are functions of the string, so `hash` agrees with `==`
-however a string was built, and they tell different strings apart at once. Equal fingerprints with
-different terms are settled by `_same_letters`, an exact walk over both products.
+however a string was built, and different strings are distinguished at once. Equal fingerprints with
+different terms are compared by `_same_letters`, an exact walk over both products.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from math import gcd
 from typing import NamedTuple
 
 _PRIME = 2**61 - 1
-_POINT = 0x1B873593CC9E2D51 % _PRIME  # where the polynomial is evaluated; any large residue will do
+_POINT = 0x1B873593CC9E2D51 % _PRIME  # where the polynomial is evaluated; any large residue is suitable
 
 # The longest period, in terms, that folding looks for. It bounds the work on a word of many irregular runs;
 # `power` and `concat` of whole words keep longer periods by construction.
@@ -48,7 +48,7 @@ class Term(NamedTuple):
 class Word:
     """An immutable string over the devices 0, 1, …; made by `run`, `of` and `concat`. `Word(())` is empty."""
 
-    terms: tuple[Term, ...]  # in normal form, which the constructors below see to
+    terms: tuple[Term, ...]  # in normal form, which the constructors below guarantee
 
     @staticmethod
     def run(counts: Iterable[int]) -> Word:
@@ -72,7 +72,7 @@ class Word:
         return Word.concat((self, other))
 
     def power(self, k: int) -> Word:
-        """The word k times in a row: what (k, n) → (k·n) does to a split of the inner axis."""
+        """The word k times in a row: the split of the inner axis after the reshape (k, n) → (k·n)."""
         if k < 0:
             raise ValueError(f"a word cannot be repeated {k} times")
         if k == 0 or not self.terms:
@@ -94,7 +94,7 @@ class Word:
         return self.power(k)
 
     def stretch(self, k: int) -> Word:
-        """Each letter k times: what (n, k) → (n·k) does to a split of the outer axis."""
+        """Each letter k times: the split of the outer axis after the reshape (n, k) → (n·k)."""
         if k < 0:
             raise ValueError(f"letters cannot be written {k} times")
         return self._with_runs(lambda n: n * k) if k else Word(())
@@ -136,7 +136,7 @@ class Word:
         return counts
 
     def local_range(self, device: int, a: int, b: int) -> tuple[int, int]:
-        """Where the device keeps its share of the indices [a, b), in its own dense numbering."""
+        """The range of local indices of the device's part of the indices [a, b)."""
         self._check_range(a, b)
         return self._rank(device, a), self._rank(device, b)
 
@@ -151,7 +151,7 @@ class Word:
         raise AssertionError("an index within the word lies in one of its terms")
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """(device, length) of every maximal run, written out: as many as the string has."""
+        """(device, length) of every maximal run of the expanded string."""
         for base, times in self.terms:
             if isinstance(base, int):
                 yield base, times
@@ -160,7 +160,7 @@ class Word:
                     yield from base.runs()
 
     def global_ranges(self, device: int) -> Iterator[tuple[int, int]]:
-        """The maximal ranges [start, stop) that the device owns, in order: what it loads of a weight."""
+        """The maximal ranges [start, stop) that the device owns, in order: the ranges of a weight that it loads."""
         start = 0
         for owner, n in self.runs():
             if owner == device:
@@ -245,7 +245,7 @@ class Word:
         return owned
 
     def _run_lengths(self) -> Iterator[int]:
-        """The length of each run that is written down: a repeated base counts once."""
+        """The length of each run in the terms; a repeated base counts once."""
         for base, times in self.terms:
             if isinstance(base, int):
                 yield times
@@ -267,7 +267,7 @@ def _size(base: int | Word) -> int:
 
 
 def _edge_run(terms: tuple[Term, ...] | list[Term], end: int) -> Term:
-    """The first (end = 0) or last (end = -1) run that the terms spell."""
+    """The first (end = 0) or last (end = -1) run of the terms' string."""
     term = terms[end]
     while not isinstance(term.base, int):
         term = term.base.terms[end]
@@ -275,7 +275,7 @@ def _edge_run(terms: tuple[Term, ...] | list[Term], end: int) -> Term:
 
 
 def _cut(terms: tuple[Term, ...], a: int, b: int) -> Iterator[Term]:
-    """The letters [a, b) of the terms: whole repetitions stay powers, at most two per level are opened."""
+    """The letters [a, b) of the terms: whole repetitions stay powers, at most two per level are expanded."""
     start = 0
     for base, times in terms:
         size = _size(base)
@@ -309,7 +309,7 @@ def _push(stack: list[Term], term: Term) -> None:
     """Append a term to a product in normal form."""
     base, times = term
     if stack and _edge_run(stack, -1).base == _edge_run([term], 0).base:
-        if not isinstance(base, int):  # its first run grows, so the first repetition stands apart
+        if not isinstance(base, int):  # its first run grows, so the first repetition becomes separate terms
             for each in (*base.terms, *base.power(times - 1).terms):
                 _push(stack, each)
             return
@@ -322,13 +322,13 @@ def _push(stack: list[Term], term: Term) -> None:
 
 
 def _fold(stack: list[Term]) -> bool:
-    """One step of folding at the end of the stack; False when there is none."""
+    """Fold once at the end of the stack. False if nothing can be folded."""
     base, times = stack[-1]
     if isinstance(base, Word) and len(stack) > 1:
         if stack[-2].base == base:
             stack[-2:] = [Term(base, stack[-2].times + times)]
             return True
-        shared = 0  # terms of the base's end that also stand before it
+        shared = 0  # number of terms at the base's end that also precede the power
         while shared < min(len(base.terms), len(stack) - 1) and stack[-2 - shared] == base.terms[-1 - shared]:
             shared += 1
         if shared == len(base.terms):
@@ -354,11 +354,11 @@ def _fold(stack: list[Term]) -> bool:
 def _same_letters(left: Word, right: Word) -> bool:
     """Whether two words of equal length spell the same string, exactly, whatever their terms.
 
-    Reads both from the left, a term at a time. Where powers pʲ and qᵏ stand against each other over at least
-    |p| + |q| letters, Fine and Wilf's theorem says that they agree if and only if p and q are powers of one
-    word of gcd(|p|, |q|) letters; over fewer letters, opening one copy of the longer base is progress.
+    Reads both from the left, a term at a time. Where powers pʲ and qᵏ overlap in at least |p| + |q|
+    letters, Fine and Wilf's theorem says that they agree if and only if p and q are powers of one
+    word of gcd(|p|, |q|) letters; over fewer letters, expanding one copy of the longer base makes progress.
     """
-    xs, ys = list(reversed(left.terms)), list(reversed(right.terms))  # what is unread, next term last
+    xs, ys = list(reversed(left.terms)), list(reversed(right.terms))  # terms not read yet, the next term last
     while xs and ys:
         (p, j), (q, k) = xs.pop(), ys.pop()
         if _size(p) == _size(q):
@@ -377,7 +377,7 @@ def _same_letters(left: Word, right: Word) -> bool:
 
 
 def _unread(rest: list[Term], base: int | Word, times: int, read: int, *, is_opened: bool) -> None:
-    """Put back what follows the first `read` letters of a power, its first copy as terms if asked."""
+    """Push the rest of a power after its first `read` letters; with `is_opened`, the first copy is expanded."""
     done, part = divmod(read, _size(base))
     opened = is_opened or part > 0
     if times - done - opened > 0:

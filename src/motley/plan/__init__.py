@@ -1,17 +1,35 @@
-"""From one device's graph to something to run: kernels chosen, activation memory laid out."""
+"""From one device's graph to something to run: stages, a kernel for each, activation memory laid out."""
 
-from motley.plan.device_plan import DevicePlan, Step
-from motley.plan.kernels import Kernel, Launch, choose_kernel
-from motley.plan.memory import MemoryLayout, base_of, lay_out, owns_memory
+from motley.plan.device_plan import DevicePlan, Step, activation_bytes
+from motley.plan.fusion import is_given, is_view, without_views
+from motley.plan.kernels import Kernel, Launch, LaunchKernel, choose_kernel
+from motley.plan.memory import Buffer, MemoryLayout, base_of, lay_out, owns_memory, value_buffers
+from motley.plan.rules import fuse
+from motley.plan.stages import AttentionBlock, Gate, Linear, Norm, Part, Single, Stage
 
 __all__ = [
+    "AttentionBlock",
+    "Buffer",
     "DevicePlan",
+    "Gate",
     "Kernel",
     "Launch",
+    "LaunchKernel",
+    "Linear",
     "MemoryLayout",
+    "Norm",
+    "Part",
+    "Single",
+    "Stage",
     "Step",
+    "activation_bytes",
     "base_of",
     "choose_kernel",
+    "fuse",
+    "is_given",
+    "is_view",
     "lay_out",
     "owns_memory",
+    "value_buffers",
+    "without_views",
 ]

@@ -1,36 +1,40 @@
-"""Choosing a kernel for each step: the first candidate that supports it, or an error that lists why none does."""
+"""Choosing a kernel for each stage: the first candidate that supports it, or an error that lists why none does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from motley.errors import PlanError
-from motley.graph import Tensor
+from motley.plan.stages import Stage, describe
 
 Launch = Callable[[Sequence[Any], Any], Any]
 """A kernel ready to run: (values of the inputs, memory for the output or None) → the output's value."""
 
 
 class Kernel(Protocol):
-    """A way to compute some ops on some backend."""
+    """A way to compute some stages on some backend."""
 
     name: str
 
-    def supports(self, node: Tensor) -> str | None:
-        """None if it can compute `node`, otherwise the reason why not. Depends on nothing but `node`."""
+    def supports(self, stage: Stage) -> str | None:
+        """None if it can compute `stage`, otherwise the reason why not. Depends on nothing but `stage`."""
         ...
 
-    def prepare(self, node: Tensor) -> Launch: ...
+
+@runtime_checkable
+class LaunchKernel(Kernel, Protocol):
+    """A kernel that runs by itself, without the rest of a plan."""
+
+    def prepare(self, stage: Stage) -> Launch: ...
 
 
-def choose_kernel(node: Tensor, candidates: Sequence[Kernel]) -> Kernel:
+def choose_kernel(stage: Stage, candidates: Sequence[Kernel]) -> Kernel:
     reasons = []
     for kernel in candidates:
-        reason = kernel.supports(node)
+        reason = kernel.supports(stage)
         if reason is None:
             return kernel
         reasons.append(f"{kernel.name}: {reason}")
     tried = "; ".join(reasons) or "the backend has no kernels"
-    inputs = ", ".join(f"{t.dtype}{t.shape}" for t in node.inputs)
-    raise PlanError(f"no kernel for {node.op.name}({inputs}) → {node.dtype}{node.shape}: {tried}")
+    raise PlanError(f"no kernel for {describe(stage)}: {tried}")

@@ -1,25 +1,36 @@
-"""Where each activation lies: offsets into one arena, reused as soon as their last reader has run."""
+"""Where activations lie: offsets into one arena, reused as soon as their last reader has run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from motley.graph import CACHE, Graph, Tensor
-from motley.graph.ops import Input, Weight
+from motley.graph import CACHE, Tensor
+from motley.plan.fusion import is_given
+from motley.plan.stages import Stage
 
 ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
 _ITEM_BYTES = 4  # activations are f32 or i32
 
+K = TypeVar("K", bound=Hashable)
+
 
 @dataclass(frozen=True)
-class MemoryLayout:
-    """Byte offset of each activation that owns memory; views share their base's."""
+class Buffer:
+    """Memory that is in use from one stage to another, both included. One that is never read ends where it begins."""
 
-    offsets: dict[Tensor, int]
     n_bytes: int
+    first: int
+    last: int
 
-    def offset(self, tensor: Tensor) -> int:
-        return self.offsets[base_of(tensor)]
+
+@dataclass(frozen=True)
+class MemoryLayout(Generic[K]):
+    """Byte offsets of buffers in an arena."""
+
+    offsets: Mapping[K, int]
+    n_bytes: int
 
 
 def base_of(tensor: Tensor) -> Tensor:
@@ -31,38 +42,47 @@ def base_of(tensor: Tensor) -> Tensor:
 
 def owns_memory(tensor: Tensor) -> bool:
     """Whether the arena has to hold it: not inputs, weights, constants, views or cache handles."""
-    is_given = isinstance(tensor.op, Input | Weight) or tensor.op.is_constant
-    return not (is_given or tensor.op.is_view or tensor.dtype == CACHE)
+    return not (is_given(tensor) or tensor.op.is_view or tensor.dtype == CACHE)
 
 
-def lay_out(graph: Graph) -> MemoryLayout:
-    """First fit over the tensors alive at the same time. An input of a step never shares memory with its output."""
-    last_use = {node: step for step, node in enumerate(graph.nodes)}
-    for step, node in enumerate(graph.nodes):
-        for tensor in node.inputs:
-            last_use[base_of(tensor)] = step
-        if node.op.is_view:
-            last_use[base_of(node)] = step
-    for tensor in graph.outputs:
-        last_use[base_of(tensor)] = len(graph.nodes)
+def value_buffers(
+    stages: Sequence[Stage],
+    outputs: Sequence[Tensor],
+    reads: Callable[[Stage, Tensor], bool] = lambda stage, tensor: True,
+) -> dict[Tensor, Buffer]:
+    """The values that stages make, from the stage that makes them to their last reader.
 
-    offsets: dict[Tensor, int] = {}
-    alive: list[tuple[int, int, Tensor]] = []  # (start, stop, tensor), by start
+    `reads`: whether a stage reads an input's values (a backend may keep them in another form besides).
+    """
+    first = {out: i for i, stage in enumerate(stages) for out in stage.outputs if owns_memory(out)}
+    last = dict(first)
+    for i, stage in enumerate(stages):
+        for tensor in stage.inputs:
+            base = base_of(tensor)
+            if base in first and reads(stage, tensor):
+                last[base] = i
+    for tensor in outputs:
+        if base_of(tensor) in first:
+            last[base_of(tensor)] = len(stages)
+    return {out: Buffer(out.n_values * _ITEM_BYTES, start, last[out]) for out, start in first.items()}
+
+
+def lay_out(buffers: Mapping[K, Buffer]) -> MemoryLayout[K]:
+    """First fit. Buffers that are in use at the same stage never share memory."""
+    offsets: dict[K, int] = {}
+    alive: list[tuple[int, int, int]] = []  # (start, stop, last stage), by start
     n_bytes = 0
-    for step, node in enumerate(graph.nodes):
-        alive = [entry for entry in alive if last_use[entry[2]] >= step]
-        if not owns_memory(node):
-            continue
-        size = -(-node.n_values * _ITEM_BYTES // ALIGNMENT) * ALIGNMENT
-        start = _first_gap(alive, size)
-        offsets[node] = start
-        alive.append((start, start + size, node))
-        alive.sort(key=lambda entry: entry[0])
+    for key, buffer in sorted(buffers.items(), key=lambda item: item[1].first):
+        alive = [entry for entry in alive if entry[2] >= buffer.first]
+        size = -(-buffer.n_bytes // ALIGNMENT) * ALIGNMENT
+        offsets[key] = start = _first_gap(alive, size)
+        alive.append((start, start + size, buffer.last))
+        alive.sort()
         n_bytes = max(n_bytes, start + size)
     return MemoryLayout(offsets, n_bytes)
 
 
-def _first_gap(alive: list[tuple[int, int, Tensor]], size: int) -> int:
+def _first_gap(alive: Sequence[tuple[int, int, int]], size: int) -> int:
     start = 0
     for low, high, _ in alive:
         if low - start >= size:

@@ -1,8 +1,8 @@
-"""How good a model's predictions are, and what a KV cache type costs them.
+"""Measures the quality of a model's predictions, and the loss by each KV cache type.
 
 perplexity   how well a text is predicted
 divergence   how far one run's predictions are from another's
-needles      whether the model still finds what it read
+needles      whether the model recalls a sentence in its context
 choices      which cache types to measure
 sweep        all of the above, for each cache type, on the same tokens
 verdict      the figures as a plain sentence
@@ -14,13 +14,13 @@ from motley.quality.choices import CacheChoice, applicable, parse_choice, parse_
 from motley.quality.divergence import Divergence, compare
 from motley.quality.needles import Recall, measure_recall
 from motley.quality.perplexity import Score, read_chunks, second_half_nll
-from motley.quality.sweep import Exam, Report, TypeQuality, measure_types
+from motley.quality.sweep import Evaluation, Report, TypeQuality, measure_types
 from motley.quality.verdict import Verdict
 
 __all__ = [
     "CacheChoice",
     "Divergence",
-    "Exam",
+    "Evaluation",
     "Recall",
     "Report",
     "Score",

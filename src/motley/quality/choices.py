@@ -1,4 +1,4 @@
-"""Which cache types to measure."""
+"""The cache types to measure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CacheChoice:
 
 
 def parse_choice(text: str) -> CacheChoice:
-    """`q8_0`: for K and V; `q8_0/q4_0`: K, then V. Not rotated."""
+    """The choice named `q8_0` (K and V) or `q8_0/q4_0` (K, then V), without rotation."""
     names = [part.strip() for part in text.split("/")]
     if len(names) > 2:
         raise ConfigError(f"{text!r} names {len(names)} types", hint="one for K and one for V: q8_0/q4_0")
@@ -38,7 +38,7 @@ def parse_choice(text: str) -> CacheChoice:
 
 
 def parse_choices(text: str, rotations: Sequence[bool] = (True, False)) -> list[CacheChoice]:
-    """Types by comma; each quantized one once for each of `rotations`."""
+    """The choices in a comma-separated list; each quantized type appears once for each of `rotations`."""
     parsed = [parse_choice(part) for part in text.split(",") if part.strip()]
     if not parsed:
         raise ConfigError("no KV cache types to measure", hint="for example q8_0,q4_0,q8_0/q4_0")
@@ -52,7 +52,7 @@ def parse_choices(text: str, rotations: Sequence[bool] = (True, False)) -> list[
 
 
 def applicable(choices: Sequence[CacheChoice], params: DecoderParams) -> list[CacheChoice]:
-    """The choices that this model can tell apart: without rotation, where none fits its heads."""
+    """The distinct choices for this model: if no rotation fits its heads, each type once, without rotation."""
     if rotation_size(params.head_dim):
         return list(choices)
     return _distinct([replace(choice, is_rotated=False) for choice in choices])

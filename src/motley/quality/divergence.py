@@ -1,4 +1,4 @@
-"""How far a run's predictions are from those of a reference run on the same tokens.
+"""The KL divergence of a run's predictions from those of a reference run on the same tokens.
 
     KL(reference || run) = sum over the vocabulary of p_reference * (log p_reference - log p_run)     in nats
 
@@ -14,19 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 Logits = npt.NDArray[np.float32]
-_ROWS_AT_ONCE = 64  # bounds the float64 copies: a large vocabulary has 2 MB in a row
+_ROWS_AT_ONCE = 64  # bounds the float64 copies: a row of a large vocabulary has 2 MB
 
 
 @dataclass(frozen=True)
 class RowDivergence:
-    """Position by position, so that parts of a text can be joined before they are summed up."""
+    """The divergence at each position, so that parts of a text can be concatenated before they are summarized."""
 
     kl: npt.NDArray[np.float64]  # (rows,), nats
-    is_same_top: npt.NDArray[np.bool_]  # (rows,): both find the same token likeliest
+    is_same_top: npt.NDArray[np.bool_]  # (rows,): both runs have the same most likely token
 
     @classmethod
     def between(cls, reference: Logits, logits: Logits) -> RowDivergence:
-        """Of two arrays of logits (rows, vocab)."""
+        """The divergence of two arrays of logits (rows, vocab)."""
         if reference.shape != logits.shape:
             raise ValueError(f"logits of shape {logits.shape} against a reference of {reference.shape}")
         starts = range(0, len(reference), _ROWS_AT_ONCE)
@@ -50,24 +50,24 @@ class RowDivergence:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Over all positions. KL in nats: 0 is no difference, 0.01 is hard to notice, 1 is another model."""
+    """Summary over all positions. KL in nats: 0 is no difference, 0.01 is hard to notice, 1 is another model."""
 
     kl_mean: float
     kl_median: float
     kl_p99: float  # 99 % of the positions have less
     kl_max: float
-    same_top: float  # share of positions where the likeliest token is the same
+    same_top: float  # share of positions with the same most likely token
 
 
 def compare(reference: Logits, logits: Logits) -> Divergence:
-    """How far `logits` (rows, vocab) are from those of a reference run."""
+    """The divergence of `logits` (rows, vocab) from those of a reference run."""
     return RowDivergence.between(reference, logits).summary()
 
 
 def _row_kl(reference: Logits, logits: Logits) -> npt.NDArray[np.float64]:
     expected, got = _log_softmax(reference), _log_softmax(logits)
     total: npt.NDArray[np.float64] = (np.exp(expected) * (expected - got)).sum(axis=1)
-    return total.clip(min=0.0)  # rounding alone makes it negative
+    return total.clip(min=0.0)  # only rounding errors can make it negative
 
 
 def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:

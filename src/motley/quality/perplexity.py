@@ -1,8 +1,8 @@
-"""Perplexity the way llama.cpp measures it, so that figures can be compared.
+"""Perplexity as llama.cpp measures it, so that figures can be compared.
 
-The text is cut into chunks of n_ctx tokens that do not overlap; what is left over is dropped. Each chunk is
-read from an empty cache, its first token replaced by the beginning-of-text token where the vocabulary wants
-one. The first half of a chunk is only context; the second is scored: position i, for n_ctx/2 <= i < n_ctx-1,
+The text is cut into chunks of n_ctx tokens that do not overlap; an incomplete last chunk is dropped. Each chunk is
+read from an empty cache, with its first token replaced by the beginning-of-text token if the vocabulary requires
+one. The first half of a chunk is only context; the second half is scored: position i, for n_ctx/2 <= i < n_ctx-1,
 predicts token i+1.
 
     perplexity = exp(mean(nll))     error = perplexity * std(nll) / sqrt(count - 1)
@@ -24,7 +24,7 @@ from motley.text import Tokenizer
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over the tokens scored so far; `+` takes the scores of more."""
+    """Sums over the tokens scored so far; `+` adds the scores of more tokens."""
 
     nll: float = 0.0  # negative log likelihood, in nats
     nll_squared: float = 0.0
@@ -73,7 +73,7 @@ def split_chunks(tokens: Sequence[int], n_ctx: int, bos_id: int | None) -> Itera
 
 
 def scored_rows(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Those of a chunk's logits (tokens, vocab) that predict a scored token: from the middle to the last but one."""
+    """The rows of a chunk's logits (tokens, vocab) that predict a scored token: from the middle to the last but one."""
     return logits[len(logits) // 2 : -1]
 
 

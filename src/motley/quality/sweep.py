@@ -1,4 +1,4 @@
-"""One cache type after another, on the same tokens in the same context; only the type differs."""
+"""Measures cache types one after another, on the same tokens in the same context; only the type differs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from motley.quality.perplexity import Score, read_chunks, scored_rows, second_ha
 from motley.quality.verdict import Verdict
 from motley.text import Tokenizer
 
-_IN_MEMORY = 256 << 20  # bytes of reference logits; more of them go to disk
+_IN_MEMORY = 256 << 20  # bytes of reference logits; larger ones are stored on disk
 
 Advance = Callable[[str], None]
-"""Called after each step of an exam with the name of the type that took it."""
+"""Called after each step of an evaluation with the name of the type that took it."""
 
 
 @dataclass(frozen=True)
-class Exam:
-    """What every type is put to."""
+class Evaluation:
+    """The tests that every type takes: chunks of text to score, and needles to recall."""
 
     n_ctx: int
     chunks: tuple[tuple[int, ...], ...]  # each of n_ctx tokens, read from an empty cache
@@ -47,8 +47,8 @@ class Exam:
         max_chunks: int | None = None,
         n_needles: int = 0,
         seed: int = 0,
-    ) -> Exam:
-        """The first chunks of a text, and needles hidden in passages of it that fill the context."""
+    ) -> Evaluation:
+        """An evaluation of the first chunks of a text, and of needles hidden in passages that fill the context."""
         chunks = read_chunks(tokenizer, text, n_ctx, max_chunks)
         needles: list[RecallPrompt] = []
         if n_needles:
@@ -63,11 +63,11 @@ class Exam:
 
 @dataclass(frozen=True)
 class TypeQuality:
-    """What one type costs and what it saves."""
+    """The quality and the memory of one type."""
 
     choice: CacheChoice
-    bytes_per_token: float  # K and V in all layers, by the table of types
-    bytes_per_token_allocated: float  # the same, as it lies in memory
+    bytes_per_token: float  # K and V in all layers, by the table of types, without padding
+    bytes_per_token_allocated: float  # the same, as allocated
     perplexity: float
     perplexity_error: float  # one standard error
     perplexity_change: float  # 0.01: one per cent more than the baseline's
@@ -89,25 +89,25 @@ class Report:
 
 def measure_types(
     model: str | os.PathLike[str],
-    exam: Exam,
+    evaluation: Evaluation,
     choices: Sequence[CacheChoice],
     *,
     baseline: CacheChoice = CacheChoice("f32", "f32"),
     advance: Advance = lambda name: None,
     **options: Any,
 ) -> Report:
-    """Put the baseline and then each choice to the exam. `options` go to `LLM`; each type loads its own.
+    """The report on the baseline and each choice. `options` are passed to `LLM`; each type loads the model again.
 
-    Where no rotation fits the model's heads, rotated choices are measured without, once.
+    If no rotation fits the model's heads, each type is measured once, without rotation.
     """
     choices = applicable(choices, read_params(read_spec(model)))
     with SpooledTemporaryFile(max_size=_IN_MEMORY) as file:
         reference = ReferenceLogits(file)
 
-        def sit(choice: CacheChoice) -> Sitting:
+        def evaluate(choice: CacheChoice) -> EvalRun:
             with LLM(
                 model,
-                n_ctx=exam.n_ctx,
+                n_ctx=evaluation.n_ctx,
                 n_parallel=1,
                 cache_type_k=choice.k,
                 cache_type_v=choice.v,
@@ -115,12 +115,12 @@ def measure_types(
                 prefix_cache=False,
                 **options,
             ) as llm:
-                return Sitting.of(choice, llm, exam, reference, lambda: advance(choice.name))
+                return EvalRun.of(choice, llm, evaluation, reference, lambda: advance(choice.name))
 
-        first = sit(baseline)
-        others = [sit(choice) for choice in choices]
+        first = evaluate(baseline)
+        others = [evaluate(choice) for choice in choices]
     return Report(
-        exam.n_ctx,
+        evaluation.n_ctx,
         first.nll.size,
         first.against(first),
         tuple(sitting.against(first) for sitting in others),
@@ -128,11 +128,11 @@ def measure_types(
 
 
 @dataclass(frozen=True, eq=False)
-class Sitting:
+class EvalRun:
     """One type's results, before they are compared with the baseline's."""
 
     choice: CacheChoice
-    nll: npt.NDArray[np.float64]  # of each scored token
+    nll: npt.NDArray[np.float64]  # one for each scored token
     divergence: Divergence
     recall: Recall | None
     bytes_per_token: float
@@ -143,13 +143,13 @@ class Sitting:
         cls,
         choice: CacheChoice,
         llm: LLM,
-        exam: Exam,
+        evaluation: Evaluation,
         reference: ReferenceLogits,
         advance: Callable[[], None],
-    ) -> Sitting:
-        """Take the exam. The first to do so gives the reference."""
+    ) -> EvalRun:
+        """Runs the evaluation with one type. The first run stores the reference logits."""
         nll, rows = [], []
-        for number, chunk in enumerate(exam.chunks):
+        for number, chunk in enumerate(evaluation.chunks):
             logits = llm.logits(chunk)
             nll.append(second_half_nll(logits, chunk))
             scored = scored_rows(logits)
@@ -160,14 +160,14 @@ class Sitting:
             choice,
             np.concatenate(nll),
             RowDivergence.join(rows).summary(),
-            measure_recall(llm, exam.needles, advance) if exam.needles else None,
+            measure_recall(llm, evaluation.needles, advance) if evaluation.needles else None,
             layout.bytes_per_token,
             layout.bytes_per_token_allocated,
         )
 
-    def against(self, baseline: Sitting) -> TypeQuality:
+    def against(self, baseline: EvalRun) -> TypeQuality:
         score = Score() + self.nll
-        ratio = Score() + (self.nll - baseline.nll)  # its perplexity is the quotient of the two perplexities
+        ratio = Score() + (self.nll - baseline.nll)  # its perplexity is the ratio of the two perplexities
         change = ratio.perplexity - 1
         return TypeQuality(
             self.choice,
@@ -182,21 +182,21 @@ class Sitting:
             Verdict.of(self.divergence.kl_mean, change - ratio.error, self._recall_kept(baseline)),
         )
 
-    def _recall_kept(self, baseline: Sitting) -> float:
+    def _recall_kept(self, baseline: EvalRun) -> float:
         if self.recall is None or baseline.recall is None or not baseline.recall.n_found:
-            return 1.0  # nothing that could be lost
+            return 1.0  # not measured, or the baseline found none: no loss
         return self.recall.share / baseline.recall.share
 
 
 class ReferenceLogits:
-    """The baseline's logits of each chunk, in a file: they can be more than fits into memory."""
+    """The baseline's logits of each chunk, in a file, because they may not fit into memory."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._places: list[tuple[int, tuple[int, ...]]] = []  # of each chunk: offset, shape
 
     def get(self, number: int, logits: Logits) -> Logits:
-        """The reference of a chunk; `logits` become it if there is none yet (chunks come in order)."""
+        """The reference logits of a chunk. If there are none yet, `logits` become them; chunks must come in order."""
         if number == len(self._places):
             self._places.append((self._file.seek(0, os.SEEK_END), logits.shape))
             self._file.write(logits.tobytes())

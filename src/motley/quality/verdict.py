@@ -1,6 +1,6 @@
 """The figures of a cache type as a plain sentence.
 
-A type gets the best verdict all of whose limits it keeps:
+A type gets the best verdict for which it is within all limits:
 
     verdict                   mean KL     perplexity     recall kept
     as good as f16            ≤ 0.001     ≤ +0.1 %       ≥ 99 %
@@ -8,9 +8,9 @@ A type gets the best verdict all of whose limits it keeps:
     noticeably worse          ≤ 0.1       ≤ +10 %        ≥ 80 %
     broken for this model     anything else
 
-KL in nats, against the baseline's predictions. The change of perplexity counts less its own standard error, so that
-a short text condemns no type by chance; one that falls counts as kept, since KL sees errors that happen to help.
-Recall is what is left of the baseline's, where it was measured.
+KL is in nats, against the baseline's predictions. The standard error is subtracted from the change of perplexity, so
+that a short text does not fail a type by chance. A lower perplexity is within all limits: KL still measures errors that
+happen to lower it. Recall is relative to the baseline's, if it was measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """From the best to the worst: (in words, most mean KL, most perplexity change, least recall kept)."""
+    """From the best to the worst: (in words, largest mean KL, largest perplexity change, smallest recall kept)."""
 
     AS_GOOD = ("as good as f16", 0.001, 0.001, 0.99)
     SLIGHTLY_WORSE = ("slightly worse", 0.01, 0.01, 0.95)
@@ -34,7 +34,7 @@ class Verdict(Enum):
 
     @classmethod
     def of(cls, kl_mean: float, perplexity_change: float, recall_kept: float = 1.0) -> Verdict:
-        """`perplexity_change`: 0.01 is one per cent more."""
+        """The verdict for these figures. `perplexity_change`: 0.01 is one per cent more."""
         for verdict in cls:
             if (
                 kl_mean <= verdict.kl_mean
@@ -42,4 +42,4 @@ class Verdict(Enum):
                 and recall_kept >= verdict.recall_kept
             ):
                 return verdict
-        return cls.BROKEN  # not even numbers
+        return cls.BROKEN  # NaN

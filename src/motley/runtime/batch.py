@@ -13,17 +13,19 @@ from motley.models import BatchShape
 
 
 class Chunk(NamedTuple):
-    """The next tokens of one sequence, whichever they are; the last `n_outputs` rows want logits."""
+    """The next tokens of one sequence (prompt or generated); logits are computed for the last `n_outputs` rows."""
 
     sequence: int
     start: int  # position of the first token
     n_tokens: int
     n_outputs: int
+    n_experts: int = 0  # experts that each token uses; 0: the number in the model file
+    n_layers: int = 0  # number of layers that run; 0: all
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Chunks side by side; a sequence has at most one."""
+    """The chunks of one batch, at most one for each sequence. All chunks run the same layers."""
 
     chunks: tuple[Chunk, ...]
 
@@ -32,6 +34,7 @@ class Batch:
         batch = Batch(tuple(chunks))
         assert len({c.sequence for c in batch.chunks}) == len(batch.chunks), "a sequence has two chunks"
         assert all(0 <= c.n_outputs <= c.n_tokens for c in batch.chunks), "more outputs than tokens"
+        assert len({c.n_layers for c in batch.chunks}) <= 1, "chunks run different layers"
         return batch
 
     @property
@@ -42,11 +45,20 @@ class Batch:
     def n_outputs(self) -> int:
         return sum(c.n_outputs for c in self.chunks)
 
+    @property
+    def n_layers(self) -> int:
+        """The number of layers that run; 0: all."""
+        return self.chunks[0].n_layers if self.chunks else 0
+
+    def n_experts(self, default: int) -> list[int]:
+        """The number of experts of each token; `default` where its chunk has 0."""
+        return [c.n_experts or default for c in self.chunks for _ in range(c.n_tokens)]
+
     def positions(self) -> list[int]:
         return [c.start + i for c in self.chunks for i in range(c.n_tokens)]
 
     def output_rows(self) -> list[int]:
-        """Rows that want logits, in the order of chunks."""
+        """The rows for which logits are computed, in the order of chunks."""
         rows: list[int] = []
         end = 0
         for c in self.chunks:
@@ -57,8 +69,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """A batch that lacks nothing but its tokens: they may still be in the making. See `Runner.place`."""
+    """A batch that is complete except for its token ids, which may not be computed yet. See `Runner.place`."""
 
     shape: BatchShape
     inputs: Mapping[str, torch.Tensor]  # int32, by name
-    cache: tuple[GroupBatch, ...]  # where it writes and reads, in each group of layers
+    cache: tuple[GroupBatch, ...]  # the slots and block tables of each group of layers

@@ -1,7 +1,7 @@
-"""What the KV cache costs, and what other types would: figures for one context length, side by side.
+"""Memory figures of the KV cache, and of the same cache in other types, for one context length.
 
-Two savings are kept apart: types (bytes per token) and paging (memory only for tokens that are there). Nothing here
-compares two lengths of context.
+Two savings are reported separately: types (bytes per token) and paging (memory only for stored tokens). All figures
+of one report are for the same context length.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from motley.runtime.caching import CachePlan, largest, plan_for_one
 from motley.runtime.fitting import CacheFit
 from motley.runtime.splitting import ModelSplit
 
-_MOST_TOKENS = 1 << 40  # where the search for the longest context ends
+_MOST_TOKENS = 1 << 40  # upper bound of the search for the longest context
 
 
 @dataclass(frozen=True)
 class GroupFigures:
-    """Layers that share block tables."""
+    """Figures of one group: layers that share block tables."""
 
     name: str
     n_layers: int
@@ -30,7 +30,7 @@ class GroupFigures:
 
 @dataclass(frozen=True)
 class TypeFigures:
-    """K and V both in one type: what that would mean for the same context, and in the same bytes."""
+    """K and V both in one type: bytes for the same context, and the longest context in the same bytes."""
 
     name: str
     bytes_per_token: float
@@ -59,16 +59,16 @@ class CacheFigures:
     n_ctx: int
     groups: tuple[GroupFigures, ...]
     bytes_per_token: float  # in all layers, by the table of types
-    bytes_per_token_allocated: float  # as it lies in memory: with padding, and KV heads that are stored twice
+    bytes_per_token_allocated: float  # as allocated: with padding and repeated KV heads
     context_bytes: int  # one sequence of the whole context, in blocks
-    budget: int  # bytes over all devices that bound `longest_context`: the limit, or else what is reserved
+    budget: int  # bytes over all devices that bound `longest_context`: the given limit, or the reserved bytes
     longest_context: int | None
     types: tuple[TypeFigures, ...]
 
 
 @dataclass(frozen=True)
 class KVStats:
-    """The cache at one moment: its layout, what is in it, and its bytes on each device."""
+    """The cache at one moment: its layout, its contents, and its bytes on each device."""
 
     layout: CacheFigures
     use: CacheStats
@@ -92,13 +92,13 @@ class KVStats:
 
     @property
     def waste_percent(self) -> float:
-        """Slots of used blocks that hold no token, of all slots of used blocks."""
+        """Per cent of the slots of used blocks that hold no token."""
         n_slots = sum(group.n_slots_used for group in self.use.groups)
         return 100 * sum(group.n_slots_wasted for group in self.use.groups) / n_slots if n_slots else 0.0
 
 
 def cache_figures(split: ModelSplit, fit: CacheFit, allocated: Sequence[int] | None = None) -> CacheFigures:
-    """`allocated`: bytes of each group over all devices, where there are arenas to ask; else by the plan."""
+    """The figures of a cache. `allocated`: bytes of each group over all devices; None: computed from the plan."""
     plan, n_ctx = fit.plan, split.options.n_ctx
     config, devices = plan.config, range(len(plan.heads))
     bytes_of_groups = allocated or [
@@ -136,7 +136,7 @@ def _type_figures(split: ModelSplit, fit: CacheFit, kind: CacheType, budget: int
 
 
 def _bytes_by_table(split: ModelSplit, k_type: CacheType, v_type: CacheType) -> float:
-    """What one token's K and V are in all layers, each KV head once and without padding."""
+    """Bytes of one token's K and V in all layers, counting each KV head once and without padding."""
     params = split.params
     n_values = params.n_layers * params.n_kv_heads * params.head_dim
     return n_values * (k_type.tile_bytes + v_type.tile_bytes) / TILE
@@ -148,7 +148,7 @@ def _context_bytes(plan: CachePlan, n_tokens: int, n_batch: int) -> int:
 
 
 def _budget(fit: CacheFit) -> int:
-    """What the cache may take: the given limits, or else what it does take."""
+    """Bytes that the cache may take: the given limit, or else its planned size."""
     reserved = sum(fit.plan.n_bytes(device) for device in range(len(fit.plan.heads)))
     rooms = [room for room in fit.room if room is not None]
     if fit.plan.config.max_bytes is not None:
@@ -157,7 +157,7 @@ def _budget(fit: CacheFit) -> int:
 
 
 def _longest_context(plan: CachePlan, fit: CacheFit, budget: int) -> int | None:
-    """Tokens of one sequence, such that the devices' room and the budget suffice; None if there is no bound."""
+    """The most tokens of one sequence that fit into the devices' room and the budget; None if there is no bound."""
 
     def fits(n_tokens: int) -> bool:
         one = plan_for_one(plan, n_tokens, fit.n_batch)
@@ -165,4 +165,4 @@ def _longest_context(plan: CachePlan, fit: CacheFit, budget: int) -> int | None:
         return sum(each) <= budget and all(r is None or n <= r for n, r in zip(each, fit.room, strict=True))
 
     n_tokens = largest(_MOST_TOKENS, fits)
-    return None if n_tokens == _MOST_TOKENS else n_tokens  # where every layer has a window
+    return None if n_tokens == _MOST_TOKENS else n_tokens  # no bound: every layer has a window

@@ -1,4 +1,4 @@
-"""How large the KV cache is and how it lies: groups of layers, blocks, bytes on each device."""
+"""The size and the layout of the KV cache: groups of layers, blocks, bytes on each device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 
 from motley.errors import CacheError, ConfigError
 from motley.graph import CACHE, Graph
-from motley.graph.ops import Attention
+from motley.graph.ops import Attention, cache_layer
 from motley.kvcache.arena import Arena, LayerGroup
 from motley.kvcache.paging import can_page_on_demand
 from motley.kvcache.sequences import GroupSpec
 from motley.kvcache.types import CacheType
-from motley.models import cache_layer
 from motley.split.localize import LocalGraph
 from motley.units import show_bytes
 
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """What the user asked of the cache. At most one of the limits is given."""
+    """The user's options for the cache. At most one of the limits is given."""
 
     k_type: CacheType
     v_type: CacheType
@@ -58,7 +57,7 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that forget alike: those with the same window, or with none."""
+    """Layers with the same attention window, or all layers without one. They share block tables."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -76,13 +75,18 @@ class CachePlan:
     config: CacheConfig
     head_dim: int
     groups: tuple[CacheGroup, ...]
-    heads: tuple[dict[int, int], ...]  # for each device: KV heads of each layer that it has
+    heads: tuple[dict[int, int], ...]  # for each device: layer → number of its KV heads there
 
     def group_specs(self) -> list[GroupSpec]:
         return [GroupSpec(group.name, group.n_blocks, group.window) for group in self.groups]
 
+    def group_of_layers(self) -> list[int]:
+        """The group number of each layer."""
+        groups = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
+        return [groups[layer] for layer in sorted(groups)]
+
     def arena(self, device: int, place: torch.device = CPU) -> Arena:
-        """The device's part, in the memory of `place`."""
+        """Allocates the device's part of the cache in the memory of `place`."""
         heads = self.heads[device]
         groups = [
             LayerGroup(group.layers, tuple(heads.get(layer, 0) for layer in group.layers), group.n_blocks)
@@ -119,7 +123,7 @@ def plan_cache(
     n_parallel: int,
     room: Sequence[int | None],
 ) -> CachePlan:
-    """The largest cache within the limits. `room`: bytes that each device has left for it; None: no limit.
+    """The plan of the largest cache within the limits. `room`: bytes left for it on each device; None: no limit.
 
     Full-attention layers get as many tokens as the limit allows, by default all that `n_parallel` sequences of
     `n_ctx` tokens can use. Sliding-window layers get what the windows of those sequences need.
@@ -131,7 +135,7 @@ def plan_cache(
     size = config.block_size
     most = n_parallel * -(-n_ctx // size)
     if config.max_tokens is not None:
-        most = config.max_tokens // size  # a hard limit: a block that does not fit as a whole is not there
+        most = config.max_tokens // size  # a hard limit: only whole blocks count
 
     def sized(n_blocks: int) -> CachePlan:
         return _sized(plan, n_blocks, n_batch, n_parallel)
@@ -164,7 +168,7 @@ def plan_for_one(plan: CachePlan, n_tokens: int, n_batch: int) -> CachePlan:
 
 
 def _sized(plan: CachePlan, n_blocks: int, n_batch: int, n_parallel: int) -> CachePlan:
-    """With `n_blocks` for full attention, and for windows what `n_parallel` sequences can see in a batch."""
+    """The plan with `n_blocks` for full attention, and for windows the blocks that `n_parallel` sequences need."""
     size = plan.config.block_size
     counts = (
         n_blocks if g.window is None else min(n_blocks, n_parallel * (-(-(g.window + n_batch) // size) + 1))
@@ -192,10 +196,10 @@ def _groups(graph: Graph) -> tuple[CacheGroup, ...]:
     for node in graph.nodes:
         if isinstance(node.op, Attention):
             cache = node.inputs[1].inputs[0]
-            windows.setdefault(node.op.window, []).append(cache_layer(cache.name))
+            windows.setdefault(node.op.window, []).append(cache_layer(cache))
     ordered = sorted(windows.items(), key=lambda item: (item[0] is not None, item[0] or 0))
     return tuple(CacheGroup(window, tuple(layers)) for window, layers in ordered)
 
 
 def _heads(graph: Graph) -> dict[int, int]:
-    return {cache_layer(node.name): node.shape[0] for node in graph.inputs if node.dtype == CACHE}
+    return {cache_layer(node): node.shape[0] for node in graph.inputs if node.dtype == CACHE}

@@ -1,4 +1,4 @@
-"""Cores of this machine, by number or by NUMA node, for devices that keep to theirs."""
+"""Parses lists of cores, by number or by NUMA node, for devices whose threads are pinned."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from motley.errors import DeviceError
 
-NODES = Path("/sys/devices/system/node")  # where Linux tells which cores are close to which memory
+NODES = Path("/sys/devices/system/node")  # Linux lists the cores of each NUMA node here
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """`0-7`, `0+2+4`, `0-3+8-11` or `node0`; DeviceError for cores that this process may not use."""
+    """The cores named by `0-7`, `0+2+4`, `0-3+8-11` or `node0`; DeviceError for cores this process may not use."""
     if not hasattr(os, "sched_getaffinity"):
         raise DeviceError("this system does not bind threads to cores", hint="say cpu, and -t for threads")
     allowed = os.sched_getaffinity(0)
@@ -33,7 +33,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def _cores_of_node(name: str, allowed: set[int]) -> tuple[int, ...]:
-    """Those of a NUMA node that this process may use."""
+    """The cores of a NUMA node that this process may use."""
     nodes = {path.parent.name: path for path in sorted(NODES.glob("node*/cpulist"))}
     if name not in nodes:
         raise DeviceError(f"cpu:{name}: no such NUMA node", hint=f"there are: {', '.join(nodes) or 'none'}")
@@ -47,7 +47,7 @@ def _cores_of_node(name: str, allowed: set[int]) -> tuple[int, ...]:
 
 
 def _numbers(parts: list[str]) -> list[int]:
-    """The numbers of ranges such as 0-3 and 8, in their order; none if one of them is no range."""
+    """The numbers in ranges such as 0-3 and 8, in the given order; empty if one of them is not a range."""
     numbers: list[int] = []
     for part in parts:
         match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part)
@@ -61,7 +61,7 @@ def _numbers(parts: list[str]) -> list[int]:
 
 
 def _spell(cores: list[int] | set[int]) -> str:
-    """Cores as a user writes them."""
+    """Cores in the notation that `parse_cores` reads."""
     runs = [
         [core for _, core in run]
         for _, run in groupby(enumerate(sorted(cores)), key=lambda pair: pair[1] - pair[0])

@@ -10,7 +10,7 @@ import torch
 
 from motley.errors import ConfigError, DeviceError
 from motley.runtime.cores import parse_cores
-from motley.split.placement import LAYER, NONE, SPLIT_MODES
+from motley.split.placement import AUTO, EXPERT_SPLITS, LAYER, NONE, SPLIT_MODES
 from motley.units import parse_bytes
 
 
@@ -20,7 +20,7 @@ class Device:
 
     name: str
     memory: int | None = None  # bytes it may use; None: as much as there is
-    cores: tuple[int, ...] = ()  # one for each of its threads, which stay there; none: any
+    cores: tuple[int, ...] = ()  # one for each of its threads, which are pinned to it; empty: any core
 
     @property
     def is_gpu(self) -> bool:
@@ -29,24 +29,25 @@ class Device:
 
 @dataclass(frozen=True)
 class Crew:
-    """Devices, how the model is split over them, and their shares (which sum to anything above 0)."""
+    """Devices, how the model is split over them, and their shares (of any positive sum)."""
 
     devices: tuple[Device, ...]
     mode: str
     shares: tuple[Fraction, ...]
+    experts: str = AUTO  # how experts are shared out in tensor mode
 
     def __len__(self) -> int:
         return len(self.devices)
 
     def label(self, index: int) -> str:
-        """How messages call a device: `cpu`, or `cpu#1` where there are several."""
+        """The name of a device in messages: `cpu`, or `cpu#1` if several devices have this name."""
         name = self.devices[index].name
         is_alone = sum(device.name == name for device in self.devices) == 1
         return name if is_alone else f"{name}#{index}"
 
     def threads(self, asked: int | None) -> list[int]:
-        """Threads of each device: one for each of its cores; devices that name none share the rest of what was asked
-        for (by default, of what torch would use) evenly, and each has at least one.
+        """The number of threads of each device: one for each of its cores. Devices without cores share the rest of
+        `asked` (default: torch's number of threads) evenly, with at least one each.
         """
         n_bound = sum(len(device.cores) for device in self.devices)
         n_free = sum(not device.cores for device in self.devices)
@@ -70,12 +71,17 @@ def make_crew(
     split_mode: str | None = None,
     tensor_split: str | Sequence[float] | None = None,
     device_memory: str | Sequence[str | int] | None = None,
+    split_experts: str = AUTO,
 ) -> Crew:
-    """Check and complete what the user said. Shares default to the memory budgets, and those to equality."""
+    """A checked crew with defaults. Shares default to the memory budgets; without budgets, to equal shares."""
     names = _names(devices)
     mode = split_mode or (NONE if len(names) == 1 else LAYER)
     if mode not in SPLIT_MODES:
         raise ConfigError(f"unknown split mode {mode!r}", hint=f"there are: {', '.join(SPLIT_MODES)}")
+    if split_experts not in EXPERT_SPLITS:
+        raise ConfigError(
+            f"unknown way to split experts {split_experts!r}", hint=f"there are: {', '.join(EXPERT_SPLITS)}"
+        )
     budgets = [parse_bytes(value) for value in _listed(device_memory or ())]
     if budgets and len(budgets) != len(names):
         raise ConfigError(
@@ -84,7 +90,7 @@ def make_crew(
     shares = _shares(tensor_split, budgets, len(names))
     memory: Sequence[int | None] = budgets or [None] * len(names)
     crew = tuple(map(Device, names, memory, _cores(names)))
-    return Crew(crew[:1], mode, (Fraction(1),)) if mode == NONE else Crew(crew, mode, shares)
+    return Crew(crew[:1], mode, (Fraction(1),)) if mode == NONE else Crew(crew, mode, shares, split_experts)
 
 
 def _names(devices: str | Sequence[str]) -> list[str]:
@@ -100,7 +106,10 @@ def _names(devices: str | Sequence[str]) -> list[str]:
 
 
 def _cores(names: Sequence[str]) -> list[tuple[int, ...]]:
-    """Of each device, as `cpu:0-7` names them. Two devices that wait for each other on one core would hardly move."""
+    """The cores of each device, from names such as `cpu:0-7`.
+
+    Two devices may not share a core: each would wait in collectives while the other needs the core.
+    """
     cores = [parse_cores(name.removeprefix("cpu:")) if name.startswith("cpu:") else () for name in names]
     owners: dict[int, str] = {}
     for name, own in zip(names, cores, strict=True):
@@ -120,7 +129,7 @@ def _shares(
     if not values:
         return tuple(Fraction(b) for b in budgets) or (Fraction(1),) * n_devices
     try:
-        # Exponents through float: an absurd one is infinite at once, not a number of a million digits.
+        # Exponents go through float: a huge one becomes infinity, not an integer of a million digits.
         shares = tuple(Fraction(float(v)) if "e" in v.lower() else Fraction(v) for v in values)
     except (ValueError, OverflowError, ZeroDivisionError):
         raise ConfigError(f"tensor split {asked!r} is no list of numbers", hint="for example 3,1") from None

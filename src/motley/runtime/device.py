@@ -1,4 +1,4 @@
-"""`DeviceRunner`: one device's weights, its part of the cache, and how its plans are made."""
+"""`DeviceRunner`: one device's weights, its part of the cache, and its plans."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from motley.backends import Backend, Executable
-from motley.formats import PackedTensor
+from motley.backends import Backend, Executable, LoadedWeight
 from motley.graph import CACHE, Graph
-from motley.kvcache.arena import Arena
+from motley.graph.ops import cache_layer
+from motley.kvcache.arena import Arena, ArenaLayer
 from motley.kvcache.sequences import BlockCopy, BlockShift
-from motley.models import BatchShape, cache_layer
+from motley.models import BatchShape
 from motley.plan import DevicePlan, Kernel
 from motley.runtime.batch import PlacedBatch
-from motley.runtime.shifting import KeyTurner
+from motley.runtime.shifting import KeyRotator
 
 
 class DeviceRunner:
@@ -25,7 +25,7 @@ class DeviceRunner:
     def __init__(
         self,
         backend: Backend,
-        weights: Mapping[str, PackedTensor],
+        weights: Mapping[str, LoadedWeight],
         arena: Arena,
         build: Callable[[BatchShape], Graph],
         collectives: Kernel,
@@ -39,33 +39,37 @@ class DeviceRunner:
         self.arena = arena
 
     def prepare(self, shape: BatchShape) -> Executable:
-        """What runs batches of a shape."""
+        """The executable for batches of a shape."""
         plan = DevicePlan.of(self._build(shape), self._kernels)
         return self._backend.prepare(plan, self._weights)
 
     def begin(
         self, batch: PlacedBatch, inputs: Mapping[str, torch.Tensor], copies: Sequence[BlockCopy]
     ) -> dict[str, Any]:
-        """What an executable takes for a batch: its inputs and the cache, in which copies are made now."""
-        self.arena.begin(batch.cache, copies)
-        return {**self._layers, **inputs}
+        """The arguments of an executable for a batch: its inputs, and each cache layer with the batch's block tables.
+
+        Also performs the block copies.
+        """
+        self.arena.prepare(batch.cache, copies)
+        caches = {name: layer.on(batch.cache[layer.group]) for name, layer in self._layers.items()}
+        return {**caches, **inputs}
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
         """Move cached K/V to earlier positions."""
-        self.arena.shift(shifts, self.key_turner)
+        self.arena.shift(shifts, self.key_rotator)
 
     @cached_property
-    def _layers(self) -> dict[str, Any]:
+    def _layers(self) -> dict[str, ArenaLayer]:
         """Cache layers by the name of the graph's input; the same for all batches."""
-        names = [node.name for node in self._build(BatchShape(1, 1)).inputs if node.dtype == CACHE]
-        return {name: self.arena.layer(cache_layer(name)) for name in names}
+        caches = [node for node in self._build(BatchShape(1, 1)).inputs if node.dtype == CACHE]
+        return {node.name: self.arena.layer(cache_layer(node)) for node in caches}
 
     @cached_property
-    def key_turner(self) -> KeyTurner:
-        """CacheError if this model's keys cannot move."""
-        return KeyTurner(self._build(BatchShape(1, 1)), self._weights)
+    def key_rotator(self) -> KeyRotator:
+        """Rotates cached keys to other positions. CacheError if this model's keys cannot be rotated."""
+        return KeyRotator(self._build(BatchShape(1, 1)), self._weights)
 
     @property
     def n_weight_bytes(self) -> int:
-        """Of what was loaded; tables that stay mapped do not count."""
+        """Bytes of the loaded weights, without tables that stay mapped."""
         return self._n_weight_bytes

@@ -1,4 +1,4 @@
-"""The cache of a crew as if it were one device's: K/V of a layer with all heads in the model's order, out and in."""
+"""Reads and writes the K/V of a layer with all heads in the model's order, independent of the split."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from hashlib import blake2b
 
 import torch
 
-from motley.graph.ops import CacheStore, Rope, Weight
+from motley.graph.ops import CacheStore, Rope, Weight, cache_layer
 from motley.kvcache.arena import Arena
 from motley.kvcache.session_file import Identity
 from motley.kvcache.types import TILE, CacheType
-from motley.models import BatchShape, cache_layer
+from motley.models import BatchShape
 from motley.ownership import Split
 from motley.runtime.caching import CachePlan
 from motley.runtime.splitting import ModelSplit
 from motley.split.collectives import put, take
 
-_SAMPLE_BYTES = 4096  # of each end of each tensor: enough to tell a model from its fine-tuned sister
+_SAMPLE_BYTES = 4096  # of each end of each tensor: enough to tell a model from a fine-tuned version of it
 
 Planes = dict[str, torch.Tensor]  # by name: (tokens, heads, tiles, width)
 
 
 class CacheExchange:
-    """Reads and writes planes of whole layers, wherever their heads are."""
+    """Reads and writes planes of whole layers, whichever devices own their heads."""
 
     def __init__(self, split: ModelSplit, plan: CachePlan, arenas: Sequence[Arena]) -> None:
         whole = split.split(BatchShape(1, 1))
@@ -36,11 +36,11 @@ class CacheExchange:
         for node in whole.graph.nodes:
             if isinstance(node.op, CacheStore):
                 state = whole.ways[node].inputs[0]
-                layer = cache_layer(node.inputs[0].name)
+                layer = cache_layer(node.inputs[0])
                 self._words[layer] = state.word if isinstance(state, Split) else None
 
     def read(self, layer: int, slots: Sequence[int]) -> list[Planes]:
-        """K and V, each KV head once."""
+        """The planes of K and of V, with each KV head once."""
         whole = [self._empty(kind, len(slots), self._n_heads * self._repeat) for kind in self._kinds]
         for device, arena in enumerate(self._arenas):
             for part, planes in zip(arena.gather(layer, torch.tensor(slots)), whole, strict=True):
@@ -49,7 +49,7 @@ class CacheExchange:
         return [{name: items[:, :: self._repeat] for name, items in planes.items()} for planes in whole]
 
     def write(self, layer: int, slots: Sequence[int], planes: Sequence[Planes]) -> None:
-        """The reverse of `read`; heads that several devices have are stored by each."""
+        """Stores planes as `read` returns them; a repeated head is stored on each device that has it."""
         whole = [
             {name: items.repeat_interleave(self._repeat, 1) for name, items in part.items()}
             for part in planes
@@ -61,7 +61,7 @@ class CacheExchange:
             arena.scatter(layer, torch.tensor(slots), parts)
 
     def part_sizes(self, n_tokens: int) -> Iterator[list[tuple[str, tuple[int, ...], torch.dtype]]]:
-        """Of K, then of V: name, shape and type of each plane of `n_tokens` tokens."""
+        """Name, shape and type of each plane of `n_tokens` tokens: first those of K, then those of V."""
         for kind in self._kinds:
             empty = self._empty(kind, n_tokens, self._n_heads)
             yield [(name, tuple(items.shape), items.dtype) for name, items in empty.items()]
@@ -85,15 +85,18 @@ class CacheExchange:
 
 
 def to_bytes(planes: Mapping[str, torch.Tensor]) -> bytes:
-    """All planes, one after the other."""
+    """The bytes of all planes, concatenated."""
     return b"".join(items.contiguous().view(torch.uint8).numpy().tobytes() for items in planes.values())
 
 
-def identity_of(split: ModelSplit, plan: CachePlan) -> Identity:
-    """What a saved cache must agree on with this model. Reads a little of each tensor."""
+def identity_of(split: ModelSplit, plan: CachePlan, salt: bytes = b"") -> Identity:
+    """The properties in which a saved cache must agree with this model. `salt`: that of the prefix key.
+
+    Reads a few bytes of each tensor.
+    """
     params, options = split.params, split.options
     return Identity(
-        model=_fingerprint(split),
+        model=_fingerprint(split, salt),
         cache_type_k=plan.config.k_type.name,
         cache_type_v=plan.config.v_type.name,
         k_rotation=options.k_rotation,
@@ -104,10 +107,10 @@ def identity_of(split: ModelSplit, plan: CachePlan) -> Identity:
     )
 
 
-def _fingerprint(split: ModelSplit) -> str:
-    """Of the numbers, the ropes (they may depend on the context's size) and samples of all weights."""
+def _fingerprint(split: ModelSplit, salt: bytes) -> str:
+    """A hash of the parameters, of the ropes (they may depend on the context size) and of samples of all weights."""
     state = blake2b(digest_size=32)
-    state.update(repr(split.params).encode())
+    state.update(repr(split.params).encode() + salt)
     for node in split.split(BatchShape(1, 1)).graph.nodes:
         if isinstance(node.op, Rope):
             sources = [t.op.source for t in node.inputs if isinstance(t.op, Weight)]

@@ -1,4 +1,4 @@
-"""Why a model lies as it does: tensors, bytes and collectives, as plain data. Nothing is loaded for it."""
+"""How a model is split and why: tensors, bytes and collectives, as plain data. Loads nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from motley.graph import CACHE, Tensor
-from motley.graph.ops import Weight
-from motley.models import BatchShape, cache_layer
+from motley.graph.ops import CacheInput, Weight, cache_layer
+from motley.models import BatchShape
 from motley.ownership import Mirrored, Split, State
 from motley.runtime.loading import lookup_tables, packed_bytes, weight_bytes
 from motley.runtime.splitting import ModelSplit
@@ -51,7 +51,11 @@ class Section(TypedDict):
 class Explanation(TypedDict):
     model: str
     split_mode: str
-    kv_repeat: int  # how many times each KV head is stored
+    kv_repeat: int  # how many copies of each KV head are stored
+    split_experts: (
+        str  # ffn: a part of every expert on each device; whole: whole experts; "": no experts are cut
+    )
+    split_experts_reason: str
     devices: list[DeviceRow]
     sections: list[Section]
     collectives: dict[str, int]  # how many of each kind, for one token
@@ -59,7 +63,7 @@ class Explanation(TypedDict):
 
 
 def explain(split: ModelSplit) -> Explanation:
-    """Everything about a split, for one token."""
+    """The states, bytes and collectives of a split, for one token."""
     batch = BatchShape(1, 1)
     whole = split.split(batch)
     shares = [split.share(device, batch) for device in range(len(split.crew))]
@@ -80,10 +84,13 @@ def explain(split: ModelSplit) -> Explanation:
     total = sum(split.crew.shares)
     loaded = [weight_bytes(share) for share in shares]
     kinds = [t.kind for t in whole.collectives]
+    experts = split.placement.experts
     return Explanation(
         model=str(split.spec.path),
         split_mode=split.crew.mode,
         kv_repeat=split.options.kv_repeat,
+        split_experts="" if experts is None else experts.way,
+        split_experts_reason="" if experts is None else experts.reason,
         devices=[
             DeviceRow(
                 device=split.crew.label(i),
@@ -101,11 +108,11 @@ def explain(split: ModelSplit) -> Explanation:
 
 
 def _section(node: Tensor) -> str:
-    """Where a tensor belongs by its name; "" if that does not say."""
+    """The section of a tensor by its name; "" if the name does not tell."""
     if node.name.startswith("blk."):
         return ".".join(node.name.split(".")[:2])
-    if node.dtype == CACHE:
-        return f"blk.{cache_layer(node.name)}"
+    if isinstance(node.op, CacheInput):
+        return f"blk.{cache_layer(node)}"
     if node.name.startswith(("output", "logits")):
         return "output"
     return "input" if node.name.startswith(("token", "positions", "embedding")) else ""
@@ -127,7 +134,7 @@ def _tensor(split: SplitGraph, shares: Sequence[LocalGraph], node: Tensor, *, is
 
 
 def _laid_out(split: SplitGraph, node: Tensor) -> State:
-    """A source that was left mirrored lies as its first user takes it."""
+    """The state of a tensor; for a source that inference left mirrored, the state in which its first user reads it."""
     state = split.state(node)
     if isinstance(state, Mirrored) and isinstance(node.op, Weight):
         return next((t.target for t in split.transitions if t.tensor is node), state)
@@ -135,13 +142,13 @@ def _laid_out(split: SplitGraph, node: Tensor) -> State:
 
 
 def _loaded(share: LocalGraph, weight: Tensor) -> int:
-    """Bytes that a device loads of a weight, in all the ways it lies there."""
+    """Bytes that a device loads of a weight, summed over all states in which the device holds it."""
     return sum(packed_bytes(part) for part in share.graph.weights if original_name(part.name) == weight.name)
 
 
 def _collective(transition: Transition) -> CollectiveRow:
     user = transition.user
-    who = f"{user.op.name} {user.name}".strip() if user is not None else "whoever asked for the result"
+    who = f"{user.op.name} {user.name}".strip() if user is not None else "the graph's output"
     return CollectiveRow(
         kind=transition.kind,
         tensor=transition.tensor.name or transition.tensor.op.name,

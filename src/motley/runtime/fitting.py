@@ -1,9 +1,11 @@
-"""From what the user asked of the cache to the cache that budgets and limits leave room for. Loads nothing."""
+"""Computes the cache that fits the user's options, the memory budgets and the limits. Loads nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from motley.backends import Backend
 from motley.gguf import ModelSpec
 from motley.models import BatchShape, DecoderParams, GraphOptions, rotation_size
 from motley.runtime.budget import device_needs, room_for_cache
@@ -12,17 +14,16 @@ from motley.runtime.crew import Crew
 from motley.runtime.splitting import ModelSplit
 
 MAX_LOGIT_ROWS = 64  # of logits in one pass: more would take more memory than all other activations
-_DEFAULT_CTX = 4096  # at most, where the model allows more and nobody asked
 
 
 def default_context(params: DecoderParams) -> int:
-    """Tokens a sequence may have, where nobody says how many."""
-    return min(params.n_ctx_train, _DEFAULT_CTX)
+    """The model's own context length in tokens: the default where memory does not matter."""
+    return params.n_ctx_train
 
 
 @dataclass(frozen=True)
 class CacheFit:
-    """A cache that fits, and what it had to fit into."""
+    """A cache that fits, and the limits that it fits into."""
 
     plan: CachePlan
     room: tuple[int | None, ...]  # bytes that each device has for it; None: no limit
@@ -32,7 +33,7 @@ class CacheFit:
 def split_model(
     spec: ModelSpec, params: DecoderParams, crew: Crew, cache: CacheConfig, *, n_ctx: int, rotate: bool
 ) -> ModelSplit:
-    """The model on the crew; with `rotate`, K and V are rotated where their type is quantized."""
+    """The split of the model over the crew. With `rotate`, K and V of quantized types are rotated."""
     size = rotation_size(params.head_dim) if rotate else 0
     options = GraphOptions(
         n_ctx,
@@ -42,12 +43,14 @@ def split_model(
     return ModelSplit(spec, params, crew, options)
 
 
-def fit_cache(split: ModelSplit, config: CacheConfig, *, n_batch: int, n_parallel: int) -> CacheFit:
-    """The largest cache that has room; refuses, before anything is loaded, what cannot be."""
+def fit_cache(
+    split: ModelSplit, backends: Sequence[Backend], config: CacheConfig, *, n_batch: int, n_parallel: int
+) -> CacheFit:
+    """The largest cache that fits. Raises, before anything is loaded, if none fits."""
     n_ctx, smallest = split.options.n_ctx, BatchShape(1, 1)
     n_tokens = min(n_batch, n_parallel * n_ctx)
-    needs = device_needs(split, BatchShape(n_tokens, min(n_tokens, max(n_parallel, MAX_LOGIT_ROWS))))
-    room = room_for_cache(split, needs)
+    largest = BatchShape(n_tokens, min(n_tokens, max(n_parallel, MAX_LOGIT_ROWS)))
+    room = room_for_cache(split, backends, device_needs(split, backends, largest))
     plan = plan_cache(
         split.split(smallest).graph,
         [split.share(device, smallest) for device in range(len(split.crew))],

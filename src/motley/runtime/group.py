@@ -1,7 +1,7 @@
-"""Devices that work on one batch together, and how they talk.
+"""Devices that work on one batch together, and their communication.
 
-`Communicator` is the whole interface: one for each device. `ThreadGroup` is the in-process implementation, a thread
-for each device; processes can be another.
+`Communicator` is the whole interface; each device has one. `ThreadGroup` is the in-process implementation, with one
+thread for each device; an implementation with processes is possible.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from motley.backends.cpu import NativeHungUpError, meeting_place
+from motley.backends import Rendezvous
 from motley.errors import DeviceError, MotleyError
-from motley.graph import Tensor
 from motley.ownership import Word
-from motley.plan import Launch
+from motley.plan import Launch, Single, Stage
 from motley.split.collectives import (
     AllGather,
     AllReduce,
@@ -36,12 +36,14 @@ T = TypeVar("T")
 
 
 class Communicator(Protocol):
-    """One device's line to the others. All make the same calls in the same order (send and receive: both ends)."""
+    """One device's connection to the others. All devices make the same calls in the same order; only the sender and
+    the receiver of a message call `send` and `receive`.
+    """
 
     device: int
 
     def exchange(self, part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-        """Everybody's tensors, by device. They may be read until the next call."""
+        """The tensors of all devices, in the order of devices. They may be read until the next call."""
         ...
 
     def send(self, tensor: torch.Tensor, target: int) -> None: ...
@@ -50,20 +52,22 @@ class Communicator(Protocol):
 
 
 class CollectiveKernel:
-    """Runs collectives on a communicator. Sums are made in the order of devices, so all of them get the same bits."""
+    """Runs collectives on a communicator. Addends are summed in the order of devices: all devices get the same bits."""
 
     name = "collective"
 
     def __init__(self, line: Communicator) -> None:
         self._line = line
-        # Native programs meet there by themselves, where the line has such a place: (place, device).
-        self.meeting: tuple[Any, int] | None = getattr(line, "meeting", None)
+        # The rendezvous where executables do collectives by themselves, if the communicator has one, and this device.
+        self.rendezvous: tuple[Rendezvous, int] | None = getattr(line, "rendezvous", None)
 
-    def supports(self, node: Tensor) -> str | None:
-        return None if isinstance(node.op, Collective) else "no collective"
+    def supports(self, stage: Stage) -> str | None:
+        is_collective = isinstance(stage, Single) and isinstance(stage.node.op, Collective)
+        return None if is_collective else "no collective"
 
-    def prepare(self, node: Tensor) -> Launch:
-        op, line = node.op, self._line
+    def prepare(self, stage: Stage) -> Launch:
+        assert isinstance(stage, Single)
+        op, line = stage.node.op, self._line
 
         def launch(inputs: Sequence[Any], out: Any) -> Any:
             match op:
@@ -108,70 +112,80 @@ class ThreadGroup:
         self,
         n_threads: Sequence[int],
         cores: Sequence[Sequence[int]] | None = None,
-        *,
-        is_native: bool = True,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
-        """For each device, its threads and the cores that they keep to. `is_native`: all run native code."""
+        """For each device, its number of threads and the cores that they are pinned to. `rendezvous`: where the
+        executables of all devices do collectives without this group.
+        """
         n_devices = len(n_threads)
         self._barrier = threading.Barrier(n_devices)
-        # Where native programs meet; None without the compiled module, or with somebody who cannot come there.
-        self.native = meeting_place(n_devices) if is_native else None
+        self.rendezvous = rendezvous
         self._slots: list[list[torch.Tensor | None]] = [[None] * n_devices, [None] * n_devices]
         self._mail: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor | None]] = {
             (a, b): queue.SimpleQueue() for a in range(n_devices) for b in range(n_devices)
         }
         self._workers = list(map(_Worker, range(n_devices), n_threads, cores or [()] * n_devices))
-        self.close = weakref.finalize(self, _dismiss, self._workers)  # also when it is forgotten, and at exit
+        self.close = weakref.finalize(self, _dismiss, self._workers)  # also at garbage collection and at exit
         self.lines = [_Line(self, device) for device in range(n_devices)]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """`work(device)` on all devices at once; the first failure ends the others and is raised."""
+        """The results of `work(device)` on all devices at once. The first failure aborts the others and is raised.
+
+        An interrupt also aborts all devices. It is raised after every device has stopped working.
+        """
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        jobs = [_Job(work, self._hang_up, done) for _ in self._workers]
-        for worker, job in zip(self._workers, jobs, strict=True):
-            worker.jobs.put(job)
-        self._wait(jobs, done)
+        jobs = [_Job(work, self._abort_peers, done) for _ in self._workers]
+        try:
+            for worker, job in zip(self._workers, jobs, strict=True):
+                worker.jobs.put(job)
+            while not all(job.is_over for job in jobs):
+                done.get()
+        except BaseException:
+            self._settle(jobs)
+            raise
         errors = [job.error for job in jobs if job.error is not None]
         if errors:
             self._reset()
-            causes = [
-                error
-                for error in errors
-                if not isinstance(error, threading.BrokenBarrierError | _HungUpError | NativeHungUpError)
-            ]
+            causes = [error for error in errors if not self._is_consequence(error)]
             cause = causes[0] if causes else errors[0]
             if isinstance(cause, MotleyError):
                 raise cause
             raise DeviceError(f"a device failed: {cause}") from cause
         return [job.result for job in jobs]
 
-    def _wait(self, jobs: Sequence[_Job], done: queue.SimpleQueue[None]) -> None:
-        """Until all jobs are over. An interrupt is raised only then: no device is left in the middle of a batch."""
-        interrupt: KeyboardInterrupt | None = None
-        while not all(job.is_over for job in jobs):
-            try:
-                # A signal that an interrupt swallowed is missed for no longer than this.
-                done.get(timeout=0.1)
-            except queue.Empty:
-                pass
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+    def _is_consequence(self, error: BaseException) -> bool:
+        """Whether a device failed only because another device had failed."""
+        own = () if self.rendezvous is None else (self.rendezvous.aborted_error,)
+        return isinstance(error, (threading.BrokenBarrierError, _AbortedError, *own))
 
-    def _hang_up(self, device: int) -> None:
-        """A device has failed: whoever waits for it must not wait for ever."""
+    def _settle(self, jobs: Sequence[_Job]) -> None:
+        """Revokes jobs that have not begun and waits for the others, after an interrupt. Ignores further interrupts."""
+        while True:
+            try:
+                for job in jobs:
+                    job.revoke()
+                for device in range(len(self._workers)):
+                    self._abort_peers(device)
+                while not all(job.is_over for job in jobs):
+                    time.sleep(0.001)
+                self._reset()
+                return
+            except KeyboardInterrupt:
+                continue
+
+    def _abort_peers(self, device: int) -> None:
+        """Makes the devices that wait for a failed device fail too, so that they do not wait for ever."""
         self._barrier.abort()
-        if self.native is not None:
-            self.native.abort()
+        if self.rendezvous is not None:
+            self.rendezvous.abort()
         for (_, target), box in self._mail.items():
             if target != device:
                 box.put(None)
 
     def _reset(self) -> None:
         self._barrier.reset()
-        if self.native is not None:
-            self.native.reset()
+        if self.rendezvous is not None:
+            self.rendezvous.reset()
         for box in self._mail.values():
             while not box.empty():
                 box.get()
@@ -180,25 +194,44 @@ class ThreadGroup:
 
 
 class _Job:
-    """A piece of work for one device, and what came of it."""
+    """A piece of work for one device, and its result. It is run or revoked, never both."""
 
     def __init__(
-        self, work: Callable[[int], Any], hang_up: Callable[[int], None], done: queue.SimpleQueue[None]
+        self, work: Callable[[int], Any], abort_peers: Callable[[int], None], done: queue.SimpleQueue[None]
     ) -> None:
-        self.work = work
-        self.hang_up = hang_up
+        self._work = work
+        self._abort_peers = abort_peers
+        self._done = done
+        self._fate: dict[str, str] = {}  # set once, by `setdefault`, which no interrupt can split
+        self._is_done = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.is_over = False
-        self._done = done
 
-    def finish(self) -> None:
-        self.is_over = True
+    @property
+    def is_over(self) -> bool:
+        return self._is_done or self._fate.get("is") == "revoked"
+
+    def run(self, device: int) -> None:
+        """Does the work, unless it was revoked, and stores its result. Called by the device's own thread."""
+        if self._fate.setdefault("is", "run") != "run":
+            return
+        try:
+            self.result = self._work(device)
+        except BaseException as error:
+            self.error = error
+            self._abort_peers(device)
+        self._is_done = True
         self._done.put(None)
+
+    def revoke(self) -> None:
+        """Prevents the job from running, if it has not begun."""
+        self._fate.setdefault("is", "revoked")
 
 
 class _Worker(threading.Thread):
-    """One device's thread: does jobs until it gets None. It knows no group, so that a forgotten one can go."""
+    """One device's thread: runs jobs until it gets None. It has no reference to its group, so that an unused group can
+    be garbage-collected.
+    """
 
     def __init__(self, device: int, n_threads: int, cores: Sequence[int]) -> None:
         super().__init__(name=f"motley-{device}", daemon=True)
@@ -209,16 +242,11 @@ class _Worker(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        torch.set_num_threads(self._n_threads)  # a part of it is global: the last model's counts for all
+        torch.set_num_threads(self._n_threads)  # partly global: the last model's value applies
         if self._cores:
-            os.sched_setaffinity(0, self._cores)  # of this thread, and of those that it starts
+            os.sched_setaffinity(0, self._cores)  # for this thread, and for the threads that it starts
         while (job := self.jobs.get()) is not None:
-            try:
-                job.result = job.work(self._device)
-            except BaseException as error:
-                job.error = error
-                job.hang_up(self._device)
-            job.finish()
+            job.run(self._device)
             del job  # a finished job must not keep its tensors alive until the next
 
 
@@ -230,21 +258,21 @@ def _dismiss(workers: Sequence[_Worker]) -> None:
             worker.join()
 
 
-class _HungUpError(Exception):
+class _AbortedError(Exception):
     """Another device has failed."""
 
 
 class _Line:
-    """One device's line in a ThreadGroup.
+    """One device's communicator in a ThreadGroup.
 
-    What is exchanged is copied into one of two sets of slots in turn. A device can only write to a set again after the
-    barrier in between, and by then everybody has read it: one barrier for each exchange is enough.
+    Exchanged tensors are copied into one of two sets of slots, alternately. A device writes to a set again only after
+    the barrier of the exchange in between, and by then all devices have read it: one barrier per exchange is enough.
     """
 
     def __init__(self, group: ThreadGroup, device: int) -> None:
         self._group = group
         self.device = device
-        self.meeting = None if group.native is None else (group.native, device)
+        self.rendezvous = None if group.rendezvous is None else (group.rendezvous, device)
         self.n_exchanges = 0
 
     def exchange(self, part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
@@ -260,5 +288,5 @@ class _Line:
     def receive(self, source: int) -> torch.Tensor:
         tensor = self._group._mail[source, self.device].get()
         if tensor is None:
-            raise _HungUpError
+            raise _AbortedError
         return tensor

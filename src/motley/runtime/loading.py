@@ -1,4 +1,4 @@
-"""From the mapped file to devices: each takes its part of each weight, straight from the map."""
+"""Loads weights from the mapped file: each device copies its part of each weight directly from the mapping."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from motley.backends import Backend
+from motley.backends import Backend, LoadedWeight
 from motley.errors import SplitError
 from motley.formats import PackedTensor, get_format
 from motley.gguf import ModelSpec
@@ -31,21 +31,24 @@ def load_weights(
     backends: Sequence[Backend],
     on_all: Callable[[Callable[[int], None]], Any],
     progress: Progress | None = None,
-) -> list[dict[str, PackedTensor]]:
-    """Each device's weights by their name in its graph. What is only looked up by row stays mapped.
+) -> list[dict[str, LoadedWeight]]:
+    """Each device's weights by their name in its graph. Tables that are only looked up by row stay mapped.
 
-    `on_all(work)` runs work(device) on every device and waits. It is called for some megabytes at a time, so that
-    `progress` is called, and an interrupt is heard, by the caller's own thread.
+    `on_all(work)` runs work(device) on every device and waits. It is called for some megabytes at a time, so that the
+    caller's thread can call `progress` and receive an interrupt in between.
     """
     loaders = [
         _Loader(spec, share, backend, device)
         for device, (share, backend) in enumerate(zip(shares, backends, strict=True))
     ]
+    for share, backend in zip(shares, backends, strict=True):
+        backend.expect_weights(weight_bytes(share))
     total = sum(map(weight_bytes, shares))
     while not all(loader.is_done for loader in loaders):
         on_all(lambda device: loaders[device].load_some())
         if progress is not None:
             progress(min(sum(loader.n_bytes for loader in loaders), total), total)
+    on_all(lambda device: backends[device].finish_loading())
     return [loader.weights for loader in loaders]
 
 
@@ -53,15 +56,15 @@ class _Loader:
     """Loads one device's weights, some at a time."""
 
     def __init__(self, spec: ModelSpec, share: LocalGraph, backend: Backend, device: int) -> None:
-        self.weights: dict[str, PackedTensor] = {}
+        self.weights: dict[str, LoadedWeight] = {}
         self.n_bytes = 0
         self._spec, self._share, self._backend, self._device = spec, share, backend, device
         self._mapped = _mapped(share)
-        # The largest last, to be taken from the end: a tensor's pages of the file are resident beside its copy, which
-        # costs least as long as there are few copies.
+        # The largest last, because tensors are taken from the end: while a tensor is copied, its pages of the file are
+        # resident beside the copy, so the peak is lowest if the largest tensors are copied first.
         self._waiting = sorted(share.graph.weights, key=packed_bytes)
-        # Tied weights that lie alike share memory.
-        self._memo: dict[tuple[str, Ranges, State], PackedTensor] = {}
+        # Tied weights with the same state share memory.
+        self._memo: dict[tuple[str, Ranges, State], LoadedWeight] = {}
 
     @property
     def is_done(self) -> bool:
@@ -74,26 +77,45 @@ class _Loader:
             assert isinstance(node.op, Weight)
             self.weights[node.name] = self._get(node, node.op)
 
-    def _get(self, node: Tensor, op: Weight) -> PackedTensor:
+    def _get(self, node: Tensor, op: Weight) -> LoadedWeight:
         if node in self._mapped:
             return self._spec.tensor(op.source)
         state = self._share.layouts[node.name]
         key = op.source, op.rows, state
         if key not in self._memo:
-            part = part_of(self._spec.tensor(op.source), state, self._device, op.rows)
-            self._memo[key] = self._backend.load(part)
-            self.n_bytes += self._memo[key].nbytes
-            _forget(self._spec, op.source)
+            whole = self._spec.tensor(op.source)
+            self._memo[key] = loaded = self._backend.load(part_of(whole, state, self._device, op.rows))
+            self.n_bytes += loaded.nbytes
+            if isinstance(loaded, PackedTensor) and _share_memory(loaded.data, whole.data):
+                _read_ahead(self._spec, op.source)
+            else:
+                _forget(self._spec, op.source)
         return self._memo[key]
 
 
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 def _forget(spec: ModelSpec, name: str) -> None:
-    """Let go of a tensor's pages of the mapped file, now that it has been copied; touching it maps them again."""
+    """Releases a copied tensor's pages of the mapped file; reading the tensor maps them again."""
+    if sys.platform == "linux":
+        _advise(spec, name, mmap.MADV_DONTNEED)
+
+
+def _read_ahead(spec: ModelSpec, name: str) -> None:
+    """Makes the system read a tensor that stays mapped from disk in the background."""
+    if sys.platform == "linux":
+        _advise(spec, name, mmap.MADV_WILLNEED)
+
+
+def _advise(spec: ModelSpec, name: str, advice: int) -> None:
+    """Gives `madvise` advice for the pages that lie completely within a tensor."""
     info = spec.tensors[name]
     page = mmap.PAGESIZE
     start, stop = -(-info.offset // page) * page, (info.offset + info.nbytes) // page * page
-    if start < stop and sys.platform == "linux":
-        spec.parts[info.part].data.madvise(mmap.MADV_DONTNEED, start, stop - start)
+    if start < stop:
+        spec.parts[info.part].data.madvise(advice, start, stop - start)
 
 
 def lookup_tables(graph: Graph) -> set[Tensor]:
@@ -110,7 +132,7 @@ def lookup_tables(graph: Graph) -> set[Tensor]:
 
 
 def _mapped(share: LocalGraph) -> set[Tensor]:
-    """What a device reads from the mapped file: rows of whole tables."""
+    """The weights that a device reads from the mapped file: whole tables that are looked up by row."""
     return {t for t in lookup_tables(share.graph) if share.layouts[t.name] == MIRRORED}
 
 
@@ -147,7 +169,7 @@ def part_of(weight: PackedTensor, state: State, device: int, rows: Ranges = ()) 
 
 
 def _joined(weight: PackedTensor, axis: int, ranges: list[tuple[int, int]]) -> PackedTensor:
-    """Ranges of one axis, in blocks if it is the last one."""
+    """Ranges of one axis, concatenated; for the last axis, ranges are in blocks."""
     unit = weight.format.block_bytes if axis == len(weight.shape) - 1 else 1
     pieces = [
         weight.data.narrow(axis, start * unit, (stop - start) * unit) for start, stop in ranges or [(0, 0)]
@@ -156,7 +178,7 @@ def _joined(weight: PackedTensor, axis: int, ranges: list[tuple[int, int]]) -> P
 
 
 def _within(rows: Ranges, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The source's rows at `ranges` of the sequence that `rows` spells."""
+    """The ranges of the source's rows at positions `ranges` of the sequence of rows given by `rows`."""
     found, position = [], 0
     for first, last in rows:
         for start, stop in ranges:

@@ -1,4 +1,4 @@
-"""What was asked for and is done another way, or may not be wise: sentences for the user, before anything is loaded."""
+"""Sentences for the user, before loading, about options that are not applied as given or are not advisable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def notices(
     n_ctx: int,
     rotates: bool,
 ) -> tuple[str, ...]:
-    """`rotates`: whether the user wants quantized K and V to be rotated."""
+    """The notices about a model and its options. `rotates`: whether the user wants quantized K and V rotated."""
     return (*_of_cache(params, cache, n_ctx, rotates), *_of_devices(spec, cache, backends))
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from motley.backends import Backend, Executable, Joint, join
+from motley.backends import Backend, Executable, Joint, join, make_rendezvous
 from motley.graph import Graph
 from motley.kvcache.arena import Arena
 from motley.kvcache.batching import Extent, group_batches
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy, BlockShift
-from motley.models import BatchShape
+from motley.models import N_EXPERT_USED, BatchShape, ExpertParams
 from motley.runtime.batch import Batch, PlacedBatch
 from motley.runtime.caching import CachePlan
 from motley.runtime.device import DeviceRunner
@@ -24,19 +24,19 @@ from motley.runtime.group import CollectiveKernel, ThreadGroup
 from motley.runtime.loading import Progress, load_weights, weight_bytes
 from motley.runtime.splitting import ModelSplit
 
-_MAX_STEPS = 64  # batch shapes kept ready; the least recently used goes first
+_MAX_STEPS = 64  # batch shapes whose steps are kept; the least recently used is evicted
 
 
 @dataclass(frozen=True)
 class _Step:
-    """How batches of one shape run: each device's executable, and all of them at once where there is a way."""
+    """How batches of one shape run: each device's executable, and the joint executable if the backend has one."""
 
     executables: list[Executable]
     joint: Joint | None
 
 
 class Runner:
-    """A loaded model."""
+    """Runs batches on a loaded model."""
 
     def __init__(
         self,
@@ -48,14 +48,16 @@ class Runner:
         progress: Progress | None = None,
     ) -> None:
         n_devices = len(split.crew)
+        self._experts = split.params.experts
+        self._is_demand_paged = cache.config.demand_paged
+        self.n_runs = 0  # number of runs so far: logits are valid until it changes
         self._backends = list(backends)
         shares = [split.share(device, BatchShape(1, 1)) for device in range(n_devices)]
-        is_native = all(backend.device.type == "cpu" for backend in backends)
         threads, cores = split.crew.threads(n_threads), [device.cores for device in split.crew.devices]
         for backend, count, own in zip(backends, threads, cores, strict=True):
             backend.use_threads(count, own)
-        self._group = ThreadGroup(threads, cores, is_native=is_native)
-        # Each device's own threads touch its memory first, which puts it close to their cores.
+        self._group = ThreadGroup(threads, cores, make_rendezvous(backends))
+        # Each device's own threads touch its memory first: Linux then allocates it on their NUMA node.
         weights = load_weights(split.spec, shares, backends, self._group.run, progress)
         arenas = self._group.run(lambda device: cache.arena(device, backends[device].device))
         self._devices = [
@@ -72,24 +74,33 @@ class Runner:
         self._steps: OrderedDict[BatchShape, _Step] = OrderedDict()
 
     def place(self, batch: Batch, manager: CacheManager) -> PlacedBatch:
-        """Where a batch's tokens go and what they see. Their slots have been reserved, and stay as they are until it
-        has run.
+        """The batch with its slots, block tables and other inputs. Its slots must be reserved before, and must not
+        change until the batch has run.
         """
         extents = [Extent(c.sequence, c.start, c.n_tokens) for c in batch.chunks]
         inputs = {"positions": batch.positions(), "output_rows": batch.output_rows()}
+        n_most = 0
+        if self._experts is not None:
+            inputs[N_EXPERT_USED] = batch.n_experts(self._experts.n_used)
+            n_most = _most_experts(max(inputs[N_EXPERT_USED], default=0), self._experts)
         return PlacedBatch(
-            BatchShape(batch.n_tokens, batch.n_outputs),
+            BatchShape(batch.n_tokens, batch.n_outputs, batch.n_layers, n_most),
             {name: _int32(numbers) for name, numbers in inputs.items()},
             tuple(group_batches(manager, extents)),
         )
 
-    def run(self, batch: PlacedBatch, tokens: Sequence[int], copies: Sequence[BlockCopy]) -> torch.Tensor:
-        """Logits (outputs, vocab) of the rows that want them, on their device, until the next run.
+    def run(
+        self, batch: PlacedBatch, tokens: Sequence[int] | torch.Tensor, copies: Sequence[BlockCopy]
+    ) -> torch.Tensor:
+        """Logits (outputs, vocab) of the batch's output rows, on their device. Valid until the next run.
 
-        `tokens`: of all chunks, one after the other. `copies` are made first. A GPU may still be at work.
+        `tokens`: of all chunks, concatenated; if `can_chain`, an int32 tensor on the device is allowed too, even before
+        the device has computed it. `copies` are made first. A GPU may still be computing when this returns.
         """
         assert len(tokens) == batch.shape.n_tokens, (len(tokens), batch.shape)
-        inputs = {"tokens": _int32(tokens), **batch.inputs}
+        self.n_runs += 1
+        given = tokens if isinstance(tokens, torch.Tensor) else _int32(tokens)
+        inputs = {"tokens": given, **batch.inputs}
         step = self._step(self._padded(batch.shape))
         if step.joint is not None:
             outputs = step.joint.run([device.begin(batch, inputs, copies) for device in self._devices])
@@ -101,12 +112,24 @@ class Runner:
             )
         return outputs[0][0][: batch.shape.n_outputs]
 
+    @property
+    def can_chain(self) -> bool:
+        """Whether a batch can be launched before the host knows its tokens: all work is on one GPU, in one order.
+
+        False if the cache is demand-paged: a batch in flight may still write for a request that has ended.
+        """
+        gpus = {backend.device for backend in self._backends}
+        is_one_gpu = len(gpus) == 1 and all(gpu.type == "cuda" for gpu in gpus)
+        return is_one_gpu and not self._is_demand_paged
+
     def _padded(self, shape: BatchShape) -> BatchShape:
-        """The shape that plans are made for: rows as the devices like them, where they like them alike."""
+        """The shape that plans are made for: rows are rounded up to a bucket, if all devices have the same buckets."""
         n_tokens, n_outputs = (
             {b.bucket(n) for b in self._backends} for n in (shape.n_tokens, shape.n_outputs)
         )
-        return BatchShape(*n_tokens, *n_outputs) if len(n_tokens) == len(n_outputs) == 1 else shape
+        if len(n_tokens) != 1 or len(n_outputs) != 1:
+            return shape
+        return replace(shape, n_tokens=n_tokens.pop(), n_outputs=n_outputs.pop())
 
     def _step(self, shape: BatchShape) -> _Step:
         if shape in self._steps:
@@ -119,23 +142,22 @@ class Runner:
         return self._steps[shape]
 
     def store_random(self, manager: CacheManager, sequence: int, n_tokens: int) -> None:
-        """Fill the next slots of a sequence, which have been reserved, with random keys and values."""
+        """Fills the next slots of a sequence with random keys and values. The slots must be reserved before."""
         batch = group_batches(manager, [Extent(sequence, manager.n_tokens(sequence), n_tokens)])
         for arena in self.arenas:
-            arena.begin(batch, [])
-            arena.store_random()
+            arena.store_random(batch)
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
-        """Move cached K/V to earlier positions, at once."""
+        """Moves cached K/V to earlier positions, immediately."""
         self._group.run(lambda device: self._devices[device].shift(shifts))
 
     def require_shift(self) -> None:
         """CacheError if this model's keys cannot move to other positions."""
         for device in self._devices:
-            _ = device.key_turner
+            _ = device.key_rotator
 
     def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
-        """Blocks of each cache group that hold nothing any more; see Arena.give_back."""
+        """Releases the memory of empty blocks. `emptied`: blocks of each cache group; see Arena.give_back."""
         for device in self._devices:
             device.arena.give_back(emptied)
 
@@ -154,7 +176,7 @@ class Runner:
 
     @property
     def arenas(self) -> list[Arena]:
-        """Of each device, for those who count bytes."""
+        """The arena of each device."""
         return [device.arena for device in self._devices]
 
     def close(self) -> None:
@@ -166,6 +188,13 @@ class Runner:
 
 def _graph_of(split: ModelSplit, device: int, shape: BatchShape) -> Graph:
     return split.share(device, shape).graph
+
+
+def _most_experts(n_used: int, experts: ExpertParams) -> int:
+    """`BatchShape.n_experts` for a batch whose tokens use up to `n_used`: powers of two, so that plans are few."""
+    if n_used <= experts.n_used:
+        return 0
+    return min(1 << (n_used - 1).bit_length(), experts.n_experts)
 
 
 def _int32(numbers: Sequence[int]) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Keys that move to other positions, for contexts that shift.
+"""Rotates cached keys to other positions, for context shift.
 
 A stored key is H · R(position) · k: rotary positions first, then, for quantized types, the Hadamard rotation. Both are
-linear and angles add up, so a key moves by n positions without k being known: undo H, rotate by n more, redo H. How a
-layer's keys were made is read off its graph, so each layer has its own base, scaling and divisors.
+linear and rotation angles add up, so a key can move by n positions without knowing k: undo H, rotate by n more
+positions, redo H. Each layer's base, scaling and divisors are read from its graph.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from motley.backends import LoadedWeight
 from motley.errors import CacheError
-from motley.formats import PackedTensor
 from motley.graph import Graph, Tensor
-from motley.graph.ops import CacheStore, Hadamard, MatMul, Repeat, Reshape, Rope
-from motley.models import cache_layer
+from motley.graph.ops import CacheStore, Hadamard, MatMul, Repeat, Reshape, Rope, cache_layer
 from motley.split.collectives import Collective, Shard
 
 
 @dataclass(frozen=True)
-class _LayerTurn:
-    """How one layer's keys turn."""
+class _LayerRotation:
+    """How one layer's keys rotate to other positions."""
 
     rope: Rope
     divisors: torch.Tensor | None
@@ -34,32 +33,32 @@ class _LayerTurn:
         return self._rotate(self.rope.reference([self._rotate(keys), positions, *divisors]))
 
     def _rotate(self, keys: torch.Tensor) -> torch.Tensor:
-        """By the Hadamard matrix, which is its own inverse."""
+        """Keys times the Hadamard matrix, which is its own inverse."""
         if self.hadamard is None:
             return keys
         parts = torch.unflatten(keys, -1, (-1, len(self.hadamard)))
         return torch.flatten(parts @ self.hadamard.to(keys.device), -2)
 
 
-class KeyTurner:
-    """Moves keys of all layers that a device has, as its graph says."""
+class KeyRotator:
+    """Rotates the keys of all layers of a device. The rotation of each layer is read from the device's graph."""
 
-    def __init__(self, graph: Graph, weights: Mapping[str, PackedTensor]) -> None:
-        """CacheError if a layer does something else to its keys after their rope."""
+    def __init__(self, graph: Graph, weights: Mapping[str, LoadedWeight]) -> None:
+        """Raises CacheError if a layer changes its keys after rope by anything but the Hadamard rotation."""
         stores = [node for node in graph.nodes if isinstance(node.op, CacheStore)]
         self._layers = {
-            cache_layer(node.inputs[0].name): _layer_turn(node.inputs[1], weights)
+            cache_layer(node.inputs[0]): _layer_rotation(node.inputs[1], weights)
             for node in stores
-            if node.inputs[0].shape[0]  # else the device has no heads of that layer
+            if node.inputs[0].shape[0]  # otherwise the device has no heads of that layer
         }
 
     def __call__(self, layer: int, keys: torch.Tensor, distance: int) -> torch.Tensor:
-        """Keys (tokens, heads, dim) of a layer, `distance` positions later (or earlier, if it is negative)."""
+        """Keys (tokens, heads, dim) of a layer, rotated to `distance` positions later (negative: earlier)."""
         return self._layers[layer](keys, distance)
 
 
-def _layer_turn(keys: Tensor, weights: Mapping[str, PackedTensor]) -> _LayerTurn:
-    """Walk back from the keys that are stored to their rope."""
+def _layer_rotation(keys: Tensor, weights: Mapping[str, LoadedWeight]) -> _LayerRotation:
+    """The rotation of a layer, found by walking the graph from the stored keys back to their rope."""
     hadamard = None
     node = keys
     while not isinstance(node.op, Rope):
@@ -73,5 +72,5 @@ def _layer_turn(keys: Tensor, weights: Mapping[str, PackedTensor]) -> _LayerTurn
             )
         node = node.inputs[0]
     divisors = weights[node.inputs[2].name].unpack() if len(node.inputs) == 3 else None
-    # The stored keys have their magnitude already.
-    return _LayerTurn(replace(node.op, magnitude=1.0), divisors, hadamard)
+    # The stored keys already include rope's magnitude.
+    return _LayerRotation(replace(node.op, magnitude=1.0), divisors, hadamard)

@@ -22,7 +22,7 @@ V = TypeVar("V")
 
 
 class ModelSplit:
-    """How one model lies on one crew. Loads no weights. Any device's thread may ask for its share."""
+    """The split of one model over one crew. Loads no weights. `share` may be called from any thread."""
 
     def __init__(self, spec: ModelSpec, params: DecoderParams, crew: Crew, options: GraphOptions) -> None:
         self.spec = spec
@@ -33,7 +33,7 @@ class ModelSplit:
         repeat = choose_kv_repeat(weights, params, crew.shares) if crew.mode == TENSOR else 1
         self.options = replace(options, kv_repeat=repeat)
         weights = build_graph(spec, params, smallest, self.options).weights
-        self._placement = place(crew.mode, weights, params, crew.shares, repeat)
+        self.placement = place(crew.mode, weights, params, crew.shares, repeat, crew.experts)
         self._splits: _Memo[BatchShape, SplitGraph] = _Memo()
         self._shares: _Memo[tuple[int, BatchShape], LocalGraph] = _Memo()
 
@@ -42,7 +42,9 @@ class ModelSplit:
 
         def make() -> SplitGraph:
             graph = build_graph(self.spec, self.params, batch, self.options)
-            return infer(graph, len(self.crew), self._placement.states)
+            names = {node.name for node in graph.nodes if not node.inputs}  # fewer if fewer layers run
+            states = {name: state for name, state in self.placement.states.items() if name in names}
+            return infer(graph, len(self.crew), states)
 
         return self._splits.get(batch, make)
 
@@ -52,7 +54,7 @@ class ModelSplit:
 
 
 class _Memo(Generic[K, V]):
-    """The latest results by key, each made once however many threads ask for it."""
+    """The latest results by key. Each is computed once, even if several threads request it at the same time."""
 
     def __init__(self) -> None:
         self._lock = RLock()

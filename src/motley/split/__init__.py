@@ -1,6 +1,6 @@
-"""How a graph is spread over unequal devices.
+"""Splitting a graph over unequal devices.
 
-placement   where weights go, from the proportions asked for (apportion: whole units, without drift)
-infer       from there, the state of every tensor and where devices must talk (transitions: what that costs)
-localize    one device's share as an ordinary graph (collectives: the ops that talk)
+placement   where weights go, from the requested shares (apportion: whole units, no accumulated rounding)
+infer       from the placement, the state of every tensor and the collectives (transitions: their cost)
+localize    one device's part as an ordinary graph (collectives: the communication ops)
 """

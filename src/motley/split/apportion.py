@@ -1,4 +1,4 @@
-"""Sharing out whole units by proportion, so that what a device got is never far from what it was asked to take."""
+"""Apportioning whole units by share, so that each device's total stays close to its exact share."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from fractions import Fraction
 from math import lcm
 
 
-class Turns:
-    """Hands out units that are all alike, one by one: after each of them, every device is less than one unit away from
-    its share of all so far.
+class DeadlineApportioner:
+    """Apportions equal units one by one: after each unit, every device is less than one unit away from its share of
+    all units so far.
 
-    The j-th unit of a device with share x of the whole must not come before the turn (j - 1) / x, or the device would
-    have one too many, and must have come by turn j / x, or it would lack one. Of those whose next unit may come, the
-    device whose unit must come first has the turn; that never fails (Steiner and Yeomans 1993). To give the turn to
-    whoever lacks most seems as good, but can leave somebody a whole unit behind.
+    The j-th unit of a device with share x of the whole must not come before round (j - 1) / x (the device would have
+    one unit too many), nor after round j / x, its deadline (it would have one too few). Of the devices that may take
+    the next unit, the one with the earliest deadline gets it; that never fails (Steiner and Yeomans 1993). Giving it to
+    the device with the largest deficit seems as good, but can leave a device a whole unit behind.
     """
 
     def __init__(self, shares: Sequence[Fraction | int]) -> None:
@@ -24,31 +24,31 @@ class Turns:
         self._total = sum(self._weights)
         assert self._total > 0, "shares are checked where they enter"
         self._given = [0] * len(shares)
-        self._n_turns = 0
+        self._n_rounds = 0
 
     def share_out(self, n_units: int) -> tuple[int, ...]:
         """How many of the next `n_units` each device gets. A device with share 0 never gets any."""
         before = tuple(self._given)
         for _ in range(n_units):
-            self._n_turns += 1
+            self._n_rounds += 1
             may_come = [
                 device
                 for device, weight in enumerate(self._weights)
-                if self._given[device] * self._total < self._n_turns * weight
+                if self._given[device] * self._total < self._n_rounds * weight
             ]
             self._given[min(may_come, key=self._deadline)] += 1
         return tuple(after - n for after, n in zip(self._given, before, strict=True))
 
     def _deadline(self, device: int) -> int:
-        """The turn by which a device's next unit must have come."""
+        """The last round in which the device's next unit may come."""
         return -(-(self._given[device] + 1) * self._total // self._weights[device])
 
 
 class Apportioner:
-    """Hands out units of various sizes, round by round, in proportion to `shares`.
+    """Apportions units of various sizes, round by round, in proportion to `shares`.
 
-    It remembers what each device is owed in bytes. A round gives each device what it is owed, rounded to whole units,
-    so rounding does not add up over rounds, and a coarse round (heads) is made up for by a fine one (FFN columns).
+    It keeps the bytes owed to each device. A round gives each device the amount owed, rounded to whole units, so
+    rounding errors do not accumulate, and a round of fine units (FFN columns) corrects one of coarse units (heads).
     After any round a device is within one unit of its share, unless it was owed less than nothing before: then it
     gets nothing. A device with share 0 never gets anything.
     """
@@ -60,7 +60,7 @@ class Apportioner:
         self._owed = [Fraction(0)] * len(shares)  # bytes
 
     def record(self, counts: Sequence[int], unit_bytes: int) -> None:
-        """Count in what others shared out: what devices got too much or too little of it, later rounds make up for."""
+        """Add a round whose counts were decided elsewhere. Later rounds correct its deviations from the shares."""
         total = sum(counts) * unit_bytes
         self._owed = [
             owed + share * total - n * unit_bytes

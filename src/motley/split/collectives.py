@@ -1,4 +1,4 @@
-"""Ops that turn one state into another: the collectives, and the free ones that only keep, cut or pad."""
+"""Ops that change a tensor's state: the collectives, and ops without communication that only slice or pad."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from motley.ownership import Word
 
 @dataclass(frozen=True)
 class Collective(Op):
-    """Needs the other devices. Every device meets the same collectives in the same order."""
+    """An op that communicates with other devices. Every device runs the same collectives in the same order."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class AllReduce(Collective):
 
 @dataclass(frozen=True)
 class AllGather(Collective):
-    """Split → mirrored: all parts, put in place."""
+    """Split → mirrored: all devices' parts at their indices."""
 
     name: ClassVar[str] = "all_gather"
     axis: int
@@ -76,7 +76,7 @@ class Broadcast(Collective):
 
 @dataclass(frozen=True)
 class Send(Collective):
-    """Hand a tensor to one device that waits for it. The output is empty."""
+    """Send a tensor to one device, which receives it. The output is empty."""
 
     name: ClassVar[str] = "send"
     source: int
@@ -88,7 +88,7 @@ class Send(Collective):
 
 @dataclass(frozen=True)
 class Receive(Collective):
-    """Take a tensor that one device sends."""
+    """Receive a tensor from one device."""
 
     name: ClassVar[str] = "receive"
     n_inputs: ClassVar[tuple[int, int]] = (0, 0)
@@ -126,7 +126,7 @@ class Shard(Op):
 
 @dataclass(frozen=True)
 class Place(Op):
-    """Split → partial: this device's part where it belongs, zeros elsewhere."""
+    """Split → partial: this device's part at its indices, zeros elsewhere."""
 
     name: ClassVar[str] = "place"
     axis: int
@@ -147,7 +147,7 @@ class Place(Op):
 
 @dataclass(frozen=True)
 class Zeros(Op):
-    """An addend of nothing, or a part without indices."""
+    """Zeros: an addend that changes nothing, or an empty part."""
 
     name: ClassVar[str] = "zeros"
     n_inputs: ClassVar[tuple[int, int]] = (0, 0)
@@ -174,7 +174,7 @@ def take(whole: torch.Tensor, axis: int, word: Word, device: int) -> torch.Tenso
 
 
 def put(whole: torch.Tensor, part: torch.Tensor, axis: int, word: Word, device: int) -> None:
-    """Write a device's part into its places of `whole`."""
+    """Write a device's part to its indices of `whole`."""
     done = 0
     for start, stop in word.global_ranges(device):
         whole.narrow(axis, start, stop - start).copy_(part.narrow(axis, done, stop - start))

@@ -1,8 +1,8 @@
-"""Split inference: how every tensor of an unmodified graph is spread, and where devices must talk.
+"""Split inference: the state of every tensor of an unmodified graph, and the collectives.
 
-Nodes are visited in order. For each, the op lists its ways to run on parts; the way whose inputs are cheapest to
-have is taken, the first of equals. A tensor that has been brought into another state stays available in both, so a
-residual that was summed once is not summed again. Sums wait: partial + partial is partial, and nothing is reduced
+Nodes are visited in order. For each, the op lists its ways to run on parts; inference takes the way with the lowest
+transition cost, the first of equals. After a transition a tensor is available in both states, so a residual that was
+reduced once is not reduced again. Reductions are postponed: partial + partial is partial, and nothing is reduced
 before an op that cannot take a partial input.
 """
 
@@ -15,37 +15,37 @@ from math import prod
 
 from motley.errors import SplitError
 from motley.graph import Graph, Tensor, Way
-from motley.ownership import MIRRORED, Split, State, Word, sole_owner
+from motley.ownership import MIRRORED, PARTIAL, Split, State, Word, sole_owner
 from motley.split.transitions import FREE, Cost, Transition, transition_cost
 
-_MAX_COMBINATIONS = 256  # of input states that are tried for one node
+_MAX_COMBINATIONS = 256  # maximum number of input-state combinations tried for one node
 
 
 @dataclass(frozen=True)
 class SplitGraph:
-    """A graph and how its tensors lie on `n_devices`."""
+    """A graph and the states of its tensors on `n_devices`."""
 
     graph: Graph
     n_devices: int
     ways: Mapping[Tensor, Way]  # of every node; a source's way has no inputs
-    transitions: tuple[Transition, ...]  # in the order in which they are met
+    transitions: tuple[Transition, ...]  # in the order in which they run
 
     def state(self, tensor: Tensor) -> State:
-        """The state in which the tensor is made."""
+        """The state in which the tensor is computed."""
         return self.ways[tensor].output
 
     @property
     def collectives(self) -> tuple[Transition, ...]:
-        """Transitions for which devices must talk."""
+        """Transitions that need a collective."""
         return tuple(t for t in self.transitions if t.kind) if self.n_devices > 1 else ()
 
 
 def infer(graph: Graph, n_devices: int, placement: Mapping[str, State]) -> SplitGraph:
-    """States for all tensors, given those of weights and inputs by name (mirrored where nothing is said)."""
+    """States of all tensors, given the states of weights and inputs by name (default: mirrored)."""
     known = {node.name for node in graph.nodes if not node.inputs}
-    strangers = sorted(set(placement) - known)
-    if strangers:
-        raise SplitError("placement", [], f"{strangers[0]!r} is no weight or input of the graph")
+    unknown = sorted(set(placement) - known)
+    if unknown:
+        raise SplitError("placement", [], f"{unknown[0]!r} is no weight or input of the graph")
     inference = _Inference(n_devices)
     for node in graph.nodes:
         if node.inputs:
@@ -58,7 +58,7 @@ def infer(graph: Graph, n_devices: int, placement: Mapping[str, State]) -> Split
 
 
 def sole(tensor: Tensor, device: int) -> State:
-    """The state of a tensor that one device holds alone; mirrored where no axis can say so."""
+    """The state of a tensor that `device` holds alone; mirrored if no axis can express that."""
     axis = next((axis for axis, size in enumerate(tensor.shape) if size), None)
     return MIRRORED if axis is None else Split(axis, Word.of(device, tensor.shape[axis]))
 
@@ -68,7 +68,7 @@ class _Inference:
         self.n_devices = n_devices
         self.ways: dict[Tensor, Way] = {}
         self.transitions: list[Transition] = []
-        # Of each tensor, the state that it is made in, then those that it was brought into.
+        # Of each tensor: first the state in which it is computed, then the states after transitions.
         self._available: dict[Tensor, list[State]] = {}
 
     def start(self, node: Tensor, state: State) -> None:
@@ -82,9 +82,12 @@ class _Inference:
         best: tuple[Cost, Way] | None = None
         for way in self._ways(node):
             cost = self._cost(node, way)
-            if cost is not None and (best is None or cost < best[0]):
+            if cost is None:
+                continue
+            # At equal cost, prefer a result that is not partial: it needs no later reduction.
+            if best is None or (cost, way.output == PARTIAL) < (best[0], best[1].output == PARTIAL):
                 best = cost, way
-            if cost == FREE:  # none of the others can be cheaper
+            if cost == FREE and way.output != PARTIAL:  # no other way can be better
                 break
         if best is None:
             states = [self.ways[t].output for t in node.inputs]
@@ -95,7 +98,7 @@ class _Inference:
         self._produce(node, best[1])
 
     def require(self, tensor: Tensor, target: State, user: Tensor | None) -> None:
-        """Have `tensor` in `target`, by the cheapest transition if it is not there yet."""
+        """Make `tensor` available in `target`, by the cheapest transition if it is not available yet."""
         available = self._available[tensor]
         if target not in available:
             found = _cheapest(tensor, available, target)
@@ -104,7 +107,7 @@ class _Inference:
             available.append(target)
 
     def _ways(self, node: Tensor) -> Iterator[Way]:
-        """Everything on one device, if its inputs are there; the op's own ways; everything everywhere."""
+        """Ways to run a node: on the one device that has all inputs; the op's own ways; mirrored on all devices."""
         combinations = self._combinations(node)
         owners = {sole_owner(state): None for states in combinations for state in states}
         for owner in owners:
@@ -115,7 +118,7 @@ class _Inference:
         yield Way((MIRRORED,) * len(node.inputs), MIRRORED)
 
     def _combinations(self, node: Tensor) -> list[tuple[State, ...]]:
-        """States in which the inputs are there; of too many, those that are alike where they can be."""
+        """Combinations of the inputs' available states. If too many: each state once, for all inputs that have it."""
         available = [self._available[t] for t in node.inputs]
         if prod(map(len, available)) <= _MAX_COMBINATIONS:
             return list(product(*available))

@@ -1,7 +1,7 @@
-"""One device's share of a split graph, as an ordinary graph with static shapes.
+"""One device's part of a split graph, as an ordinary graph with static shapes.
 
-Walks the nodes in their order. A tensor that one other device holds alone is absent here, and so are the nodes that
-make it. Collectives are met in the same order on every device, whatever is absent.
+Walks the nodes in their order. A tensor that another device holds alone is absent here, and so are the nodes
+that compute it. Every device has the collectives in the same order, also if other nodes are absent.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from motley.split.collectives import (
 from motley.split.infer import SplitGraph
 from motley.split.transitions import Transition, is_fixed
 
-_AS = " as "  # in the name of a weight that lies otherwise than it was placed
+_AS = " as "  # in the name of a weight whose state differs from its placement
 
 
 def original_name(name: str) -> str:
-    """What a weight of a local graph is called in the whole one."""
+    """The name in the whole graph of a local graph's weight."""
     return name.split(_AS)[0]
 
 
 @dataclass(frozen=True)
 class LocalGraph:
-    """What one device runs; the graph's outputs are whole."""
+    """The graph that one device runs. Its outputs are whole, not parts."""
 
     graph: Graph
-    layouts: Mapping[str, State]  # of each weight, by its name in this graph: which part of its source it is
+    layouts: Mapping[str, State]  # state of each weight, by its name in this graph
 
 
 def localize(split: SplitGraph, device: int) -> LocalGraph:
@@ -65,13 +65,13 @@ def localize(split: SplitGraph, device: int) -> LocalGraph:
 
 
 class _Walk:
-    """Parts made so far, by tensor and state."""
+    """Builds one device's graph node by node; keeps the parts made so far, by tensor and state."""
 
     def __init__(self, split: SplitGraph, device: int) -> None:
         self._split = split
         self._device = device
         self._parts: dict[tuple[Tensor, State], Tensor | None] = {}
-        self.made: list[Tensor] = []  # in the order of the walk
+        self.made: list[Tensor] = []  # in node order
         self.layouts: dict[str, State] = {}
 
     def part(self, tensor: Tensor, state: State) -> Tensor | None:
@@ -106,7 +106,7 @@ class _Walk:
             self.made.append(part)
 
     def _lay_out(self, tensor: Tensor, state: State) -> Tensor:
-        """A weight or cache layer as it lies here from the start: it is not cut at run time."""
+        """This device's part of a weight or cache layer, which is loaded in this state and not split at run time."""
         shape = state.local_shape(tensor.shape, self._device)
         is_as_placed = state == self._split.state(tensor) or not isinstance(tensor.op, Weight)
         name = tensor.name if is_as_placed else f"{tensor.name}{_AS}{state}"
@@ -116,10 +116,10 @@ class _Walk:
     def _transit(self, tensor: Tensor, source: State, target: State) -> Tensor | None:
         here, device = self._parts[tensor, source], self._device
         name = f"{tensor.name}→{target}" if tensor.name else ""
-        owner, heir = sole_owner(source), sole_owner(target)
+        owner, new_owner = sole_owner(source), sole_owner(target)
         if isinstance(source, Mirrored):
             return self._cut(here, target, name)
-        if (owner is not None and owner == heir) or self._split.n_devices == 1:
+        if (owner is not None and owner == new_owner) or self._split.n_devices == 1:
             return here
         match source, target:
             case Partial(), Mirrored():
@@ -130,8 +130,8 @@ class _Walk:
                 return Place(axis, word, device)(self._present(tensor, source), name=name)
             case Split(), Mirrored() if owner is not None:
                 return Broadcast(owner, tensor.shape, tensor.dtype)(*([here] if here else []), name=name)
-            case Split(), Split() if owner is not None and heir is not None:
-                return self._hand_over(tensor, here, owner, heir, name)
+            case Split(), Split() if owner is not None and new_owner is not None:
+                return self._hand_over(tensor, here, owner, new_owner, name)
             case Split(axis, word), _:
                 whole = AllGather(axis, word)(self._present(tensor, source), name=name)
                 self.made.append(whole)
@@ -139,7 +139,7 @@ class _Walk:
         raise AssertionError(f"no transition from {source} to {target}")
 
     def _cut(self, whole: Tensor | None, target: State, name: str) -> Tensor | None:
-        """From all of a tensor to what `target` says, without asking anybody."""
+        """This device's part in `target` of a whole tensor, without communication."""
         whole = _some(whole)
         if self._is_elsewhere(target):
             return None
@@ -151,19 +151,23 @@ class _Walk:
         return whole
 
     def _hand_over(
-        self, tensor: Tensor, here: Tensor | None, owner: int, heir: int, name: str
+        self, tensor: Tensor, here: Tensor | None, owner: int, new_owner: int, name: str
     ) -> Tensor | None:
         if self._device == owner:
-            self.made.append(Send(owner, heir)(_some(here), name=name))
-        return Receive(owner, heir, tensor.shape, tensor.dtype)(name=name) if self._device == heir else None
+            self.made.append(Send(owner, new_owner)(_some(here), name=name))
+        return (
+            Receive(owner, new_owner, tensor.shape, tensor.dtype)(name=name)
+            if self._device == new_owner
+            else None
+        )
 
     def _unless_empty(self, part: Tensor, target: State) -> Tensor | None:
-        """A collective must run here even if its result is another's."""
+        """`part`, or None if another device holds `target` alone. The collective runs here in both cases."""
         self.made.append(part)
         return None if self._is_elsewhere(target) else part
 
     def _present(self, tensor: Tensor, state: State) -> Tensor:
-        """The part, or an empty one where another device holds the tensor alone."""
+        """This device's part, or an empty tensor if another device holds the tensor alone."""
         part = self._parts[tensor, state]
         if part is not None:
             return part

@@ -1,8 +1,9 @@
-"""Where weights go, from the proportions that were asked for.
+"""Placement: the state of each weight, from the requested shares.
 
-Weights are known by their GGUF names; activations follow from the graph. Attention is cut at KV heads with their
-query groups, the FFN at multiples of the quant block of the matrix that its columns meet, the output matrix at
-vocabulary rows. Embeddings are looked up from the mapped file by every device: a row is all that is read.
+Placement uses the weights' roles (graph/roles); the states of activations are inferred. Attention is split at KV heads
+with their query groups, an FFN at multiples of the down matrix's quant block, experts like an FFN or as whole experts,
+the output matrix at vocabulary rows. Every device looks up embeddings in the mapped file, which reads only the rows
+of the batch's tokens.
 """
 
 from __future__ import annotations
@@ -15,21 +16,50 @@ from math import lcm
 from motley.errors import SplitError
 from motley.formats import get_format
 from motley.graph import Tensor
-from motley.models import DecoderParams, cache_name
+from motley.graph.ops import CacheInput, Weight
+from motley.graph.roles import (
+    COLUMNS,
+    EXPERTS,
+    FFN,
+    HEADS,
+    KEYS,
+    OUTPUT,
+    QUERIES,
+    QUERY_HEADS,
+    SHARED_FFN,
+    VOCABULARY,
+    Role,
+)
+from motley.models import DecoderParams
 from motley.ownership import Split, State, Word
-from motley.split.apportion import Apportioner, Turns
+from motley.split.apportion import Apportioner, DeadlineApportioner
 
-_LANES = 32  # columns and rows are not cut finer than this: kernels like whole vectors
+_LANES = 32  # smallest unit of columns and rows: kernels work on whole vectors
 
 TENSOR, LAYER, NONE = "tensor", "layer", "none"
 SPLIT_MODES = (NONE, LAYER, TENSOR)
 
+AUTO, COLUMNS_OF_EACH, WHOLE_EXPERTS = "auto", "ffn", "whole"
+EXPERT_SPLITS = (AUTO, COLUMNS_OF_EACH, WHOLE_EXPERTS)
+_NEAR = Fraction(
+    1, 20
+)  # columns of each expert are chosen if no device misses its share of a layer's experts by more
+
+
+@dataclass(frozen=True)
+class ExpertSplit:
+    """How experts are split, and why."""
+
+    way: str  # COLUMNS_OF_EACH or WHOLE_EXPERTS
+    reason: str
+
 
 @dataclass(frozen=True)
 class Placement:
-    """States of weights and cache layers by name; what is not named is mirrored, a cache layer follows its keys."""
+    """States of weights and cache layers by name. Default: mirrored; a cache layer is split as its keys are."""
 
     states: Mapping[str, State]
+    experts: ExpertSplit | None = None  # None: no experts, or no split
 
 
 def place(
@@ -38,22 +68,24 @@ def place(
     params: DecoderParams,
     shares: Sequence[Fraction],
     kv_repeat: int = 1,
+    experts: str = AUTO,
 ) -> Placement:
-    """Share out the weights of a graph in which each KV head stands `kv_repeat` times, over `len(shares)` devices."""
+    """The placement of a graph's weights on `len(shares)` devices; the graph has each KV head `kv_repeat` times."""
     if mode == TENSOR and len(shares) > 1:
-        return _TensorPlacement(weights, params, shares, kv_repeat).place()
+        return _TensorPlacement(weights, params, shares, kv_repeat, experts).place()
     return _place_layers(weights, params, shares)
 
 
 def choose_kv_repeat(weights: Sequence[Tensor], params: DecoderParams, shares: Sequence[Fraction]) -> int:
-    """How many copies of each KV head let every device with a share have heads, if the granule allows that.
+    """The number of copies of each KV head that gives every device with a share some heads, if the granule allows it.
 
-    With more devices than KV heads, the query heads of one KV head are shared out and that KV head is stored by each
-    device that has some of them. The cuts go through the output matrix's columns, so between quant blocks.
+    With more devices than KV heads, the query heads of one KV head are split over devices, and each of these devices
+    stores the KV head. This splits the attention output matrix's columns, which is only possible between quant blocks.
     """
     n_devices = sum(share > 0 for share in shares)
     group = params.n_heads // params.n_kv_heads
-    blocks = [_block_size(w) for w in weights if w.name.endswith("attn_output.weight")]
+    roles = [(role_of(w), w) for w in weights]
+    blocks = [_block_size(w) for role, w in roles if role.group == HEADS and role.axis == 1]
 
     def n_units(repeat: int) -> int:
         sizes = (_head_unit(block, params.head_dim, group // repeat) for block in blocks)
@@ -69,14 +101,15 @@ def choose_kv_repeat(weights: Sequence[Tensor], params: DecoderParams, shares: S
 
 
 def _place_layers(weights: Iterable[Tensor], params: DecoderParams, shares: Sequence[Fraction]) -> Placement:
-    """Whole layers, in order; what comes after the last layer is where that is."""
+    """Placement by whole layers, in order. Weights after the last layer are on the last layer's device."""
     counts = Apportioner(shares).share_out(params.n_layers)
     device_of = [device for device, n in enumerate(counts) for _ in range(n)]
     states: dict[str, State] = {}
     for weight in weights:
-        if weight.name.startswith("blk."):
-            device = device_of[int(weight.name.split(".")[1])]
-        elif weight.name.startswith("output"):
+        role = role_of(weight)
+        if role.layer is not None:
+            device = device_of[role.layer]
+        elif role.group in (OUTPUT, VOCABULARY):
             device = device_of[-1]
         else:
             continue
@@ -86,65 +119,125 @@ def _place_layers(weights: Iterable[Tensor], params: DecoderParams, shares: Sequ
 
 class _TensorPlacement:
     def __init__(
-        self, weights: Sequence[Tensor], params: DecoderParams, shares: Sequence[Fraction], kv_repeat: int
+        self,
+        weights: Sequence[Tensor],
+        params: DecoderParams,
+        shares: Sequence[Fraction],
+        kv_repeat: int,
+        experts: str,
     ) -> None:
-        self._weights = {weight.name: weight for weight in weights}
+        self._groups: dict[tuple[str, int | None], list[Tensor]] = {}
+        for weight in weights:
+            role = role_of(weight)
+            self._groups.setdefault((role.group, role.layer), []).append(weight)
         self._params = params
         self._shares = shares
         self._repeat = kv_repeat
-        self._heads = Turns(shares)  # KV heads by themselves: the cache is shared out as the model is
-        self._bytes = Apportioner(shares)  # everything; FFN columns make up for the coarseness of heads
+        self._heads = DeadlineApportioner(
+            shares
+        )  # KV heads only: the cache is split in the same shares as the model
+        self._bytes = Apportioner(shares)  # all weights; FFN columns correct the coarse split of heads
         self._states: dict[str, State] = {}
+        self._experts = self._choose_expert_split(experts)
 
     def place(self) -> Placement:
         for layer in range(self._params.n_layers):
             self._place_attention(layer)
-            self._place_ffn(layer)
-        n_vocab = self._weights["output.weight"].shape[0]
-        counts = self._bytes.share_out(*self._units(n_vocab, _LANES, ["output.weight"]))
-        self._cut("output.weight", 0, _word(counts, _LANES, n_vocab))
-        return Placement(self._states)
+            for group in (FFN, SHARED_FFN):
+                self._place_columns(self._groups.get((group, layer), []))
+            self._place_experts(self._groups.get((EXPERTS, layer), []))
+        for output in self._groups.get((VOCABULARY, None), []):
+            n_vocab = output.shape[0]
+            counts = self._bytes.share_out(*_units(n_vocab, _LANES, [output]))
+            self._states[output.name] = Split(0, _word(counts, _LANES, n_vocab))
+        return Placement(self._states, self._experts)
 
     def _place_attention(self, layer: int) -> None:
-        p, repeat, prefix = self._params, self._repeat, f"blk.{layer}.attn_"
+        weights = self._groups.get((HEADS, layer), [])
+        if not weights:
+            return
+        p, repeat = self._params, self._repeat
         group = p.n_heads // p.n_kv_heads // repeat
-        unit = _head_unit(_block_size(self._weights[f"{prefix}output.weight"]), p.head_dim, group)
-        names = ["q", "k", "v", "qkv", "output"]
-        n_units, unit_bytes = self._units(p.n_kv_heads * repeat, unit, [f"{prefix}{n}.weight" for n in names])
+        blocks = [_block_size(w) for w in weights if role_of(w).axis == 1]
+        unit = _head_unit(max(blocks, default=1), p.head_dim, group)
+        n_units, unit_bytes = _units(p.n_kv_heads * repeat, unit, weights)
         counts = self._heads.share_out(n_units)
         self._bytes.record(counts, unit_bytes)
         heads = _word(counts, unit, p.n_kv_heads * repeat)
-        q, kv = heads.stretch(group * p.head_dim), heads.stretch(p.head_dim)
-        self._states[cache_name(layer)] = Split(0, heads)
-        self._cut(f"{prefix}output.weight", 1, q)
-        self._cut(f"{prefix}q.weight", 0, q)
-        self._cut(f"{prefix}k.weight", 0, kv)
-        self._cut(f"{prefix}v.weight", 0, kv)
-        self._cut(f"{prefix}qkv.weight", 0, q + kv + kv)
+        self._states[CacheInput.name_of(layer)] = Split(0, heads)
+        words = {
+            QUERIES: heads.stretch(group * p.head_dim),
+            KEYS: heads.stretch(p.head_dim),
+            QUERY_HEADS: heads.stretch(group),
+        }
+        for weight in weights:
+            self._cut(weight, words)
 
-    def _place_ffn(self, layer: int) -> None:
-        prefix = f"blk.{layer}.ffn_"
-        down, gate, up = (f"{prefix}{name}.weight" for name in ("down", "gate", "up"))
-        n_ff, unit = self._params.n_ff, lcm(_block_size(self._weights[down]), _LANES)
-        word = _word(self._bytes.share_out(*self._units(n_ff, unit, [down, gate, up])), unit, n_ff)
-        self._cut(gate, 0, word)
-        self._cut(up, 0, word if gate in self._weights else word + word)
-        self._cut(down, 1, word)
+    def _place_columns(self, weights: Sequence[Tensor]) -> None:
+        """Place an FFN's weights, or those of every expert, split along the hidden layer."""
+        if weights:
+            n_columns, unit = _columns(weights)
+            counts = self._bytes.share_out(*_units(n_columns, unit, weights))
+            for weight in weights:
+                self._cut(weight, {COLUMNS: _word(counts, unit, n_columns)})
 
-    def _units(self, n: int, unit: int, names: Sequence[str]) -> tuple[int, int]:
-        """An axis of `n` that these weights have in common: how many units of `unit` it is, and their bytes."""
-        n_units = -(-n // unit)
-        n_bytes = sum(_n_bytes(self._weights[name]) for name in names if name in self._weights)
-        return n_units, max(1, n_bytes // n_units)
+    def _place_experts(self, weights: Sequence[Tensor]) -> None:
+        if self._experts is None or self._experts.way == COLUMNS_OF_EACH:
+            self._place_columns(weights)
+        elif weights:
+            n_experts = weights[0].shape[0]
+            word = _word(self._bytes.share_out(*_units(n_experts, 1, weights)), 1, n_experts)
+            for weight in weights:
+                self._states[weight.name] = Split(0, word)
 
-    def _cut(self, name: str, axis: int, word: Word) -> None:
-        weight = self._weights.get(name)
-        if weight is None:
-            return
-        state = Split(axis, word)
+    def _choose_expert_split(self, asked: str) -> ExpertSplit | None:
+        """The split that is closer to the shares. Columns of every expert are preferred if they are close enough: then
+        all devices have work for every token, whichever experts it uses.
+        """
+        layers = [weights for (group, _), weights in self._groups.items() if group == EXPERTS]
+        if not layers:
+            return None
+        if asked != AUTO:
+            return ExpertSplit(asked, "as asked for")
+        columns = max(self._miss(*_columns(weights)) for weights in layers)
+        whole = max(self._miss(weights[0].shape[0], 1) for weights in layers)
+        is_near = columns <= max(_NEAR, whole)
+        found = (
+            f"parts of each expert miss a share by {float(columns):.1%}, whole experts by {float(whole):.1%}"
+        )
+        return ExpertSplit(COLUMNS_OF_EACH if is_near else WHOLE_EXPERTS, found)
+
+    def _miss(self, n: int, unit: int) -> Fraction:
+        """The largest deviation of a device from its share of an axis of `n` that is split in whole units."""
+        total = sum(self._shares, Fraction(0))
+        word = _word(Apportioner(self._shares).share_out(-(-n // unit)), unit, n)
+        return max(
+            abs(Fraction(word.count(device), n) - share / total) for device, share in enumerate(self._shares)
+        )
+
+    def _cut(self, weight: Tensor, words: Mapping[str, Word]) -> None:
+        role = role_of(weight)
+        state = Split(role.axis, Word.concat(words[unit] for unit in role.units))
         if not state.fits(weight.shape):
-            raise SplitError(name, [state], f"does not fit a weight of shape {weight.shape}")
-        self._states[name] = state
+            raise SplitError(weight.name, [state], f"does not fit a weight of shape {weight.shape}")
+        self._states[weight.name] = state
+
+
+def role_of(weight: Tensor) -> Role:
+    assert isinstance(weight.op, Weight)
+    return weight.op.role
+
+
+def _units(n: int, unit: int, weights: Iterable[Tensor]) -> tuple[int, int]:
+    """The number of units of `unit` in an axis of `n` that all these weights have, and the bytes of one unit."""
+    n_units = -(-n // unit)
+    return n_units, max(1, sum(map(_n_bytes, weights)) // n_units)
+
+
+def _columns(weights: Sequence[Tensor]) -> tuple[int, int]:
+    """The number of columns of these weights' hidden layer, and the smallest unit of a split: whole quant blocks."""
+    meeting = [w for w in weights if role_of(w).axis == len(w.shape) - 1]
+    return meeting[0].shape[-1], lcm(*(_block_size(w) for w in meeting), _LANES)
 
 
 def _block_size(weight: Tensor) -> int:
@@ -152,13 +245,13 @@ def _block_size(weight: Tensor) -> int:
 
 
 def _head_unit(block: int, head_dim: int, group: int) -> int:
-    """The fewest KV heads whose queries' outputs are whole quant blocks of the matrix that they meet."""
+    """The smallest number of KV heads whose query heads cover whole quant blocks of the attention output matrix."""
     width = group * head_dim
     return lcm(block, width) // width
 
 
 def _word(counts: Sequence[int], unit: int, n: int) -> Word:
-    """The word of an axis of `n` that was shared out in units; the last unit may be short."""
+    """The word of an axis of `n` that was apportioned in units; the last unit may be short."""
     lengths = [count * unit for count in counts]
     last = max(i for i, length in enumerate(lengths) if length)
     lengths[last] -= sum(lengths) - n

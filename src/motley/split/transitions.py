@@ -1,4 +1,4 @@
-"""From the state a tensor is in to the state that an op takes: which collective it needs, and what that moves."""
+"""Transitions of a tensor between states: the collective that each needs, and the bytes that it moves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ITEM_BYTES = 4  # activations are float32
 
 @dataclass(frozen=True, order=True)
 class Cost:
-    """What a way costs: first collectives, then bytes that one device sends at most."""
+    """The cost of a way: compared first by collectives, then by the largest number of bytes that one device sends."""
 
     n_collectives: int = 0
     n_bytes: int = 0
@@ -28,16 +28,16 @@ FREE = Cost()
 
 @dataclass(frozen=True)
 class Transition:
-    """A tensor is brought from one state to another because `user` needs it so."""
+    """A change of a tensor's state, required by `user`."""
 
     tensor: Tensor
     source: State
     target: State
-    user: Tensor | None  # None: the graph's result is wanted whole
+    user: Tensor | None  # None: required by the graph's output, which must be whole
 
     @property
     def kind(self) -> str:
-        """The collective, or "" if no other device is needed."""
+        """The collective's name; "" if no communication is needed."""
         return collective_between(self.source, self.target)
 
     @property
@@ -46,7 +46,7 @@ class Transition:
 
 
 def collective_between(source: State, target: State) -> str:
-    """The collective that takes a tensor from `source` to `target`; "" if each device can do it alone."""
+    """The collective that takes a tensor from `source` to `target`; "" if no communication is needed."""
     if source == target or isinstance(source, Mirrored):
         return ""
     owner = sole_owner(source)
@@ -66,27 +66,27 @@ def collective_between(source: State, target: State) -> str:
 
 
 def payload(tensor: Tensor, kind: str) -> int:
-    """Bytes of the tensor that a collective moves (an all-reduce moves them there and back)."""
+    """Bytes of the tensor that a collective moves (an all-reduce moves them twice)."""
     n_bytes = tensor.n_values * ITEM_BYTES
     return {"": 0, "all_reduce": 2 * n_bytes}.get(kind, n_bytes)
 
 
 def is_fixed(tensor: Tensor) -> bool:
-    """Weights and cache layers do not travel. What placement left mirrored may still be *laid out* split."""
+    """Whether the tensor is a weight or cache layer, which is never sent. A mirrored one may be loaded as a split."""
     return isinstance(tensor.op, Weight) or tensor.dtype == CACHE
 
 
 def can_lie(tensor: Tensor, state: State) -> bool:
-    """Whether a weight or cache layer that placement left mirrored can be laid out like this instead."""
+    """Whether a weight or cache layer with a mirrored placement can be loaded in `state` instead."""
     if not isinstance(tensor.op, Weight | Input) or not isinstance(state, Split):
         return False
     if isinstance(tensor.op, Weight) and tensor.op.rows and state.axis > 0:
-        return False  # what is made of chosen rows is cut between rows
+        return False  # a weight with `rows` can only be split between rows
     return state.axis < len(tensor.shape) - 1 or cuts_whole_blocks(state.word, tensor)
 
 
 def transition_cost(tensor: Tensor, source: State, target: State) -> Cost | None:
-    """What it costs to have `tensor` in `target` too; None if it cannot be."""
+    """The cost of making `tensor` available in `target`; None if that is impossible."""
     if source == target:
         return FREE
     if is_fixed(tensor):

@@ -9,9 +9,10 @@ tokenizer       all of the above as `Tokenizer`
 detokenizer     ids one by one → text without half characters
 stops           stop strings in text that comes in pieces
 template        chat templates
-sandbox         Jinja for templates from strangers
-meter           what one of them may cost
-costly          its operations that cost too much unless they pay in advance
+marked          text that knows which of its characters a template wrote
+sandbox         Jinja for untrusted templates
+meter           limits on what one rendering may cost
+costly          template operations whose cost is charged in advance
 """
 
 from __future__ import annotations

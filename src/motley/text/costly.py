@@ -6,19 +6,25 @@ import json
 import re
 import string
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from typing import Any, TypeVar
 
 from jinja2 import Undefined, filters
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
 from motley.errors import TemplateError
+from motley.text.marked import join
 from motley.text.meter import CONTAINERS, MAX_INT_BITS, Meter, check_limit
+
+T = TypeVar("T")
 
 MAX_INDENT = 100
 MAX_SET = 100  # characters to strip: each is looked for at every place
 MAX_BACKWARDS = 100  # searching backwards takes time in proportion to text times separator
 MAX_DATE = 100
+MAX_ATTRIBUTE = 200  # characters of a path such as "function.name", which each item is looked up by
+STEP_BYTES = 256  # of a value that one step may compare or search
 OBJECT_BYTES = 64  # a short string and the place in a list that holds it
 REPR_GROWTH = 10  # one character can be written as "\U0010ffff"
 
@@ -42,9 +48,55 @@ class Costly:
     def join(self, separator: str, values: Iterable[object]) -> str:
         texts = []
         for value in values:
+            self._meter.tick()
             texts.append(self.text(value))
             self._meter.spend(sys.getsizeof(texts[-1]) + len(separator))
-        return separator.join(texts)
+        return join(separator, texts)
+
+    def each(self, values: Iterable[T]) -> Iterator[T]:
+        """The items, with a step for each, for filters that loop inside of Jinja."""
+        for value in values:
+            self._meter.tick()
+            yield value
+
+    def getter(self, environment: ImmutableSandboxedEnvironment, attribute: object) -> Callable[[Any], Any]:
+        """A function from an item to its `attribute`, a path with dots; each part of the path is a step."""
+        return filters.make_attrgetter(environment, self.attribute(attribute))
+
+    def attribute(self, path: Any) -> Any:
+        """A path that `filters.make_attrgetter` may take apart."""
+        check_limit(len(path) if isinstance(path, str) else 0, MAX_ATTRIBUTE, "characters of an attribute")
+        return path
+
+    def sort(
+        self,
+        environment: ImmutableSandboxedEnvironment,
+        values: Iterable[T],
+        reverse: bool = False,
+        case_sensitive: bool = False,
+        attribute: object = None,
+    ) -> list[T]:
+        """Sorted by attributes (separated by commas). The keys, which are new lists and texts, are paid for."""
+        fold = None if case_sensitive else filters.ignore_case
+        keys_of = filters.make_multi_attrgetter(environment, self.attribute(attribute), postprocess=fold)
+
+        def paid_key(value: T) -> list[Any]:
+            keys = keys_of(value)
+            n_bytes = sum(sys.getsizeof(key) for key in keys if isinstance(key, str))
+            self._meter.spend(sys.getsizeof(keys) + n_bytes + OBJECT_BYTES)
+            return keys
+
+        return sorted(self.each(values), key=paid_key, reverse=reverse)
+
+    def test(self, compare: Callable[..., Any]) -> Callable[[Any, Any], bool]:
+        """A test of two values, such as `in` or `==`, which pays for the larger of them."""
+
+        def paid_test(value: Any, other: Any) -> bool:
+            sizes = [self._meter.weigh(x) for x in (value, other) if isinstance(x, (str, *CONTAINERS))]
+            self._meter.tick(1 + max(sizes, default=0) // STEP_BYTES)
+            return bool(compare(value, other))
+
+        return paid_test
 
     def replace(self, text: str, old: str, new: str, count: int = -1) -> str:
         n_found = text.count(old) if count < 0 else min(count, text.count(old))

@@ -44,9 +44,9 @@ class Meter:
         # template changes a container, so they hold; and shared parts are not walked again and again.
         self._measures: dict[int, tuple[int, int, object]] = {}
 
-    def tick(self) -> bool:
-        """One step. True, so that it can stand in a condition."""
-        self._n_steps += 1
+    def tick(self, n: int = 1) -> bool:
+        """Count one step, or the `n` that an operation is worth. True, so that it can stand in a condition."""
+        self._n_steps += n
         if self._n_steps > self._limits.steps:
             raise _excess(f"runs for more than {self._limits.steps} steps")
         if self._clock() > self._deadline:

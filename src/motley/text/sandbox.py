@@ -1,17 +1,17 @@
-"""Jinja for templates that strangers wrote: they come with the model file, and run on the user's machine.
+"""Jinja for untrusted templates: they come with the model file and run on the user's machine.
 
-Three walls. What a template can name is a list (filters, functions, methods); nothing else of Python can be
-reached from it. What it makes passes a meter: the code that Jinja generates gets a call of `Meter.admit`
-around every expression that builds something, and a tick in every round of a loop. And what could grow out of
-all proportion in a single operation pays before it runs (`costly`).
+Three protections. A template can use only the filters, functions and methods that are listed here; nothing else of
+Python is reachable. Every value that it makes passes a meter: the code that Jinja generates calls `Meter.admit` around
+each expression that builds a value, and counts a step in each round of a loop. And an operation whose result can be far
+larger than its inputs is charged before it runs (`costly`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from functools import partial
-from typing import Any, NoReturn
+from functools import partial, wraps
+from typing import Any, NoReturn, cast
 
 from jinja2 import filters as jinja_filters
 from jinja2 import nodes, pass_environment
@@ -21,16 +21,34 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
+from jinja2.tests import TESTS
 from jinja2.utils import Namespace
 
 from motley.errors import TemplateError
 from motley.text.costly import Costly
+from motley.text.marked import MarkedText, join, own
 from motley.text.meter import Meter
 
 # Filters of Jinja whose cost is that of reading their input once (or of sorting it).
 PLAIN_FILTERS = (
     *("abs", "count", "d", "default", "dictsort", "first", "float", "int", "items", "last", "length", "list"),
-    *("map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "unique"),
+    "reverse",
+)
+# Filters that do something for each item: a step for each. With the place of the attribute that they look up, if any.
+ITEM_FILTERS = {
+    "map": None,
+    "max": 1,
+    "min": 1,
+    "reject": None,
+    "rejectattr": 0,
+    "select": None,
+    "selectattr": 0,
+    "unique": 1,
+}
+# Tests that compare a value with another one: select("in", values) does so for each item.
+COMPARISONS = (
+    *("in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=", "<", "lt", "lessthan"),
+    *("<=", "le"),
 )
 TEXT_FILTERS = ("capitalize", "e", "escape", "lower", "safe", "upper")
 
@@ -108,6 +126,15 @@ class MeteredCode(CodeGenerator):
             self.write(", ")
         self.write("))")
 
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
+        if isinstance(node.value, str):
+            self.write(f"environment.own({node.value!r})")
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:
+        self.write(f"environment.own({node.data!r})")
+
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         tick = nodes.EnvironmentAttribute("meter.tick()")
         node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
@@ -136,7 +163,10 @@ class GenerationTag(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of one rendering; it holds the meter, so it is not shared."""
+    """The environment of one rendering; it holds the meter, so it is not shared.
+
+    Text that stands in the template is marked as its own (`marked`), and the marks go with it into the output.
+    """
 
     code_generator_class = MeteredCode
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -153,6 +183,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             extensions=["jinja2.ext.loopcontrols", GenerationTag],
         )
         self.filters = _filters(self.costly)
+        self.tests |= {
+            name: self.costly.test(cast("Callable[..., Any]", TESTS[name])) for name in COMPARISONS
+        }
         self.globals = {
             "range": safe_range,
             "dict": self.costly.mapping,
@@ -166,11 +199,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "%": self.costly.remainder,
         }
 
+    own = staticmethod(own)
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> MarkedText:
+        """How Jinja makes one text of what a template, a macro or a block puts out."""
+        return join("", pieces)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         return self.meter.admit(super().call_binop(context, operator, left, right))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Methods that are listed, then items; nothing else is ever looked at."""
+        self.meter.tick()
         if isinstance(obj, str) and attribute == "format":
             return lambda *args, **kwargs: self.costly.format(self, obj, args, kwargs)
         if isinstance(obj, str) and attribute in COSTLY_METHODS:
@@ -189,6 +230,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return self.undefined(obj=obj, name=attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
+        self.meter.tick()
         try:
             return obj[argument]
         except (TypeError, LookupError):
@@ -208,10 +250,27 @@ def _filters(costly: Costly) -> dict[str, Callable[..., Any]]:
         return lambda value, *args, **kwargs: apply(costly.text(value), *args, **kwargs)
 
     @pass_environment
-    def join(environment: Sandbox, values: Iterable[Any], d: object = "", attribute: Any = None) -> str:
+    def join_values(
+        environment: Sandbox, values: Iterable[Any], d: object = "", attribute: Any = None
+    ) -> str:
         if attribute is not None:
-            values = map(jinja_filters.make_attrgetter(environment, attribute), values)
+            values = map(costly.getter(environment, attribute), values)
         return costly.join(costly.text(d), values)
+
+    def of_items(apply: Callable[..., Any], place: int | None) -> Callable[..., Any]:
+        @wraps(apply)  # which keeps the mark that Jinja passes its context by
+        def apply_metered(context: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+            if place is not None and place < len(args):
+                costly.attribute(args[place])
+            costly.attribute(kwargs.get("attribute"))
+            # Jinja handles empty and missing values itself.
+            return apply(context, costly.each(values) if values else values, *args, **kwargs)
+
+        return apply_metered
+
+    @pass_environment
+    def sort(environment: Sandbox, values: Iterable[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return costly.sort(environment, values, *args, **kwargs)
 
     def replace(value: object, old: object, new: object, count: int | None = None) -> str:
         text, before, after = map(costly.text, (value, old, new))
@@ -219,11 +278,13 @@ def _filters(costly: Costly) -> dict[str, Callable[..., Any]]:
 
     return {
         **{name: jinja_filters.FILTERS[name] for name in PLAIN_FILTERS},
+        **{name: of_items(jinja_filters.FILTERS[name], place) for name, place in ITEM_FILTERS.items()},
         **{name: of_text(jinja_filters.FILTERS[name]) for name in TEXT_FILTERS},
         "format": of_text(lambda text, *args, **kwargs: costly.remainder(text, kwargs or args)),
         "indent": of_text(costly.indent),
-        "join": join,
+        "join": join_values,
         "replace": replace,
+        "sort": sort,
         "string": costly.text,
         "title": of_text(costly.title),
         "tojson": costly.tojson,

@@ -17,7 +17,9 @@ from motley.errors import TokenizerError
 from motley.text.vocab import PREFIX, TokenType, Vocabulary
 
 SPACE = "\u2581"  # how these vocabularies write a space
+# Segments whose ids are kept: so many, of so many characters. Together they bound the memory.
 N_CACHED_SEGMENTS = 1 << 16
+MAX_CACHED_LENGTH = 64
 
 
 class SentencePieceEncoder:
@@ -36,7 +38,7 @@ class SentencePieceEncoder:
                 f"{PREFIX}tokens has {len(self._id_of_byte)} of 256 byte tokens, and no unknown token",
                 hint=f"set {PREFIX}unknown_token_id",
             )
-        self._segment_ids = lru_cache(N_CACHED_SEGMENTS)(self._merge)
+        self._cached_ids = lru_cache(N_CACHED_SEGMENTS)(self._merge)
 
     def encode(self, text: str) -> list[int]:
         if self._vocab.remove_extra_whitespaces:
@@ -45,7 +47,8 @@ class SentencePieceEncoder:
             text = " " + text
         ids: list[int] = []
         for segment in self._segments(text.replace(" ", SPACE)):
-            ids.extend(self._segment_ids(segment))
+            ids_of = self._cached_ids if len(segment) <= MAX_CACHED_LENGTH else self._merge
+            ids.extend(ids_of(segment))
         return self._fuse_unknown(ids)
 
     def piece(self, token: int) -> bytes:

@@ -12,6 +12,7 @@ from jinja2 import Template, TemplateSyntaxError, UndefinedError
 from jinja2.exceptions import SecurityError
 
 from motley.errors import TemplateError
+from motley.text.marked import ROLES, MarkedText, join, own, plain
 from motley.text.meter import Meter, TemplateLimits
 from motley.text.sandbox import Sandbox
 
@@ -46,8 +47,8 @@ class HasMetadata(Protocol):
 class ChatTemplate:
     """A compiled template.
 
-    Encode what it renders with `Tokenizer.encode`, which adds a missing beginning-of-text token and never a
-    second one.
+    Encode what `render_marked` gives with `Tokenizer.encode_marked`, which adds a missing beginning-of-text token and
+    never a second one.
 
     `stops`: strings that end the assistant's turn, for templates whose vocabulary has no token for that.
     """
@@ -64,7 +65,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self.stops = tuple(stops)
-        self._special = {"bos_token": bos, "eos_token": eos}
+        self._special = {"bos_token": own(bos), "eos_token": own(eos)}
         self._limits = limits or TemplateLimits()
         self._now = now
         self._code = _compile(source, self._sandbox())
@@ -103,20 +104,36 @@ class ChatTemplate:
         **kwargs: object,
     ) -> str:
         """The prompt. `kwargs` are variables that some templates know, such as `enable_thinking`."""
+        return plain(
+            self.render_marked(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+        )
+
+    def render_marked(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **kwargs: object,
+    ) -> MarkedText:
+        """The prompt that `render` gives, and which of its characters are the template's own.
+
+        `Tokenizer.encode_marked` reads control tokens only there, so that no message can forge a turn.
+        """
         variables = {
             "documents": None,
-            **self._special,
             **kwargs,
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        data = {name: _plain(value, name) for name, value in variables.items()}
+        data = self._special | {name: _plain(value, name) for name, value in variables.items()}
+        _own_roles(data["messages"])
         sandbox = self._sandbox()
         template = Template.from_code(sandbox, self._code, sandbox.globals)
         try:
-            return template.render(data)
-        except Exception as error:  # whatever a stranger's program can raise
+            return join("", [template.render(data)])
+        except Exception as error:  # an untrusted template can raise anything
             absent = [n for n in ("tools", "documents") if data[n] is None and n in self.source]
             raise _explained(error, absent) from error
 
@@ -174,6 +191,13 @@ def _plain(value: object, where: str, depth: int = 0) -> object:
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise TemplateError(f"{where} is a {type(value).__name__}", hint="use text, numbers, lists and mappings")
+
+
+def _own_roles(messages: object) -> None:
+    """Mark the usual roles as the template's own text: some templates make control tokens of them."""
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and message.get("role") in ROLES:
+            message["role"] = own(message["role"])
 
 
 def _token_text(metadata: Mapping[str, object], name: str) -> str:

@@ -9,9 +9,12 @@ from typing import Protocol
 from motley.errors import TokenizerError
 from motley.text.bpe import BpeEncoder
 from motley.text.detokenizer import DetokenizerStream
+from motley.text.marked import MarkedText, plain
 from motley.text.sentencepiece import SentencePieceEncoder
-from motley.text.special import SpecialTokens
-from motley.text.vocab import TokenType, Vocabulary
+from motley.text.special import SpanPredicate, SpecialTokens
+from motley.text.vocab import PREFIX, TokenType, Vocabulary
+
+NO_VOCABULARY = "no_vocab"  # what a file without a tokenizer calls its tokenizer
 
 
 class HasMetadata(Protocol):
@@ -36,6 +39,8 @@ class Tokenizer:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> Tokenizer:
+        if metadata.get(f"{PREFIX}model") == NO_VOCABULARY:
+            return NoTokenizer()
         return cls(Vocabulary.from_metadata(metadata))
 
     @property
@@ -82,6 +87,16 @@ class Tokenizer:
         beginning-of-text token does not get a second one). `parse_special`: "<|im_end|>" in the text means
         the token; pass False for text that is not trusted.
         """
+        return self._encode(text, add_special, lambda start, end: parse_special)
+
+    def encode_marked(self, text: MarkedText, *, add_special: bool = True) -> list[int]:
+        """The ids of a chat prompt. Control tokens are read only where the template wrote them itself.
+
+        Where messages contain none, these are the ids of `encode`.
+        """
+        return self._encode(text, add_special, text.is_own)
+
+    def _encode(self, text: str, add_special: bool, may_be_control: SpanPredicate) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -90,7 +105,7 @@ class Tokenizer:
                 hint="text is read as UTF-8",
             ) from None
         ids: list[int] = []
-        for part in self._special.split(text, parse_special=parse_special):
+        for part in self._special.split(plain(text), may_be_control):
             if isinstance(part, int):
                 ids.append(part)
             else:
@@ -125,3 +140,41 @@ class Tokenizer:
         if not 0 <= token < self.n_vocab:
             raise TokenizerError(f"token id {token} is not in 0..{self.n_vocab - 1}")
         return token
+
+
+class NoTokenizer(Tokenizer):
+    """Of a file without a vocabulary: its model takes and gives token ids, and knows no text."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def n_vocab(self) -> int:
+        return 0
+
+    @property
+    def bos_id(self) -> int | None:
+        return None
+
+    @property
+    def eos_id(self) -> int | None:
+        return None
+
+    @property
+    def eog_ids(self) -> frozenset[int]:
+        return frozenset()
+
+    @property
+    def adds_bos(self) -> bool:
+        return False
+
+    @cached_property
+    def _ids_by_text(self) -> Mapping[str, int]:
+        return {}
+
+    def _encode(self, text: str, add_special: bool, may_be_control: SpanPredicate) -> list[int]:
+        raise TokenizerError("this file has no tokenizer", hint="give token ids instead of text")
+
+    def stream(self, *, skip_special: bool = True, after: Sequence[int] = ()) -> DetokenizerStream:
+        """Of ids that stand for no text: every piece is empty."""
+        return DetokenizerStream(lambda token: b"", drops_space=False)

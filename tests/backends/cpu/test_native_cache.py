@@ -11,7 +11,7 @@ from native_driver import INSTRUCTION_SETS, CpuBackend, ReferenceBackend, run_gr
 
 from motley.graph import CACHE, Graph, Tensor
 from motley.graph.ops import Attention, CacheStore, Hadamard, Input, MatMul, Reshape
-from motley.kvcache.arena import ArenaGroup, ArenaLayer, GroupBatch, SequenceTable
+from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
 from motley.kvcache.store import Store
 from motley.kvcache.types import CACHE_TYPES
 
@@ -59,7 +59,7 @@ class Case:
             "q": torch.randn(row, self.n_heads, dim, generator=generator),
             "k": torch.randn(row, self.n_kv, dim, generator=generator),
             "v": torch.randn(row, self.n_kv, dim, generator=generator),
-            "cache.0": ArenaLayer(ArenaGroup(self.keys, self.values, self.batch), self.rows),
+            "cache.0": ArenaLayer(self.keys, self.values, self.rows, 0).on(self.batch),
         }
 
     def graph(self, *, window: int | None = None, rotation: int = 0) -> Graph:

@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from motley import LLM
-from motley.backends.cpu import is_available
+from motley.backends.cpu import CpuBackend, backend, is_available
+from motley.backends.cpu.weights import MappedTensor
 from motley.kvcache.types import CACHE_TYPES
 
 if not is_available():
@@ -71,6 +72,25 @@ def test_every_cache_type_is_as_close_as_the_references(shared: Path, kind: str)
     truth = logits(folder / "model.gguf", tokens, backend="reference")
     cost = divergence(truth, logits(folder / "model.gguf", tokens, backend="reference", **options))
     assert divergence(truth, logits(folder / "model.gguf", tokens, **options)) <= 1.3 * cost + 1e-5
+
+
+@pytest.mark.parametrize(
+    "crew",
+    [{}, {"devices": "cpu,cpu", "split_mode": "tensor", "tensor_split": (3, 1)}, {"devices": "cpu,cpu"}],
+    ids=["one device", "tensor", "layer"],
+)
+def test_a_model_that_stays_in_its_file_gives_the_logits_of_a_loaded_one(
+    bundled: Path, crew: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.arange(1, 40, dtype=np.int32)
+    repacked = logits(bundled, tokens, **crew)
+    monkeypatch.setattr(backend, "_WORTH_MAPPING", 0)
+    loaded: list[object] = []
+    load = CpuBackend.load
+    monkeypatch.setattr(CpuBackend, "load", lambda *args: loaded.append(load(*args)) or loaded[-1])
+    mapped = logits(bundled, tokens, **crew)
+    assert any(isinstance(weight, MappedTensor) for weight in loaded)
+    assert np.abs(mapped - repacked).max() <= 1e-4 * np.abs(repacked).max()
 
 
 @pytest.mark.parametrize("shares", [(1, 1), (3, 1), (1, 0, 2)])

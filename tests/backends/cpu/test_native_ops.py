@@ -26,6 +26,9 @@ ALWAYS_NATIVE = {
     "slice",
     "concat",
     "permute",
+    "route",
+    "route_weights",
+    "expert_ffn",
 }
 
 
@@ -34,7 +37,8 @@ def samples(name: str) -> list[Sample]:
     return [sample for seed in range(4) for sample in prototype.samples(random.Random(seed))]
 
 
-def kernel_of(op: Op, values: tuple[object, ...]) -> str:
+def kernels_of(op: Op, values: tuple[object, ...]) -> set[str]:
+    """The kernels of a plan for one op; none for a view."""
     nodes: list[Tensor] = []
     for i, value in enumerate(values):
         if isinstance(value, PackedTensor):
@@ -44,7 +48,8 @@ def kernel_of(op: Op, values: tuple[object, ...]) -> str:
             kind = I32 if value.dtype == torch.int32 else F32
             nodes.append(Input(tuple(value.shape), kind)(name=f"x{i}"))
     backend = ExactCpuBackend()
-    return next(kernel.name for kernel in backend.kernels if kernel.supports(op(*nodes)) is None)
+    plan = DevicePlan.of(Graph.of(op(*nodes)), backend.kernels)
+    return {step.kernel.name for step in plan.steps}
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
@@ -61,7 +66,7 @@ def test_native_results_are_the_references(name: str, instruction_set: str) -> N
 
 @pytest.mark.parametrize("name", sorted(ALWAYS_NATIVE))
 def test_samples_of_common_ops_run_natively(name: str) -> None:
-    assert {kernel_of(sample.op, sample.inputs) for sample in samples(name)} == {"native"}
+    assert all(kernels_of(sample.op, sample.inputs) <= {"native"} for sample in samples(name))
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)

@@ -10,7 +10,7 @@ from native_driver import INSTRUCTION_SETS, CpuBackend, ExactCpuBackend, run_op
 
 from motley.backends.cpu.native import FORMATS as NATIVE_FORMATS
 from motley.backends.cpu.native import PLAIN_FORMATS
-from motley.backends.cpu.weights import RepackedTensor
+from motley.backends.cpu.weights import MappedTensor, RepackedTensor
 from motley.formats import FORMATS, PackedTensor
 from motley.graph import I32, Graph
 from motley.graph.ops import GetRows, Input, MatMul, Weight
@@ -43,6 +43,45 @@ def test_products_are_the_references(name: str, n_tokens: int, instruction_set: 
     assert relative_error(run_op(CpuBackend(instruction_set), MatMul(), [x, weight]), expected) < allowed
 
 
+def extreme_weight(name: str, n_rows: int, n_blocks: int, seed: int) -> PackedTensor:
+    """Blocks whose bytes are often the largest and smallest codes, with the scales of ordinary numbers."""
+    form, generator = FORMATS[name], torch.Generator().manual_seed(seed)
+    ordinary = draw_weight(name, n_rows, n_blocks, seed).data
+    extremes = torch.tensor([0x00, 0x7F, 0x80, 0x81, 0xFF], dtype=torch.uint8)
+    drawn = extremes[torch.randint(5, ordinary.shape, generator=generator)]
+    sane = PackedTensor(drawn, form).unpack().isfinite()  # a scale of those bytes may be no number
+    size = sane.view(n_rows, n_blocks, -1).all(-1).repeat_interleave(form.block_bytes, 1)
+    code_bytes = {"Q8_0": slice(2, 34), "IQ4_NL": slice(2, 18), "Q4_0": slice(2, 18)}.get(name)
+    if code_bytes:  # where codes and scales are apart, only codes are drawn
+        keep = torch.ones(form.block_bytes, dtype=torch.bool)
+        keep[code_bytes] = False
+        return PackedTensor(torch.where(keep.repeat(n_blocks), ordinary, drawn), form)
+    return PackedTensor(torch.where(size, drawn, ordinary), form)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@given(
+    name=st.sampled_from(QUANTIZED),
+    n_rows=st.integers(1, 50),
+    n_blocks=st.integers(1, 5),
+    n_tokens=st.integers(1, 20),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_sum_of_products_overflows(
+    instruction_set: str, name: str, n_rows: int, n_blocks: int, n_tokens: int, seed: int
+) -> None:
+    """The largest codes times the largest activations: whole numbers, so all instruction sets find the same."""
+    weight = extreme_weight(name, n_rows, n_blocks, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    signs = torch.randint(2, (n_tokens, weight.shape[1]), generator=generator) * 2.0 - 1.0
+    signs[:, ::2] = signs[:, 1::2]  # neighbours of one sign add up
+    result = run_op(CpuBackend(instruction_set), MatMul(), [signs, weight])
+    expected = MatMul().reference([signs, weight])  # ±1 is a code of 8 bits: nothing is lost
+    scale = weight.unpack().abs().sum(1)
+    assert ((result - expected).abs() <= 1e-6 * scale + 1e-30).all()
+
+
 @given(
     name=st.sampled_from(list(NATIVE_FORMATS)),
     n_rows=st.integers(1, 50),
@@ -67,6 +106,55 @@ def test_repacked_weights_keep_their_values_and_their_size(name: str) -> None:
     assert isinstance(repacked, RepackedTensor)
     assert repacked.nbytes == weight.nbytes
     assert torch.equal(repacked.unpack(), weight.unpack())
+
+
+def mapping_backend(instruction_set: str = "") -> CpuBackend:
+    """One that has been told of a model large enough to stay in its file."""
+    backend = CpuBackend(instruction_set)
+    backend.expect_weights(1 << 30)
+    return backend
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@given(
+    n_rows=st.integers(1, 4).map(lambda n: 16 * n),
+    n_blocks=st.integers(1, 40),
+    n_tokens=st.integers(1, 20),
+    seed=st.integers(0, 2**16),
+    is_extreme=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_products_of_mapped_weights_are_those_of_repacked_ones(
+    instruction_set: str, n_rows: int, n_blocks: int, n_tokens: int, seed: int, is_extreme: bool
+) -> None:
+    draw = extreme_weight if is_extreme else draw_weight
+    weight = draw("Q8_0", n_rows, n_blocks, seed)
+    x = torch.randn(n_tokens, weight.shape[1], generator=torch.Generator().manual_seed(seed + 1))
+    repacked = run_op(CpuBackend(instruction_set), MatMul(), [x, weight])
+    mapped = run_op(mapping_backend(instruction_set), MatMul(), [x, weight])
+    room = 1e-5 * (x.abs() @ weight.unpack().abs().T)
+    assert ((mapped - repacked).abs() <= room).all()
+
+
+def test_weights_of_large_models_are_not_copied() -> None:
+    weight = draw_weight("Q8_0", 32, 2)
+    loaded = mapping_backend().load(weight)
+    assert isinstance(loaded, MappedTensor)
+    assert loaded.data.data_ptr() == weight.data.data_ptr()
+
+
+def test_what_kernels_cannot_read_in_the_files_layout_is_repacked() -> None:
+    odd, columns = draw_weight("Q8_0", 37, 2), draw_weight("Q8_0", 32, 4)
+    half = PackedTensor(columns.data[:, : 2 * 34], columns.format)  # as a device that has half of the columns
+    for weight in (odd, half, draw_weight("Q4_0", 32, 2)):
+        assert isinstance(mapping_backend().load(weight), RepackedTensor)
+    exact = ExactCpuBackend()
+    exact.expect_weights(1 << 30)
+    assert isinstance(exact.load(draw_weight("Q8_0", 32, 2)), RepackedTensor)
+    bound = CpuBackend()
+    bound.use_threads(1, [0])
+    bound.expect_weights(1 << 30)  # in memory beside its cores
+    assert isinstance(bound.load(draw_weight("Q8_0", 32, 2)), RepackedTensor)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

@@ -25,17 +25,22 @@ from triton.runtime.jit import JITFunction
 from motley.backends.cuda import kernels
 from motley.backends.cuda.kernels.attention import Shares, Tables, attend
 from motley.backends.cuda.kernels.combine import combine
-from motley.backends.cuda.kernels.enter import RopeTable, enter
-from motley.backends.cuda.kernels.gate import FUNCTIONS, gated
+from motley.backends.cuda.kernels.experts import expert_hidden, expert_sum, operand_form
+from motley.backends.cuda.kernels.gate import gated
 from motley.backends.cuda.kernels.matmul import matmul
 from motley.backends.cuda.kernels.matvec import matvec
 from motley.backends.cuda.kernels.norm import rms_norm
-from motley.backends.cuda.kernels.prefill import most_rows, prefill
+from motley.backends.cuda.kernels.prefill import max_span_rows, prefill
+from motley.backends.cuda.kernels.rope_and_store import RopeTable, rope_and_store
+from motley.backends.cuda.kernels.route import route, route_weights
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
 from motley.backends.cuda.planes import WeightPlanes, to_planes
+from motley.backends.cuda.sampler import DeviceSampler, Wish
+from motley.backends.cuda.support import GATE_FUNCTIONS
 from motley.formats import PackedTensor, get_format
+from motley.graph.ops import SIGMOID, SOFTMAX, Route, RouteWeights
 from motley.kvcache.store import Store
 from motley.kvcache.types import get_cache_type
 
@@ -95,18 +100,18 @@ def attention_cases(k_kind: str, v_kind: str, dim: int) -> Iterator[Case]:
     tables = Tables(numbers.view(4, 16), numbers[:4], numbers[:4], numbers[:4])
     qkv = torch.empty(n_rows, n_heads + 2 * KV_HEADS, dim)
     q, k, v = qkv.split([n_heads, KV_HEADS, KV_HEADS], 1)
-    turned, out = torch.empty(q.shape), torch.empty(q.shape)
+    rotated, out = torch.empty(q.shape), torch.empty(q.shape)
     rope = RopeTable(torch.empty(dim // 2), dim, True, 1.0)
-    turns_k, turns_v = k_kind != "f16", v_kind != "f16"
-    yield f"enter{kinds}", partial(
-        enter, q, k, v, numbers[:4], numbers[:4], rope, keys, values, HEADS, turned,
-        rotate_k=turns_k, rotate_v=turns_v,
+    rotates_k, rotates_v = k_kind != "f16", v_kind != "f16"
+    yield f"rope_and_store{kinds}", partial(
+        rope_and_store, q, k, v, numbers[:4], numbers[:4], rope, keys, values, HEADS, rotated,
+        rotate_k=rotates_k, rotate_v=rotates_v,
     )  # fmt: skip
     shares = Shares.empty(n_rows, n_heads, 16, dim, "cpu")
-    yield f"attend{kinds}", partial(attend, turned, keys, values, HEADS, tables, shares, scale=0.1)
+    yield f"attend{kinds}", partial(attend, rotated, keys, values, HEADS, tables, shares, scale=0.1)
     yield f"prefill{kinds}", partial(
-        prefill, turned, keys, values, HEADS, numbers, numbers.view(-1, 4), out,
-        span_rows=most_rows(k_kind, v_kind, dim), scale=0.1, rotate=turns_v,
+        prefill, rotated, keys, values, HEADS, numbers, numbers.view(-1, 4), out,
+        span_rows=max_span_rows(k_kind, v_kind, dim), scale=0.1, rotate=rotates_v,
     )  # fmt: skip
 
 
@@ -123,7 +128,7 @@ def row_cases(form: str) -> Iterator[Case]:
     ids = torch.zeros(2, dtype=torch.int32) if form == PLAIN else None
     yield f"convert({form})", partial(convert, x, out)
     yield f"rms_norm({form})", partial(rms_norm, x, torch.empty(COLUMNS), 1e-5, out, ids)
-    for function in FUNCTIONS:
+    for function in GATE_FUNCTIONS:
         yield f"gated({form}, {function})", partial(gated, torch.empty(2, 2 * COLUMNS), function, out)
 
 
@@ -147,14 +152,45 @@ def product_cases(kind: str) -> Iterator[Case]:
     yield f"unpack_rows({kind})", partial(unpack_rows, weight, ids, torch.empty(4, COLUMNS))
 
 
+def sampling_cases() -> Iterator[Case]:
+    sampler, wish = DeviceSampler(torch.device("cpu")), Wish(0.8, 40, edits={3: (1, 0.5)})
+    yield "sample", partial(sampler.launch, torch.zeros(2, 128256), [wish, wish])
+
+
+def expert_cases(kind: str) -> Iterator[Case]:
+    n_experts, n_tokens, k = 4, 3, 2
+    up, down = zeros(kind, n_experts * 64), zeros(kind, n_experts * 96)
+    ids = torch.zeros(n_tokens, k, dtype=torch.int32)
+    form = operand_form(up)
+    x = Rows.empty(form, n_tokens, COLUMNS, "cpu")
+    yield f"expert_hidden({kind})", partial(expert_hidden, up, up, n_experts, x, x, ids)
+    hidden, weights = Rows.empty(form, n_tokens * k, COLUMNS, "cpu"), torch.empty(n_tokens, k)
+    yield f"expert_sum({kind})", partial(expert_sum, down, n_experts, hidden, ids, weights)
+
+
+def route_cases() -> Iterator[Case]:
+    logits, n_used = torch.empty(3, 128), torch.zeros(3, dtype=torch.int32)
+    for score in (SOFTMAX, SIGMOID):
+        bias = torch.empty(128) if score == SIGMOID else None
+        yield f"route({score})", partial(route, Route(8, score), logits, n_used, bias)
+        for normalizes in (True, False):
+            ids = torch.zeros(3, 8, dtype=torch.int32)
+            op = RouteWeights(score, normalizes)
+            yield f"route_weights({score}, {normalizes})", partial(route_weights, op, logits, ids)
+
+
 def cases(caches: list[tuple[str, str, int]], weights: list[str]) -> Iterator[Case]:
     for cache in caches:
         yield from attention_cases(*cache)
     yield from combine_cases()
+    yield from sampling_cases()
     for form in (INT8, HALVES, PLAIN):
         yield from row_cases(form)
     for kind in weights:
         yield from product_cases(kind)
+    yield from route_cases()
+    for kind in (*weights, "F16"):
+        yield from expert_cases(kind)
 
 
 def jit_functions() -> set[str]:

@@ -10,13 +10,13 @@ pytest.importorskip("triton")
 
 from motley.backends.cuda.kernels.attention import Shares, Tables, attend
 from motley.backends.cuda.kernels.combine import combine
-from motley.backends.cuda.kernels.enter import RopeTable, enter
 from motley.backends.cuda.kernels.gate import gated
 from motley.backends.cuda.kernels.norm import rms_norm
+from motley.backends.cuda.kernels.rope_and_store import RopeTable, rope_and_store
 from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.graph.ops import Activation, Attention, Hadamard, RmsNorm, Rope
-from motley.kvcache.arena import ArenaGroup, ArenaLayer, GroupBatch, SequenceTable
+from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
 from motley.kvcache.store import Store
 from motley.kvcache.types import get_cache_type
 
@@ -52,7 +52,7 @@ def test_decode_attention_over_shuffled_blocks(k_kind: str, v_kind: str, window:
         for r, (n, first, table) in enumerate(zip(lengths, firsts, blocks, strict=True))
     )
     q = torch.randn(2, KV_HEADS * GROUP, DIM)
-    layer = ArenaLayer(ArenaGroup(keys, values, GroupBatch.of(tables, BLOCK)), HEADS)
+    layer = ArenaLayer(keys, values, HEADS, 0).on(GroupBatch.of(tables, BLOCK))
     expected = Attention(0.2, window).reference([q, layer])
 
     device_tables = Tables(
@@ -65,9 +65,9 @@ def test_decode_attention_over_shuffled_blocks(k_kind: str, v_kind: str, window:
     out = combine(shares, device_tables, BLOCK, rows, rotate=False, window=window).values.view(q.shape)
     assert float((out - expected).norm() / expected.norm()) < 2e-3
 
-    turned = combine(shares, device_tables, BLOCK, rows, rotate=True, window=window).values.view(q.shape)
+    rotated = combine(shares, device_tables, BLOCK, rows, rotate=True, window=window).values.view(q.shape)
     expected = expected @ Hadamard(DIM).reference([])
-    assert float((turned - expected).norm() / expected.norm()) < 2e-3
+    assert float((rotated - expected).norm() / expected.norm()) < 2e-3
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -107,16 +107,16 @@ def test_keys_and_values_enter_the_cache_as_the_store_would_write_them(
     q, k, v = qkv.split([GROUP * KV_HEADS, KV_HEADS, KV_HEADS], 1)
     rope = Rope(DIM // 2, 5e5, style, magnitude=1.1)
     expected = [make_store(kind) for kind in (k_kind, v_kind)]
-    turn = Hadamard(DIM).reference([])
-    q_expected, k_turned = (rope.reference([x, positions]) for x in (q, k))
+    rotation = Hadamard(DIM).reference([])
+    q_expected, k_rotated = (rope.reference([x, positions]) for x in (q, k))
     if k_kind != "f16":
-        q_expected, k_turned = q_expected @ turn, k_turned @ turn
-    expected[0].write(HEADS, slots, k_turned)
-    expected[1].write(HEADS, slots, v @ turn if v_kind != "f16" else v)
+        q_expected, k_rotated = q_expected @ rotation, k_rotated @ rotation
+    expected[0].write(HEADS, slots, k_rotated)
+    expected[1].write(HEADS, slots, v @ rotation if v_kind != "f16" else v)
 
     stores = [make_store(kind) for kind in (k_kind, v_kind)]
     table = RopeTable(rope.frequencies(), rope.n_dims, style == "halves", rope.magnitude)
-    out = enter(
+    out = rope_and_store(
         q, k, v, positions, slots.int(), table, *map(planes, stores), HEADS, torch.empty(q.shape),
         rotate_k=k_kind != "f16", rotate_v=v_kind != "f16",
     )  # fmt: skip

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from motley.backends.cuda.kernels.attention import Shares, Tables, attend, supports
 from motley.backends.cuda.kernels.combine import combine
-from motley.backends.cuda.kernels.enter import RopeTable, enter
+from motley.backends.cuda.kernels.rope_and_store import RopeTable, rope_and_store
 from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.graph.ops import Hadamard, Rope
@@ -90,7 +90,7 @@ def test_heads_are_stored_as_the_store_would(kind: str, dim: int) -> None:
         store.write(HEADS, slots, x)
     rope = Rope(dim, 1e4, "halves")
     table = RopeTable(rope.frequencies(), dim, True, 1.0)
-    out = enter(
+    out = rope_and_store(
         q, k, v, positions, slots.int(), table, *map(planes, stores), HEADS, torch.empty(q.shape),
         rotate_k=False, rotate_v=False,
     )  # fmt: skip
@@ -105,23 +105,23 @@ def test_heads_are_stored_as_the_store_would(kind: str, dim: int) -> None:
 
 def test_heads_of_three_tiles_are_rotated_tile_by_tile() -> None:
     torch.manual_seed(4)
-    dim, turn = 96, Hadamard(32).reference([])
+    dim, rotation = 96, Hadamard(32).reference([])
     slots, positions = torch.tensor([7]), torch.zeros(1, dtype=torch.int32)
     q, k, v = (torch.randn(1, KV_HEADS, dim) for _ in range(3))
     stores = [make_store("q8_0", dim) for _ in range(2)]
     table = RopeTable(Rope(dim, 1e4, "halves").frequencies(), dim, True, 1.0)
-    out = enter(
+    out = rope_and_store(
         q, k, v, positions, slots.int(), table, *map(planes, stores), HEADS, torch.empty(q.shape),
-        rotate_k=True, rotate_v=True, turn=32,
+        rotate_k=True, rotate_v=True, rotation=32,
     )  # fmt: skip
-    q_turned, k_turned, v_turned = ((x.unflatten(-1, (3, 32)) @ turn).flatten(-2) for x in (q, k, v))
-    assert torch.allclose(out, q_turned, atol=1e-5)
-    for store, expected in zip(stores, (k_turned, v_turned), strict=True):
+    q_rotated, k_rotated, v_rotated = ((x.unflatten(-1, (3, 32)) @ rotation).flatten(-2) for x in (q, k, v))
+    assert torch.allclose(out, q_rotated, atol=1e-5)
+    for store, expected in zip(stores, (k_rotated, v_rotated), strict=True):
         assert error(store.read(HEADS, slots), expected) < 1e-2
-    shares = Shares(v_turned.unsqueeze(2), torch.zeros(1, 2, 1), torch.ones(1, 2, 1), 1)
+    shares = Shares(v_rotated.unsqueeze(2), torch.zeros(1, 2, 1), torch.ones(1, 2, 1), 1)
     tables = Tables(positions[None], positions, positions, positions)
     rows = Rows.empty(PLAIN, 1, 2 * dim, "cpu")
-    back = combine(shares, tables, BLOCK, rows, rotate=True, turn=32).values.view(v.shape)
+    back = combine(shares, tables, BLOCK, rows, rotate=True, rotation=32).values.view(v.shape)
     assert torch.allclose(back, v, atol=1e-5)
 
 

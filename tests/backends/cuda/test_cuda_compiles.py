@@ -12,6 +12,7 @@ import pytest
 knobs = pytest.importorskip("triton").knobs
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles(tmp_path: Path) -> None:
     try:
         knobs.nvidia.ptxas  # noqa: B018

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,12 @@ from cuda_models import DIM, SIZE, inputs_of, make_batch, make_spec, use_few_pro
 from motley.backends import ReferenceBackend
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.footprint import RESERVE, workspace_bytes
-from motley.backends.cuda.lowering import Attend, Embed, Gate, Linear, Lowering, Norm, Single
 from motley.formats import PackedTensor
 from motley.graph import CACHE, Graph
 from motley.kvcache.arena import Arena, GroupBatch, LayerGroup
 from motley.kvcache.types import CacheType, get_cache_type
 from motley.models import BatchShape, GraphOptions, build_graph, read_params
-from motley.plan import DevicePlan
+from motley.plan import AttentionBlock, DevicePlan, Gate, Linear, Norm, Single, Stage
 
 
 def filled_arena(kind: CacheType, batch: GroupBatch) -> Arena:
@@ -45,8 +45,8 @@ def run(
     loaded = {name: backend.load(weight) for name, weight in weights.items()}
     loaded["token_embd.weight"] = weights["token_embd.weight"]  # as the runtime leaves it, in the file
     runnable = backend.prepare(DevicePlan.of(graph, backend.kernels), loaded)
-    arena.begin([batch], [])
-    layers = {node.name: arena.layer(0) for node in graph.inputs if node.dtype == CACHE}
+    arena.prepare([batch], [])
+    layers = {node.name: arena.layer(0).on(batch) for node in graph.inputs if node.dtype == CACHE}
     (logits,) = runnable.run(inputs_of(batch, rows) | layers)
     return logits.clone()
 
@@ -88,6 +88,20 @@ def test_a_model_by_stages_gives_the_reference_s_logits(
     assert float((got - expected).norm() / expected.norm()) < 2e-2
 
 
+def test_logits_are_soft_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_few_programs(monkeypatch)
+    kind, batch = get_cache_type("f16"), make_batch([20], [1])
+    spec, weights = make_spec("F16")
+    params = replace(read_params(spec), logit_softcap=0.5)
+    graph = build_graph(spec, params, BatchShape(1, 1), GraphOptions(128))
+    expected, got = (
+        run(backend, graph, weights, filled_arena(kind, batch), batch, [0])
+        for backend in (ReferenceBackend(), CudaBackend("cpu"))
+    )
+    assert 0.3 < expected.abs().max() < 0.5
+    assert float((got - expected).norm() / expected.norm()) < 2e-2
+
+
 @pytest.mark.parametrize(
     ("matrices", "contexts", "new"),
     [("F16", [9, 21, 4], [1, 1, 1]), ("F16", [6, 17], [2, 1]), ("F16", [13, 17], [9, 1])],
@@ -117,18 +131,23 @@ def test_buckets_hold_what_they_are_for_and_are_few() -> None:
     assert len({bucket(n) for n in range(1, 2049)}) < 50
 
 
+def stages_of(graph: Graph) -> tuple[Stage, ...]:
+    return DevicePlan.of(graph, CudaBackend("cpu").kernels).stages
+
+
 def test_stages_of_a_layer() -> None:
     graph, _ = small_graph("Q8_0", get_cache_type("q8_0"), BatchShape(1, 1))
-    kinds = [type(stage) for stage in Lowering(graph).stages if not isinstance(stage, Single)]
-    layer = [Norm, Linear, Attend, Linear, Norm, Linear, Gate, Linear]
-    assert kinds == [Embed, *layer, Norm, Linear]
+    layer = [Norm, Linear, AttentionBlock, Linear, Norm, Linear, Gate, Linear]
+    embedding, *others = stages_of(graph)
+    assert isinstance(embedding, Single)
+    assert [type(stage) for stage in others] == [*layer, Norm, Linear]
 
 
 def test_the_workspace_holds_the_matrices_that_are_unpacked_at_once() -> None:
     graph, _ = small_graph("Q8_0", get_cache_type("f16"), BatchShape(256, 1))
     at_once = [
-        sum(node.n_values for node in stage.inputs[1 : 1 + stage.n_weights])
-        for stage in Lowering(graph).stages
+        sum(part.weight.n_values for part in stage.parts)
+        for stage in stages_of(graph)
         if isinstance(stage, Linear)
     ]
     assert max(at_once) > max(weight.n_values for weight in graph.weights)

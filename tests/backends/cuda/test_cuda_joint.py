@@ -17,10 +17,10 @@ from motley.backends import Executable, join
 from motley.backends.cuda import backend as backend_module
 from motley.backends.cuda import runs, steps
 from motley.backends.cuda.backend import CudaBackend
-from motley.backends.cuda.meeting import meet
+from motley.backends.cuda.collectives import run_collective
 from motley.errors import DeviceError
 from motley.graph import CACHE, F32, Tensor
-from motley.graph.ops import Input
+from motley.graph.ops import Input, cache_layer
 from motley.kvcache.arena import Arena, GroupBatch, LayerGroup
 from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, GraphOptions, read_params
@@ -54,17 +54,19 @@ class Member:
             node.name: backend.load(part_of(weights[node.op.source], share.layouts[node.name], device))
             for node in share.graph.weights
         }
-        heads = {int(n.name[6:]): n.shape[0] for n in share.graph.inputs if n.dtype == CACHE}
+        heads = {cache_layer(n): n.shape[0] for n in share.graph.inputs if n.dtype == CACHE}
         group = LayerGroup(tuple(range(N_LAYERS)), tuple(heads.get(i, 0) for i in range(N_LAYERS)), 8)
         kind = get_cache_type("q8_0")
         self.arena = Arena(kind, kind, [group], block_size=SIZE, head_dim=DIM)
-        self.layers = {f"cache.{i}": self.arena.layer(i) for i in heads}
+        self.layers = {
+            n.name: self.arena.layer(cache_layer(n)) for n in share.graph.inputs if n.dtype == CACHE
+        }
         kernels: tuple[Kernel, ...] = (CollectiveKernel(Echo()), *backend.kernels)  # type: ignore[arg-type]
         self.executable: Executable = backend.prepare(DevicePlan.of(share.graph, kernels), loaded)
 
     def inputs(self, batch: GroupBatch, rows: list[int]) -> dict[str, Any]:
-        self.arena.begin([batch], [])
-        return {**self.layers, **inputs_of(batch, rows)}
+        self.arena.prepare([batch], [])
+        return {name: layer.on(batch) for name, layer in self.layers.items()} | inputs_of(batch, rows)
 
 
 def make_members(devices: str, mode: str | None, shape: BatchShape) -> list[Member]:
@@ -150,13 +152,17 @@ def test_collectives_in_one_memory() -> None:
         return [op(Input((3,), F32)(name="x")) for op in ops]
 
     total = torch.tensor([11.0, 22.0, 33.0])
-    assert all(torch.equal(result, total) for result in meet(nodes(AllReduce(), AllReduce()), parts))
-    scattered = meet(nodes(ReduceScatter(0, word, 0), ReduceScatter(0, word, 1)), parts)
+    assert all(
+        torch.equal(result, total) for result in run_collective(nodes(AllReduce(), AllReduce()), parts)
+    )
+    scattered = run_collective(nodes(ReduceScatter(0, word, 0), ReduceScatter(0, word, 1)), parts)
     assert [result.tolist() for result in scattered] == [[11.0], [22.0, 33.0]]
     pieces = [torch.tensor([5.0]), torch.tensor([6.0, 7.0])]
-    gathered = meet([AllGather(0, word)(Input((n,), F32)(name="x")) for n in (1, 2)], pieces)
+    gathered = run_collective([AllGather(0, word)(Input((n,), F32)(name="x")) for n in (1, 2)], pieces)
     assert [result.tolist() for result in gathered] == [[5.0, 6.0, 7.0]] * 2
-    shared = meet([Broadcast(1, (3,))(), Broadcast(1, (3,))(Input((3,), F32)(name="x"))], [None, parts[1]])
+    shared = run_collective(
+        [Broadcast(1, (3,))(), Broadcast(1, (3,))(Input((3,), F32)(name="x"))], [None, parts[1]]
+    )
     assert all(torch.equal(result, parts[1]) for result in shared)
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from motley.backends.cuda.kernels.prefill import prefill, span_rows, spans
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.graph.ops import Attention, Hadamard
-from motley.kvcache.arena import ArenaGroup, ArenaLayer, GroupBatch, SequenceTable
+from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
 from motley.kvcache.store import Store
 from motley.kvcache.types import get_cache_type
 
@@ -67,7 +67,7 @@ def test_rows_of_several_sequences(
         for store in stores:
             store.write(HEADS, slots, torch.randn(len(slots), KV_HEADS, dim))
     q = torch.randn(row, KV_HEADS * group, dim)
-    layer = ArenaLayer(ArenaGroup(*stores, GroupBatch.of(tables, size)), HEADS)
+    layer = ArenaLayer(*stores, HEADS, 0).on(GroupBatch.of(tables, size))
     expected = Attention(0.2, window).reference([q, layer])
 
     numbers, starts = flat_tables(tables)
@@ -84,18 +84,18 @@ def test_rows_of_several_sequences(
     assert float((out[1:] - expected[1:]).norm() / expected[1:].norm()) < 2e-3
 
 
-@pytest.mark.parametrize(("kind", "dim", "turn"), [("q8_0", 64, 64), ("q4_0", 64, 64), ("q4_0", 96, 32)])
-def test_values_are_turned_back(kind: str, dim: int, turn: int) -> None:
+@pytest.mark.parametrize(("kind", "dim", "rotation"), [("q8_0", 64, 64), ("q4_0", 64, 64), ("q4_0", 96, 32)])
+def test_values_are_rotated_back(kind: str, dim: int, rotation: int) -> None:
     torch.manual_seed(dim)
     stores = filled(kind, dim, 16), filled(kind, dim, 16)
     table = SequenceTable(0, 20, 0, 0, np.array([3, 1], np.int32))
-    matrix = Hadamard(turn).reference([])
+    matrix = Hadamard(rotation).reference([])
     q, k, v = (torch.randn(20, KV_HEADS, dim) for _ in range(3))
     for store, x in zip(stores, (k, v), strict=True):
         store.write(HEADS, table.slots(16), x)
-    layer = ArenaLayer(ArenaGroup(*stores, GroupBatch.of([table], 16)), HEADS)
+    layer = ArenaLayer(*stores, HEADS, 0).on(GroupBatch.of([table], 16))
     expected = Attention(0.2).reference([q, layer])
-    expected = (expected.unflatten(-1, (-1, turn)) @ matrix).flatten(-2)
+    expected = (expected.unflatten(-1, (-1, rotation)) @ matrix).flatten(-2)
     numbers, (start,) = flat_tables([table])
     out = torch.empty_like(q)
     portions = torch.from_numpy(spans(0, 20, 0, start, 32))
@@ -109,7 +109,7 @@ def test_values_are_turned_back(kind: str, dim: int, turn: int) -> None:
         span_rows=32,
         scale=0.2,
         rotate=True,
-        turn=turn,
+        rotation=rotation,
     )
     assert float((out - expected).norm() / expected.norm()) < 2e-3
 
@@ -117,4 +117,4 @@ def test_values_are_turned_back(kind: str, dim: int, turn: int) -> None:
 def test_spans_cover_each_row_once_and_the_longest_come_first() -> None:
     portions = spans(10, 300, 40, 77, 128)
     assert portions.tolist() == [[266, 44, 296, 77], [138, 128, 168, 77], [10, 128, 40, 77]]
-    assert [span_rows(n, 64) for n in (2, 17, 100, 5000)] == [16, 32, 64, 64]
+    assert [span_rows(n, 64) for n in (2, 17, 100, 5000)] == [16, 64, 64, 64]

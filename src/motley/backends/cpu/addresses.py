@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from motley.backends.cpu.memory import Arena
+from motley.backends.cpu.memory import Codes, Layout, Room, Values
 from motley.backends.cpu.native import address
-from motley.formats import PackedTensor
+from motley.backends.cpu.weights import CpuWeight
 from motley.graph import CACHE, I32, Tensor
 from motley.graph.ops import Input, Weight
 from motley.plan import base_of
@@ -22,16 +22,23 @@ class Scratch:
         self.data = torch.empty(0, dtype=torch.uint8)
 
     def require(self, n_bytes: int) -> None:
-        """There are at least so many from now on. If it has to grow it may move; views of it go along."""
-        if n_bytes > len(self.data):
-            self.data.resize_(n_bytes)
+        """There are at least so many from now on. If it has to grow it may move; programs look at where it is."""
+        if n_bytes <= len(self.data):
+            return
+        storage = self.data.untyped_storage()
+        if not storage.resizable():  # numpy has a view of it, which has to stay what it is
+            self.data = torch.empty(n_bytes, dtype=torch.uint8)
+            return
+        # The storage first: a tensor that fails to grow would claim to be larger than its memory.
+        storage.resize_(n_bytes)
+        self.data.resize_(n_bytes)
 
 
 class Memory:
     """Addresses of tensors: the scratch memory, inputs, weights and constants of one executable."""
 
     def __init__(
-        self, layout: Arena, scratch: Scratch, weights: Mapping[str, PackedTensor], inputs: Iterable[Tensor]
+        self, layout: Layout, scratch: Scratch, weights: Mapping[str, CpuWeight], inputs: Iterable[Tensor]
     ) -> None:
         self.layout = layout
         self.weights = weights
@@ -42,6 +49,7 @@ class Memory:
             for t in inputs
             if t.dtype != CACHE
         }
+        self.input_arrays = {name: tensor.numpy() for name, tensor in self.inputs.items()}  # the same memory
         self._fixed: dict[Tensor, torch.Tensor] = {}  # constants, and weights as float32
         self.kept: list[torch.Tensor] = []  # what else programs have addresses of
 
@@ -53,7 +61,7 @@ class Memory:
             return address(self.inputs[base.name])
         if isinstance(base.op, Weight) or base.op.is_constant:
             return address(self.dense(base))
-        offset = self.layout.values.get(base)
+        offset = self.layout.offsets.get(Values(base))
         return 0 if offset is None else self.start + offset
 
     @property
@@ -62,11 +70,12 @@ class Memory:
         return self._scratch.data.data_ptr()
 
     def codes(self, tensor: Tensor) -> int:
-        offset = self.layout.codes.get(tensor)
+        offset = self.layout.offsets.get(Codes(tensor))
         return 0 if offset is None else self.start + offset
 
-    def splits(self, attention: Tensor) -> int:
-        return self.start + self.layout.splits[attention]
+    def room(self, node: Tensor) -> int:
+        """Of what lies between an attention's or an expert FFN's inputs and its result."""
+        return self.start + self.layout.offsets[Room(node)]
 
     def dense(self, tensor: Tensor) -> torch.Tensor:
         """A weight or constant as float32."""
@@ -85,11 +94,11 @@ class Memory:
             return self.inputs[base.name].view(tensor.shape)
         if base.op.is_constant:
             return self.dense(base).view(tensor.shape)
-        start = self.layout.values[base]
+        start = self.layout.offsets[Values(base)]
         dtype = torch.int32 if tensor.dtype == I32 else torch.float32
         return self._scratch.data[start : start + tensor.n_values * 4].view(dtype).view(tensor.shape)
 
-    def room(self, n_values: int) -> int:
+    def keep(self, n_values: int) -> int:
         """The address of so many values that stay."""
         self.kept.append(torch.empty(n_values))
         return address(self.kept[-1])

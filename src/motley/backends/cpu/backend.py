@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -9,38 +10,52 @@ from typing import Any, ClassVar
 
 import torch
 
-from motley.backends.base import Backend, Executable, Joint
+from motley.backends.base import Backend, Executable, Joint, LoadedWeight, Rendezvous, few_sizes
 from motley.backends.cpu.addresses import Memory, Scratch
 from motley.backends.cpu.cache import BatchSlot
 from motley.backends.cpu.compiler import Compiler, can_compile
-from motley.backends.cpu.fusion import Linear, Meeting, Stage, fuse
 from motley.backends.cpu.kernels import NativeKernel
 from motley.backends.cpu.memory import lay_out_stages
-from motley.backends.cpu.native import core
-from motley.backends.cpu.weights import RepackedTensor, can_repack
+from motley.backends.cpu.native import NativeRendezvous, core
+from motley.backends.cpu.patterns import PatternChooser
+from motley.backends.cpu.row_counts import INPUT_KINDS, OUTPUTS, TOKENS, rows_of_tensors
+from motley.backends.cpu.weights import (
+    CpuWeight,
+    MappedTensor,
+    RepackedTensor,
+    can_map,
+    can_repack,
+    own_weights,
+)
 from motley.backends.paged import PagedLayer
 from motley.backends.reference.backend import ReferenceKernel
 from motley.errors import ConfigError
 from motley.formats import PackedTensor
 from motley.graph import CACHE
-from motley.plan import DevicePlan, Kernel
+from motley.plan import DevicePlan, Kernel, LaunchKernel, Single, Step
+from motley.split.collectives import Collective
+
+# Beyond any cache, products with one token wait for memory, whatever the layout of weights: then a file that is mapped
+# and not copied is as fast, and there at once. Smaller models are loaded in a moment, and faster when repacked.
+_WORTH_MAPPING = 512 << 20  # bytes
 
 
 class CpuBackend(Backend):
-    """Kernels in C++. Activations are quantized to 8 bits before they meet quantized weights."""
+    """Kernels in C++. Activations are quantized to 8 bits before products with quantized weights."""
 
     name: ClassVar[str] = "cpu"
     is_exact: ClassVar[bool] = False  # whether activations stay float32
 
     def __init__(self, instruction_set: str = "") -> None:
-        """`instruction_set`: one of the module's, to try it; by default the best that this machine has."""
+        """`instruction_set`: one of the module's, to try it. Default: MOTLEY_INSTRUCTION_SET, or the best here."""
         if core is None:
             raise ConfigError(
                 "the native module is not built", hint="run `make setup`, or use --backend reference"
             )
-        self._instruction_set = instruction_set
+        self._instruction_set = instruction_set or _given_instruction_set()
         self._n_threads = torch.get_num_threads()
         self._cores: Sequence[int] = ()
+        self._is_mapping = False
         self._scratch = Scratch()
         self._teams: dict[int, Any] = {}  # of crews that this device is the first of, by size
 
@@ -48,21 +63,55 @@ class CpuBackend(Backend):
     def kernels(self) -> Sequence[Kernel]:
         return NativeKernel(), ReferenceKernel()
 
+    def bucket(self, n_rows: int) -> int:
+        """Few plans: the rows that a batch does not have are not computed, they only take memory."""
+        return few_sizes(n_rows)
+
     def use_threads(self, n_threads: int, cores: Sequence[int] = ()) -> None:
         self._n_threads, self._cores = n_threads, cores
+
+    def expect_weights(self, n_bytes: int) -> None:
+        # A device with cores of its own wants its weights in memory close to them, so they are copied.
+        self._is_mapping = n_bytes >= _WORTH_MAPPING and not self.is_exact and not self._cores
 
     @cached_property
     def _pool(self) -> Any:
         """The device's workers."""
         return core.Pool(self._n_threads, self._instruction_set, list(self._cores))
 
-    def load(self, weight: PackedTensor) -> PackedTensor:
+    @cached_property
+    def _patterns(self) -> PatternChooser:
+        return PatternChooser(self._pool)
+
+    @property
+    def details(self) -> Sequence[str]:
+        set_name = self._pool.instruction_set
+        return f"{self._pool.n_threads} threads with {set_name} kernels", *self._patterns.report
+
+    @classmethod
+    def make_rendezvous(cls, n_devices: int) -> Rendezvous | None:
+        return NativeRendezvous(n_devices)
+
+    def load(self, weight: PackedTensor) -> CpuWeight:
+        if self._is_mapping and can_map(weight):
+            return MappedTensor(weight.data, weight.format)
         if can_repack(weight):
+            self._patterns.add(weight.format.name, weight.nbytes)
             return RepackedTensor.of(weight, self._pool)
         return PackedTensor(weight.data.clone(), weight.format)
 
-    def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable:
+    def prepare(self, plan: DevicePlan, weights: Mapping[str, LoadedWeight]) -> Executable:
         return CpuExecutable(plan, weights, self._pool, self._scratch, self._teams, is_exact=self.is_exact)
+
+
+def _given_instruction_set() -> str:
+    name = os.environ.get("MOTLEY_INSTRUCTION_SET", "")
+    if name and name not in core.instruction_sets():
+        raise ConfigError(
+            f"this machine has no kernels for MOTLEY_INSTRUCTION_SET={name}",
+            hint=f"it has {', '.join(core.instruction_sets())}",
+        )
+    return name
 
 
 class ExactCpuBackend(CpuBackend):
@@ -78,7 +127,7 @@ class CpuExecutable(Executable):
     def __init__(
         self,
         plan: DevicePlan,
-        weights: Mapping[str, PackedTensor],
+        weights: Mapping[str, LoadedWeight],
         pool: Any,
         scratch: Scratch,
         teams: dict[int, Any],
@@ -86,18 +135,20 @@ class CpuExecutable(Executable):
         is_exact: bool,
     ) -> None:
         self._graph = plan.graph
-        self._stages = fuse(plan)
+        self._steps = plan.steps
         self._pool = pool
         self._teams = teams
         self._is_exact = is_exact
-        self._layout = lay_out_stages(plan.graph, self._stages, pool.n_threads, is_exact=is_exact)
-        self._memory = Memory(self._layout, scratch, weights, plan.graph.inputs)
+        self._layout = lay_out_stages(plan.graph, plan.stages, pool.n_threads, is_exact=is_exact)
+        self._memory = Memory(self._layout, scratch, own_weights(weights), plan.graph.inputs)
         self._compiled_at = 0  # where the scratch memory was
+        self._rows = rows_of_tensors(plan.graph)
+        self._n_actual = (-1, -1)  # tokens and outputs of the batch; -1: as many as the plan was made for
         self._cache_names = [t.name for t in plan.graph.inputs if t.dtype == CACHE]
         self._layers: list[PagedLayer] | None = None  # those that the segments were compiled for
-        self._segments: list[Callable[[], Any]] = []
+        self._segments: list[Callable[[int, int], Any]] = []
         self._program: Any = None  # all of it, where everything is native
-        self._slots: list[tuple[BatchSlot, PagedLayer]] = []  # with a layer that has the slot's batch
+        self._slots: list[tuple[BatchSlot, str]] = []  # with the name of a cache that has the slot's batch
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -106,7 +157,7 @@ class CpuExecutable(Executable):
 
     @classmethod
     def join(cls, members: Sequence[CpuExecutable]) -> Joint | None:
-        is_native = all(can_compile(stage, m._memory.weights) for m in members for stage in m._stages)
+        is_native = all(can_compile(step, m._memory.weights) for m in members for step in m._steps)
         if not is_native:
             return None
         teams, n_devices = members[0]._teams, len(members)
@@ -117,47 +168,58 @@ class CpuExecutable(Executable):
     def run(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         self._bind(inputs)
         for run in self._segments:
-            run()
+            run(*self._n_actual)
         return self._outputs
 
     def _bind(self, inputs: Mapping[str, Any]) -> None:
         """Put a batch where the segments will look for it."""
-        layers = [inputs[name] for name in self._cache_names]
+        layers = [inputs[name].layer for name in self._cache_names]
         if layers != self._layers or self._memory.start != self._compiled_at:
             self._compile(layers)
-        for name, buffer in self._memory.inputs.items():
-            buffer.copy_(inputs[name])
-        for slot, layer in self._slots:
-            slot.fill(layer.batch)
+        n_actual = {TOKENS: -1, OUTPUTS: -1}
+        for name, buffer in self._memory.input_arrays.items():
+            given = inputs[name].numpy()  # which takes less time than torch to copy a few numbers
+            if len(given) < len(buffer):
+                n_actual[INPUT_KINDS[name]] = len(given)
+            buffer[: len(given)] = given
+        self._n_actual = n_actual[TOKENS], n_actual[OUTPUTS]
+        for slot, name in self._slots:
+            slot.fill(inputs[name].batch)
 
     def _compile(self, layers: list[PagedLayer]) -> None:
-        by_store: dict[int, tuple[BatchSlot, PagedLayer]] = {}  # layers of one group share their stores
-        for layer in layers:
-            by_store.setdefault(id(layer.keys), (BatchSlot(), layer))
-        self._slots = list(by_store.values())
         named = dict(zip(self._cache_names, layers, strict=True))
-        slots = {name: by_store[id(layer.keys)][0] for name, layer in named.items()}
-        compiler = Compiler(self._memory, self._pool, named, slots, is_exact=self._is_exact)
+        by_group: dict[int, tuple[BatchSlot, str]] = {}
+        for name, layer in named.items():
+            by_group.setdefault(layer.group, (BatchSlot(), name))
+        self._slots = list(by_group.values())
+        slots = {name: by_group[layer.group][0] for name, layer in named.items()}
+        compiler = Compiler(self._memory, self._pool, named, slots, self._rows, is_exact=self._is_exact)
         self._segments, self._program = [], core.Program(self._pool)
-        for is_native, stages in groupby(self._stages, lambda s: can_compile(s, self._memory.weights)):
+        for is_native, steps in groupby(self._steps, lambda s: can_compile(s, self._memory.weights)):
             if is_native:
-                self._program = compiler.compile(list(stages))
+                self._program = compiler.compile(list(steps))
                 self._segments.append(self._program.run)
             else:
-                self._segments.extend(self._launch(stage) for stage in stages)
+                self._segments.extend(self._launch(step) for step in steps)
         self._outputs = tuple(self._memory.value(t) for t in self._graph.outputs)
         self._layers, self._compiled_at = layers, self._memory.start
 
-    def _launch(self, stage: Stage) -> Callable[[], Any]:
+    def _launch(self, step: Step) -> Callable[[int, int], Any]:
         """A node that no program computes."""
-        assert not isinstance(stage, Linear), "matrix products are native"
-        node = stage.node
-        kernel = stage.kernel if isinstance(stage, Meeting) else ReferenceKernel()
-        launch = kernel.prepare(node)
-        inputs = [self._memory.value(t) for t in node.inputs]
-        out = self._memory.value(node)
+        stage = step.stage
+        assert isinstance(stage, Single), "only single nodes run outside of programs"
+        kernel = step.kernel if isinstance(step.kernel, LaunchKernel) else ReferenceKernel()
+        launch = kernel.prepare(stage)
+        # Devices exchange all rows that the plan was made for: not all of them can do with fewer.
+        own = {} if isinstance(stage.node.op, Collective) else self._rows
+        places = [(self._memory.value(t), own.get(t)) for t in (stage.out, *stage.inputs)]
 
-        def run() -> None:
+        def run(n_tokens: int, n_outputs: int) -> None:
+            n_actual = {TOKENS: n_tokens, OUTPUTS: n_outputs}
+            out, *inputs = [
+                rows.of(value, n_actual[rows.kind]) if rows and n_actual[rows.kind] >= 0 else value
+                for value, rows in places
+            ]
             with torch.inference_mode():
                 launch(inputs, out)
 
@@ -174,5 +236,6 @@ class _Joint:
     def run(self, inputs: Sequence[Mapping[str, Any]]) -> list[tuple[torch.Tensor, ...]]:
         for member, own in zip(self._members, inputs, strict=True):
             member._bind(own)
+            member._program.set_batch(*member._n_actual)
         self._team.run([member._program for member in self._members])
         return [member._outputs for member in self._members]

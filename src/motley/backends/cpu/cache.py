@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from motley.backends.cpu.native import CACHE_KINDS, address, core
+from motley.backends.cpu.native import CACHE_TYPES, address, core
 from motley.backends.paged import Batch, Store
 
 
@@ -13,7 +13,7 @@ def store_view(store: Store, rows: slice) -> tuple[int, int, int, int, int, int,
     planes = store.planes
     codes = planes["codes"] if "codes" in planes else planes["values"]
     return (
-        CACHE_KINDS[store.kind.name],
+        CACHE_TYPES[store.kind.name],
         address(codes),
         address(planes.get("high_bits")),
         address(planes.get("scale")),

@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from motley.backends.base import HasRendezvous
+from motley.backends.cpu import experts
 from motley.backends.cpu.addresses import Memory
 from motley.backends.cpu.cache import BatchSlot, store_view
 from motley.backends.cpu.copies import COPIES, around
-from motley.backends.cpu.fusion import Foreign, Linear, Meeting, Single, Stage
-from motley.backends.cpu.kernels import repeats_of
-from motley.backends.cpu.memory import n_split_values, quantizes, uses_codes
-from motley.backends.cpu.native import FORMATS, FUNCTIONS, address, core
-from motley.backends.cpu.weights import RepackedTensor
+from motley.backends.cpu.kernels import NativeKernel, repeats_of
+from motley.backends.cpu.memory import coded_input, n_split_values
+from motley.backends.cpu.native import FORMATS, FUNCTIONS, ROW_FORMATS, NativeRendezvous, address, core
+from motley.backends.cpu.row_counts import Known, rows_of_stage
+from motley.backends.cpu.weights import CpuWeight, MappedTensor, RepackedTensor
 from motley.backends.paged import PagedLayer
-from motley.formats import PackedTensor
 from motley.graph import Op, Tensor
 from motley.graph.ops import (
     INTERLEAVED,
@@ -23,31 +24,48 @@ from motley.graph.ops import (
     Add,
     Attention,
     CacheStore,
+    ExpertFfn,
     GetRows,
     LocalIds,
     MatMul,
     Mul,
-    RmsNorm,
     Rope,
+    Route,
+    RouteWeights,
     Scale,
     Softmax,
     Weight,
 )
-from motley.plan import base_of
-from motley.split.collectives import AllGather, AllReduce, Broadcast, Receive, Send
+from motley.plan import Linear, Norm, Single, Stage, Step, base_of
+from motley.split.collectives import AllGather, AllReduce, Broadcast, Collective, Receive, Send
 
 
-def can_compile(stage: Stage, weights: Mapping[str, PackedTensor]) -> bool:
-    """What only a look at the weights tells."""
-    if isinstance(stage, Foreign):
-        return False
-    if isinstance(stage, Single) and isinstance(stage.node.op, GetRows):
-        return not isinstance(weights.get(stage.node.inputs[0].name), RepackedTensor)
-    return True
+def can_compile(step: Step, weights: Mapping[str, CpuWeight]) -> bool:
+    """Whether a program can compute it: a native kernel's, or a collective of native programs among themselves."""
+    stage = step.stage
+    if not isinstance(stage, Single):
+        return True
+    if isinstance(stage.node.op, Collective):
+        is_native = isinstance(stage.node.op, AllReduce | AllGather | Broadcast | Send | Receive)
+        return is_native and _rendezvous(step) is not None
+    if isinstance(stage.node.op, GetRows) and isinstance(
+        weights.get(stage.node.inputs[0].name), RepackedTensor
+    ):
+        return False  # only a look at the weights tells
+    return step.kernel.name == NativeKernel.name
+
+
+def _rendezvous(step: Step) -> tuple[Any, int] | None:
+    """Where native programs do a collective by themselves, and which device this is; None: they do not."""
+    where, device = (isinstance(step.kernel, HasRendezvous) and step.kernel.rendezvous) or (None, 0)
+    return (where.group, device) if isinstance(where, NativeRendezvous) else None
 
 
 class Compiler:
-    """Adds stages to a program. `layers` are the batch's cache inputs by name, `slots` where their batches go."""
+    """Adds stages to a program.
+
+    `layers` are the batch's cache inputs by name, `slots` where their batches go; `rows`: the tensors that are by rows.
+    """
 
     def __init__(
         self,
@@ -55,6 +73,7 @@ class Compiler:
         pool: Any,
         layers: Mapping[str, PagedLayer],
         slots: Mapping[str, BatchSlot],
+        rows: Known,
         *,
         is_exact: bool,
     ) -> None:
@@ -62,59 +81,76 @@ class Compiler:
         self._pool = pool
         self._layers = layers
         self._slots = slots
+        self._rows = rows
         self._is_exact = is_exact
         self._quantized: set[Tensor] = set()  # whose codes have been written
         self._rope_tables: dict[tuple[Rope, tuple[Tensor, ...]], int] = {}
         self._program: Any = None
 
-    def compile(self, stages: Sequence[Stage]) -> Any:
-        """One program of stages that follow each other; none of them foreign."""
+    def compile(self, steps: Sequence[Step]) -> Any:
+        """One program of steps that follow each other, each of which `can_compile`."""
         self._program = core.Program(self._pool)
-        for stage in stages:
-            match stage:
-                case Linear():
+        for step in steps:
+            rows = rows_of_stage(step.stage, self._rows)
+            self._program.set_rows(rows.kind, rows.n_planned)
+            match step.stage:
+                case Linear() as stage:
                     self._linear(stage)
-                case Meeting():
-                    self._meet(stage)
-                case Single():
+                case Norm() as stage:
+                    self._norm(stage)
+                case Single() as stage:
                     kind = type(stage.node.op)
-                    if kind in COPIES:
+                    if isinstance(stage.node.op, Collective):
+                        self._collective(step, stage.node)
+                    elif kind in COPIES:
                         COPIES[kind](self._program, self._memory.address, stage)
                     else:
                         _EMITTERS[kind](self, stage)
+                case stage:
+                    raise AssertionError(f"not native: {stage}")
         return self._program
 
     def _linear(self, stage: Linear) -> None:
         x, at = stage.x, self._memory.address
         n_columns = x.shape[-1]
         n_tokens = x.n_values // n_columns if n_columns else prod(x.shape[:-1])
-        codes = self._memory.codes(x) if uses_codes(stage, self._is_exact) else 0
-        if codes and x not in self._quantized:
-            self._program.quantize(at(x), n_columns, codes, n_tokens, n_columns)
-            self._quantized.add(x)
+        codes = self._codes(stage, n_tokens)
         parts = []
         for part in stage.parts:
             weight, n_rows = self._memory.weights[part.weight.name], part.weight.shape[0]
-            where, form = address(weight.data), FORMATS[weight.format.name]
+            numbers = ROW_FORMATS if isinstance(weight, MappedTensor) else FORMATS
+            where, form = address(weight.data), numbers[weight.format.name]
             parts.append((where, form, n_rows, at(part.bias), at(part.residual), at(part.out), n_rows))
         self._program.matmul(
             at(x), n_columns, codes, n_tokens, n_columns, parts, FUNCTIONS[stage.gate], self._is_exact
         )
 
-    def _norm(self, stage: Single) -> None:
-        x, *weight = stage.node.inputs
-        n_columns, out = x.shape[-1], stage.out
-        self._program.norm(
-            self._memory.address(x),
-            self._memory.address(weight[0]) if weight else 0,
-            self._memory.address(out),
-            self._memory.codes(out),
-            x.n_values // max(n_columns, 1),
-            n_columns,
-            _op(stage, RmsNorm).eps,
-        )
-        if quantizes(stage):
-            self._quantized.add(out)
+    def _codes(self, stage: Stage, n_rows: int) -> int:
+        """The address of its input's quantized rows, which are there from now on; 0: it takes none."""
+        x = coded_input(stage, self._is_exact)
+        codes = 0 if x is None else self._memory.codes(x)
+        if x is not None and codes and x not in self._quantized:
+            n_columns = x.shape[-1]
+            self._program.quantize(self._memory.address(x), n_columns, codes, n_rows, n_columns)
+            self._quantized.add(x)
+        return codes
+
+    def _route(self, stage: Single) -> None:
+        experts.add_route(self._program, self._memory, stage.node)
+
+    def _route_weights(self, stage: Single) -> None:
+        experts.add_route_weights(self._program, self._memory, stage.node)
+
+    def _expert_ffn(self, stage: Single) -> None:
+        codes = self._codes(stage, stage.node.shape[0])
+        experts.add_expert_ffn(self._program, self._memory, stage, codes=codes, is_exact=self._is_exact)
+
+    def _norm(self, stage: Norm) -> None:
+        n_columns, out, at = stage.x.shape[-1], stage.out, self._memory.address
+        n_rows = stage.x.n_values // max(n_columns, 1)
+        codes = self._memory.codes(out)
+        self._program.norm(at(stage.x), at(stage.weight), at(out), codes, n_rows, n_columns, stage.eps)
+        self._quantized.add(out)
 
     def _rope(self, stage: Single) -> None:
         op, at = _op(stage, Rope), self._memory.address
@@ -125,7 +161,7 @@ class Compiler:
         if key not in self._rope_tables:
             frequencies = op.frequencies(*(self._memory.dense(d) for d in divisors)).contiguous()
             self._memory.kept.append(frequencies)
-            table = self._rope_tables[key] = self._memory.room(2 * n_tokens * n_pairs)
+            table = self._rope_tables[key] = self._memory.keep(2 * n_tokens * n_pairs)
             self._program.rope_table(
                 at(positions), address(frequencies), table, n_tokens, n_pairs, op.magnitude
             )
@@ -154,7 +190,7 @@ class Compiler:
         )
 
     def _attention(self, stage: Single) -> None:
-        op, (q, cache) = _op(stage, Attention), stage.node.inputs
+        op, (q, cache, *sinks) = _op(stage, Attention), stage.node.inputs
         layer, slot = self._layer(cache)
         n_tokens, n_heads, dim = q.shape
         n_split = n_split_values(stage.node, self._pool.n_threads)
@@ -172,9 +208,10 @@ class Compiler:
             op.window or 0,
             stage.rotation,
             slot.native,
-            self._memory.splits(stage.node) if n_split else 0,
+            self._memory.room(stage.node) if n_split else 0,
             n_split,
             self._pool.n_threads,
+            self._memory.address(sinks[0]) if sinks else 0,
         )
 
     def _layer(self, cache: Tensor) -> tuple[PagedLayer, BatchSlot]:
@@ -227,15 +264,16 @@ class Compiler:
         at = self._memory.address
         self._program.local_ids(at(ids), at(stage.out), ids.n_values, list(op.word.global_ranges(op.device)))
 
-    def _meet(self, stage: Meeting) -> None:
-        op, out = stage.node.op, self._memory.address(stage.node)
-        group, device = stage.kernel.meeting  # type: ignore[attr-defined]
-        x = self._memory.address(stage.node.inputs[0]) if stage.node.inputs else 0
+    def _collective(self, step: Step, node: Tensor) -> None:
+        op, out, where = node.op, self._memory.address(node), _rendezvous(step)
+        assert where is not None
+        group, device = where
+        x = self._memory.address(node.inputs[0]) if node.inputs else 0
         match op:
             case AllReduce():
-                self._program.all_reduce(group, device, x, out, stage.node.n_values)
+                self._program.all_reduce(group, device, x, out, node.n_values)
             case AllGather(axis, word):
-                outer, total, inner = around(stage.node, axis)
+                outer, total, inner = around(node, axis)
                 pieces = []
                 for source in range(group.n_devices):
                     n, done = word.count(source), 0
@@ -246,11 +284,11 @@ class Compiler:
                         done += stop - start
                 self._program.exchange(group, device, x, pieces)
             case Send(_, target):
-                self._program.send(group, device, target, x, stage.node.inputs[0].n_values)
+                self._program.send(group, device, target, x, node.inputs[0].n_values)
             case Receive(source, _, _):
                 self._program.receive(group, device, source, out)
             case Broadcast(root, _):
-                flat = (1, 1, 1, stage.node.n_values)
+                flat = (1, 1, 1, node.n_values)
                 self._program.exchange(group, device, x, [(root, 0, out, flat, (0, 0, 0, 1), (0, 0, 0, 1))])
 
 
@@ -260,7 +298,6 @@ def _op(stage: Single, kind: type[Any]) -> Any:
 
 
 _EMITTERS: dict[type[Op], Callable[[Compiler, Single], None]] = {
-    RmsNorm: Compiler._norm,
     Rope: Compiler._rope,
     CacheStore: Compiler._cache_store,
     Attention: Compiler._attention,
@@ -272,4 +309,7 @@ _EMITTERS: dict[type[Op], Callable[[Compiler, Single], None]] = {
     Softmax: Compiler._softmax,
     GetRows: Compiler._get_rows,
     LocalIds: Compiler._local_ids,
+    Route: Compiler._route,
+    RouteWeights: Compiler._route_weights,
+    ExpertFfn: Compiler._expert_ffn,
 }

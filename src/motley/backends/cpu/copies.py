@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
-from motley.backends.cpu.fusion import Single
 from motley.graph import Op, Tensor
 from motley.graph.ops import Concat, Permute, Repeat, Slice
+from motley.plan import Single
 from motley.split.collectives import Place, Shard
 
 Address = Callable[[Tensor], int]

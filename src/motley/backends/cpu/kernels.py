@@ -1,12 +1,22 @@
-"""What the native kernels can compute: pure predicates on nodes, with the reason where they cannot."""
+"""What the native kernels can compute: pure predicates on stages, with the reason where they cannot."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
 
-from motley.backends.cpu.native import FORMATS, FUNCTIONS, MAX_GROUP, MAX_HEAD_DIM, MAX_RANGES, PLAIN_FORMATS
-from motley.errors import PlanError
+from motley.backends.cpu.native import (
+    FORMATS,
+    FUNCTIONS,
+    GROUP_ROWS,
+    MAX_EXPERT_GROUPS,
+    MAX_EXPERTS,
+    MAX_GROUP,
+    MAX_HEAD_DIM,
+    MAX_PARTS,
+    MAX_RANGES,
+    PLAIN_FORMATS,
+)
 from motley.graph import F32, Op, Tensor
 from motley.graph.ops import (
     Activation,
@@ -14,6 +24,7 @@ from motley.graph.ops import (
     Attention,
     CacheStore,
     Concat,
+    ExpertFfn,
     GetRows,
     Hadamard,
     LocalIds,
@@ -21,35 +32,61 @@ from motley.graph.ops import (
     Mul,
     Permute,
     Repeat,
-    Reshape,
-    RmsNorm,
     Rope,
+    Route,
+    RouteWeights,
     Scale,
     Slice,
     Softmax,
     Weight,
 )
-from motley.plan import Launch
+from motley.plan import AttentionBlock, Gate, Linear, Norm, Single, Stage
 from motley.split.collectives import Place, Shard
 
 _MAX_AXES = 4  # of strided copies
 
 
 class NativeKernel:
-    """The C++ kernels. They do not run one by one: a plan's native steps become a program (`compile`)."""
+    """The C++ kernels. They do not run one by one: stages that follow each other become a program (`Compiler`)."""
 
     name = "native"
 
-    def supports(self, node: Tensor) -> str | None:
-        predicate = _PREDICATES.get(type(node.op))
-        return f"no native {node.op.name}" if predicate is None else predicate(node)
+    def supports(self, stage: Stage) -> str | None:
+        match stage:
+            case Linear():
+                return _linear(stage)
+            case Norm():
+                return _norm(stage)
+            case Gate():
+                return "gates only products, as they are made"
+            case AttentionBlock():
+                return "takes ropes, cache store and attention one by one"
+            case Single():
+                predicate = _PREDICATES.get(type(stage.node.op))
+                return f"no native {stage.node.op.name}" if predicate is None else predicate(stage.node)
 
-    def prepare(self, node: Tensor) -> Launch:
-        raise PlanError(f"native kernels run as programs only, {node.op.name} by itself does not")
+
+def _linear(stage: Linear) -> str | None:
+    if len(stage.parts) > MAX_PARTS:
+        return f"more than {MAX_PARTS} products at a time"
+    if stage.gate not in FUNCTIONS:
+        return f"no native {stage.gate}"
+    reasons = (_product(stage.x, part.weight) for part in stage.parts)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def _always(node: Tensor) -> str | None:
+def _product(x: Tensor, weight: Tensor) -> str | None:
+    if weight.dtype not in FORMATS:
+        return f"no native {weight.dtype}"
+    if weight.dtype in PLAIN_FORMATS and weight.dtype != "F32" and x.shape[-1] % 2:
+        return "an odd number of 2-byte columns"
     return None
+
+
+def _norm(stage: Norm) -> str | None:
+    if stage.rows is not None:
+        return "norms all rows"
+    return None if stage.x.dtype == F32 else "only for f32"
 
 
 def _floats(node: Tensor) -> str | None:
@@ -82,16 +119,7 @@ def _activation(node: Tensor) -> str | None:
 
 
 def _matmul(node: Tensor) -> str | None:
-    x, weight = node.inputs
-    if isinstance(weight.op, Hadamard):
-        return None
-    if not isinstance(weight.op, Weight):
-        return "the matrix is no weight"
-    if weight.dtype not in FORMATS:
-        return f"no native {weight.dtype}"
-    if weight.dtype in PLAIN_FORMATS and weight.dtype != "F32" and x.shape[-1] % 2:
-        return "an odd number of 2-byte columns"
-    return None
+    return None if isinstance(node.inputs[1].op, Hadamard) else "the matrix is no weight"
 
 
 def _get_rows(node: Tensor) -> str | None:
@@ -117,17 +145,17 @@ def _local_ids(node: Tensor) -> str | None:
     return None if n_ranges <= MAX_RANGES else f"more than {MAX_RANGES} ranges"
 
 
-def _norm(node: Tensor) -> str | None:
-    return None if node.inputs[0].dtype == F32 else "only for f32"
-
-
 def _rope(node: Tensor) -> str | None:
+    if node.inputs[0].dtype != F32:
+        return "only for f32"
     is_fixed = all(isinstance(divisors.op, Weight) for divisors in node.inputs[2:])
-    return _norm(node) if is_fixed else "the divisors are no weight"
+    return None if is_fixed else "the divisors are no weight"
 
 
 def _attention(node: Tensor) -> str | None:
-    q, cache = node.inputs
+    q, cache, *sinks = node.inputs
+    if not all(isinstance(sink.op, Weight) for sink in sinks):
+        return "the sinks are no weight"
     kv_heads, dim = cache.shape
     if dim > MAX_HEAD_DIM:
         return f"heads of {dim} dims are longer than {MAX_HEAD_DIM}"
@@ -136,15 +164,37 @@ def _attention(node: Tensor) -> str | None:
     return None
 
 
+def _route(node: Tensor) -> str | None:
+    assert isinstance(node.op, Route)
+    n_experts = node.inputs[0].shape[1]
+    if n_experts > MAX_EXPERTS or node.op.n_groups > MAX_EXPERT_GROUPS:
+        return f"{n_experts} experts in {node.op.n_groups} groups are too many"
+    return None if all(isinstance(t.op, Weight) for t in node.inputs[2:]) else "the bias is no weight"
+
+
+def _route_weights(node: Tensor) -> str | None:
+    return None
+
+
+def _expert_ffn(node: Tensor) -> str | None:
+    if not all(isinstance(t.op, Weight) for t in node.inputs[3:]):
+        return "the experts are no weights"
+    for weight in node.inputs[3:6]:
+        if weight.shape[1] % GROUP_ROWS:
+            return f"an expert's {weight.shape[1]} rows are no multiple of {GROUP_ROWS}"
+        reason = _product(weight, weight)
+        if reason is not None:
+            return reason
+    return None if node.n_values and node.inputs[3].n_values else "nothing to compute"
+
+
 def _cache_store(node: Tensor) -> str | None:
     dim = node.inputs[0].shape[1]
     return None if dim <= MAX_HEAD_DIM else f"heads of {dim} dims are longer than {MAX_HEAD_DIM}"
 
 
 _PREDICATES: dict[type[Op], Callable[[Tensor], str | None]] = {
-    Reshape: _always,
     MatMul: _matmul,
-    RmsNorm: _norm,
     Add: _binary,
     Mul: _binary,
     Scale: _floats,
@@ -153,6 +203,9 @@ _PREDICATES: dict[type[Op], Callable[[Tensor], str | None]] = {
     Rope: _rope,
     CacheStore: _cache_store,
     Attention: _attention,
+    Route: _route,
+    RouteWeights: _route_weights,
+    ExpertFfn: _expert_ffn,
     GetRows: _get_rows,
     Slice: _copy,
     Permute: _copy,

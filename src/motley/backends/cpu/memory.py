@@ -1,53 +1,64 @@
-"""Where the results of stages lie: one arena, reused as soon as a result's last reader has run."""
+"""What lies in a device's activation memory: values, their rows quantized for products, and room inside of stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-from motley.backends.cpu.fusion import Linear, Single, Stage
 from motley.backends.cpu.native import PLAIN_FORMATS, core
-from motley.graph import CACHE, Graph, Tensor
-from motley.graph.ops import Attention, Input, RmsNorm, Weight
-from motley.plan import base_of
+from motley.graph import Graph, Tensor
+from motley.graph.ops import Attention, ExpertFfn
+from motley.plan import Buffer, Linear, MemoryLayout, Norm, Single, Stage, lay_out, value_buffers
 
-_ALIGNMENT = 64
 _MAX_SPLITS = 16  # of a sequence in one attention (csrc/kernels/attention.cpp)
 _MAX_SPLIT_ROWS = 64  # tokens beyond which there is enough to do without splits
 
 
 @dataclass(frozen=True)
-class Arena:
-    """Byte offsets of tensors' values (float32 or int32), and of their rows quantized for matrix products."""
+class Values:
+    """A tensor's values (float32 or int32)."""
 
-    values: Mapping[Tensor, int]
-    codes: Mapping[Tensor, int]
-    splits: Mapping[Tensor, int]  # of attentions: what parts of a sequence come to, before they are joined
-    n_bytes: int
+    tensor: Tensor
 
 
-@dataclass
-class _Span:
-    size: int
-    first: int  # stage that writes it
-    last: int  # stage that reads it last
+@dataclass(frozen=True)
+class Codes:
+    """A tensor's rows, quantized for matrix products."""
+
+    tensor: Tensor
 
 
-def uses_codes(stage: Stage, is_exact: bool) -> bool:
-    """Whether it reads its input quantized."""
-    return (
-        isinstance(stage, Linear)
-        and not is_exact
-        and any(p.weight.dtype not in PLAIN_FORMATS for p in stage.parts)
-    )
+@dataclass(frozen=True)
+class Room:
+    """What lies between a node's inputs and its result: what parts of a sequence come to in an attention, before they
+    are joined; rows of tokens and experts in an expert FFN.
+    """
+
+    node: Tensor
 
 
-def uses_values(stage: Stage, is_exact: bool) -> bool:
-    """Whether it reads its first input as it is."""
-    return not uses_codes(stage, is_exact) or any(
-        p.weight.dtype in PLAIN_FORMATS for p in (stage.parts if isinstance(stage, Linear) else ())
-    )
+Layout = MemoryLayout[Values | Codes | Room]
+
+
+def coded_input(stage: Stage, is_exact: bool) -> Tensor | None:
+    """The input that it reads quantized."""
+    weights = () if is_exact else _matrices_of_input(stage)
+    return stage.inputs[0] if any(w.dtype not in PLAIN_FORMATS for w in weights) else None
+
+
+def reads_values(stage: Stage, is_exact: bool) -> bool:
+    """Whether a product reads its input as it is, besides or instead of quantized."""
+    return is_exact or any(w.dtype in PLAIN_FORMATS for w in _matrices_of_input(stage))
+
+
+def _matrices_of_input(stage: Stage) -> tuple[Tensor, ...]:
+    """The matrices that a stage multiplies its first input by."""
+    match stage:
+        case Linear():
+            return tuple(part.weight for part in stage.parts)
+        case Single(node=node) if isinstance(node.op, ExpertFfn):
+            return node.inputs[3:5]  # gate and up
+    return ()
 
 
 def n_split_values(attention: Tensor, n_threads: int) -> int:
@@ -57,72 +68,47 @@ def n_split_values(attention: Tensor, n_threads: int) -> int:
     return n_tokens * n_heads * (dim + 2) * _MAX_SPLITS if is_split else 0
 
 
-def lay_out_stages(graph: Graph, stages: Sequence[Stage], n_threads: int, *, is_exact: bool) -> Arena:
-    made = {out: (i, stage) for i, stage in enumerate(stages) for out in stage.outputs if _needs_memory(out)}
-    values = {out: _Span(_aligned(out.n_values * 4), i, i) for out, (i, _) in made.items()}
-    codes: dict[Tensor, _Span] = {}
-    unread = set(values)
-    for i, stage in enumerate(stages):
-        for tensor in stage.inputs:
-            base = base_of(tensor)
-            if isinstance(stage, Linear) and tensor is stage.x and uses_codes(stage, is_exact):
-                n_columns = tensor.shape[-1]
-                size = core.quantized_bytes(tensor.n_values // max(n_columns, 1), n_columns)
-                first = made[tensor][0] if tensor in made and quantizes(made[tensor][1]) else i
-                codes.setdefault(tensor, _Span(_aligned(size), first, i)).last = i
-                if first != i and not uses_values(stage, is_exact):
-                    continue
-            if base in values:
-                values[base].last = i
-                unread.discard(base)
-    for tensor in graph.outputs:
-        if base_of(tensor) in values:
-            values[base_of(tensor)].last = len(stages)
-            unread.discard(base_of(tensor))
-    for tensor in unread & set(codes):  # only their codes are read
-        del values[tensor]
-    splits = {
-        stage.node: _Span(_aligned(4 * n_split_values(stage.node, n_threads)), i, i)
+def lay_out_stages(graph: Graph, stages: Sequence[Stage], n_threads: int, *, is_exact: bool) -> Layout:
+    codes = _codes(stages, is_exact)
+
+    def reads(stage: Stage, tensor: Tensor) -> bool:
+        """A product of quantized weights reads codes only, where a norm has written them."""
+        if tensor is not coded_input(stage, is_exact):
+            return True
+        return reads_values(stage, is_exact) or not isinstance(stages[codes[tensor].first], Norm)
+
+    values = value_buffers(stages, graph.outputs, reads)
+    needed = {t: b for t, b in values.items() if b.last > b.first or t not in codes}
+    rooms = {
+        stage.node: Buffer(_room_bytes(stage.node, n_threads), i, i)
         for i, stage in enumerate(stages)
-        if isinstance(stage, Single) and isinstance(stage.node.op, Attention)
+        if isinstance(stage, Single) and isinstance(stage.node.op, Attention | ExpertFfn)
     }
-    spans = sorted(chain(values.values(), codes.values(), splits.values()), key=lambda span: span.first)
-    offsets, n_bytes = _place(spans)
-    return Arena(
-        {tensor: offsets[id(span)] for tensor, span in values.items()},
-        {tensor: offsets[id(span)] for tensor, span in codes.items()},
-        {tensor: offsets[id(span)] for tensor, span in splits.items()},
-        n_bytes,
+    return lay_out(
+        {Values(t): b for t, b in needed.items()}
+        | {Codes(t): b for t, b in codes.items()}
+        | {Room(t): b for t, b in rooms.items()}
     )
 
 
-def quantizes(stage: Stage) -> bool:
-    """Whether it can write its result quantized, too."""
-    return isinstance(stage, Single) and isinstance(stage.node.op, RmsNorm)
+def _room_bytes(node: Tensor, n_threads: int) -> int:
+    if isinstance(node.op, Attention):
+        return 4 * n_split_values(node, n_threads)
+    x, ids, _, gate = node.inputs[:4]
+    n_tokens, n_embd = x.shape
+    n_bytes: int = core.expert_bytes(n_tokens, ids.shape[1], n_embd, gate.shape[1], gate.shape[0])
+    return n_bytes
 
 
-def _needs_memory(tensor: Tensor) -> bool:
-    return not (isinstance(tensor.op, Input | Weight) or tensor.op.is_constant or tensor.dtype == CACHE)
-
-
-def _aligned(n_bytes: int) -> int:
-    return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _place(spans: Sequence[_Span]) -> tuple[dict[int, int], int]:
-    """First fit. Spans that touch the same stage never share memory."""
-    offsets: dict[int, int] = {}
-    alive: list[tuple[int, _Span]] = []  # by offset
-    n_bytes = 0
-    for span in spans:
-        alive = [entry for entry in alive if entry[1].last >= span.first]
-        start = 0
-        for offset, other in alive:
-            if offset - start >= span.size:
-                break
-            start = max(start, offset + other.size)
-        offsets[id(span)] = start
-        alive.append((start, span))
-        alive.sort(key=lambda entry: entry[0])
-        n_bytes = max(n_bytes, start + span.size)
-    return offsets, n_bytes
+def _codes(stages: Sequence[Stage], is_exact: bool) -> dict[Tensor, Buffer]:
+    """Of products' inputs: written by the norm that makes them, otherwise by their first reader."""
+    written = {stage.out: i for i, stage in enumerate(stages) if isinstance(stage, Norm)}
+    codes: dict[Tensor, Buffer] = {}
+    for i, stage in enumerate(stages):
+        x = coded_input(stage, is_exact)
+        if x is not None:
+            n_columns = x.shape[-1]
+            size = core.quantized_bytes(x.n_values // max(n_columns, 1), n_columns)
+            first = codes[x].first if x in codes else written.get(x, i)
+            codes[x] = Buffer(size, first, i)
+    return codes

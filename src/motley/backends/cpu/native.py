@@ -1,4 +1,4 @@
-"""The compiled module, if it is there, and the numbers that it knows formats, functions and cache types by."""
+"""The compiled module, if it is there, and the numbers by which it knows formats, functions and cache types."""
 
 from __future__ import annotations
 
@@ -13,37 +13,41 @@ except ImportError:  # run from a source tree that was never built
     core = None
 
 
-class _NeverRaisedError(Exception):
-    """Stands in for the module's own error where there is no module."""
-
-
-# Raised by a program that waits for another device's when that one has failed.
-NativeHungUpError: type[Exception] = _NeverRaisedError if core is None else core.HungUpError
-
-
 def is_available() -> bool:
     return core is not None
 
 
-# In the order of csrc/kernels.hpp.
+def _exported(name: str) -> dict[str, int]:
+    """A table of the module, from names to its own numbers; empty without it, when no native backend can be made."""
+    return {} if core is None else dict(getattr(core, name))
+
+
+FORMATS = _exported("FORMATS")
+ROW_FORMATS = _exported("ROW_FORMATS")  # that kernels also read as they lie in a file
+FUNCTIONS = _exported("FUNCTIONS")
+CACHE_TYPES = _exported("CACHE_TYPES")
 PLAIN_FORMATS = ("F32", "F16", "BF16")
-_BLOCK32_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-_K_FORMATS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-_FORMATS = (*PLAIN_FORMATS, *_BLOCK32_FORMATS, *_K_FORMATS, "IQ4_NL", "IQ4_XS")
-_FUNCTIONS = ("", "silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh")
-_CACHE_KINDS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-FORMATS = {name: number for number, name in enumerate(_FORMATS)}
-FUNCTIONS = {name: number for number, name in enumerate(_FUNCTIONS)}
-CACHE_KINDS = {name: number for number, name in enumerate(_CACHE_KINDS)}
+MAX_PARTS: int = 0 if core is None else core.MAX_PARTS  # products of one pass
+MAX_RANGES: int = 0 if core is None else core.MAX_RANGES  # of ids that a device owns
 MAX_HEAD_DIM = 512
-MAX_RANGES = 32  # of ids that a device owns
 MAX_GROUP = 64  # query heads that share a KV head
-GROUP_ROWS = 16  # of a repacked weight
+GROUP_ROWS = 16  # repacked weights have room for a multiple of this; every instruction set's groups divide it
+MAX_EXPERT_GROUPS = 64
+MAX_EXPERTS = 1 << 18  # whose scores fit a thread's scratch memory
 
 
-def meeting_place(n_devices: int) -> Any:
-    """Where native programs of several devices of this process can meet; None without the module."""
-    return core.Group(n_devices) if core is not None else None
+class NativeRendezvous:
+    """Where native programs of several devices of this process do their collectives (base.Rendezvous)."""
+
+    def __init__(self, n_devices: int) -> None:
+        self.group: Any = core.Group(n_devices)
+        self.aborted_error: type[Exception] = core.HungUpError
+
+    def abort(self) -> None:
+        self.group.abort()
+
+    def reset(self) -> None:
+        self.group.reset()
 
 
 def address(tensor: torch.Tensor | None) -> int:

@@ -1,53 +1,86 @@
-"""Weights in the order that the kernels read: 16 rows side by side, same bytes (csrc/kernels/formats.hpp)."""
+"""Weights as the kernels read them: rows side by side, same bytes (csrc/kernels/formats.hpp), or as they lie in the
+file (csrc/kernels/rows.hpp).
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from motley.backends.cpu.native import FORMATS, GROUP_ROWS, address
-from motley.formats import PackedTensor
+from motley.backends.base import LoadedWeight
+from motley.backends.cpu.native import FORMATS, GROUP_ROWS, ROW_FORMATS, address
+from motley.formats import Format, PackedTensor
 
 
 def can_repack(weight: PackedTensor) -> bool:
-    """Whether it is a matrix of a known format whose rows are whole 4-byte words."""
+    """Whether it is a matrix of a known format whose rows are whole 4-byte words; or such matrices of experts, each of
+    whole groups of rows.
+    """
     is_whole = weight.format.block_size > 1 or weight.data.shape[-1] % 4 == 0
-    return weight.format.name in FORMATS and weight.data.dim() == 2 and is_whole
+    is_known = weight.format.name in FORMATS and is_whole
+    shape = weight.data.shape
+    return is_known and (len(shape) == 2 or (len(shape) == 3 and shape[1] % GROUP_ROWS == 0))
+
+
+def can_map(weight: PackedTensor) -> bool:
+    """Whether kernels can read it as it lies in the file."""
+    is_known = weight.format.name in ROW_FORMATS and weight.data.dim() == 2
+    return is_known and weight.data.is_contiguous() and weight.data.shape[0] % GROUP_ROWS == 0
+
+
+class MappedTensor(PackedTensor):
+    """A matrix as it lies in the file, or in a part of it: nothing is copied."""
 
 
 @dataclass(frozen=True, eq=False)
-class RepackedTensor(PackedTensor):
-    """A matrix for the native kernels; the others read it through `unpack`. `data` is (groups, bytes of a group)."""
+class RepackedTensor:
+    """A matrix for the native kernels, or matrices of experts one behind the other; other kernels read it through
+    `unpack` and `rows`.
+    """
 
-    n_rows: int
-    n_columns: int
+    data: torch.Tensor  # uint8 (groups, bytes of a group)
+    format: Format
+    shape: tuple[int, ...]
     pool: Any
 
     @staticmethod
     def of(weight: PackedTensor, pool: Any) -> RepackedTensor:
-        n_rows, n_columns = weight.shape
         source = weight.data.contiguous()
-        row_bytes = source.shape[1]
+        n_columns, row_bytes = weight.shape[-1], source.shape[-1]
+        n_rows = math.prod(weight.shape[:-1])
         # Pages are of the size that the system chooses. On large ones decoding is 1 % faster, but a virtual machine
         # that has handed its free memory back to the host gets them several times as slowly.
         data = torch.empty(-(-n_rows // GROUP_ROWS), row_bytes * GROUP_ROWS, dtype=torch.uint8)
         pool.repack(address(source), address(data), FORMATS[weight.format.name], n_rows, n_columns, row_bytes)
-        return RepackedTensor(data, weight.format, n_rows, n_columns, pool)
+        return RepackedTensor(data, weight.format, weight.shape, pool)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.n_rows, self.n_columns
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+    @property
+    def expert_bytes(self) -> int:
+        """From one expert's matrix to the next."""
+        return self.data.numel() // max(self.shape[0], 1)
 
     def unpack(self) -> torch.Tensor:
         values = torch.empty(self.shape)
-        form = FORMATS[self.format.name]
-        self.pool.unpack(address(self.data), address(values), form, self.n_rows, self.n_columns)
+        n_rows, form = math.prod(self.shape[:-1]), FORMATS[self.format.name]
+        self.pool.unpack(address(self.data), address(values), form, n_rows, self.shape[-1])
         return values
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         return self.unpack()[index]
 
-    def slice_rows(self, start: int, stop: int) -> PackedTensor:
-        raise AssertionError("weights are cut before they are repacked")
+
+CpuWeight = PackedTensor | RepackedTensor
+
+
+def own_weights(weights: Mapping[str, LoadedWeight]) -> dict[str, CpuWeight]:
+    """The same, which this backend has loaded, or which are still as in the file."""
+    assert all(isinstance(weight, CpuWeight) for weight in weights.values())
+    return {name: weight for name, weight in weights.items() if isinstance(weight, CpuWeight)}

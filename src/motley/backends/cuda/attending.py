@@ -7,23 +7,27 @@ import torch
 from motley.backends.cuda.kernels import attention as attention_kernel
 from motley.backends.cuda.kernels.attention import Shares
 from motley.backends.cuda.kernels.combine import combine
-from motley.backends.cuda.kernels.enter import RopeTable, enter
 from motley.backends.cuda.kernels.prefill import prefill
+from motley.backends.cuda.kernels.rope_and_store import RopeTable, rope_and_store
 from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
 from motley.backends.cuda.kernels.tiles import CachePlanes
-from motley.backends.cuda.lowering import Attend
 from motley.backends.cuda.staging import Place
 from motley.backends.cuda.values import Values
 from motley.backends.paged import PagedLayer
 from motley.graph.ops.rope import HALVES as ROPE_HALVES
+from motley.plan import AttentionBlock
 
 
 class Attending:
-    """One `Attend` stage on a device. Its output is in the form that its reader wants, where it can be."""
+    """One `AttentionBlock` on a device. Its output is in the form that its reader wants, where it can be."""
 
-    def __init__(self, stage: Attend, divisors: list[torch.Tensor], form: str, device: torch.device) -> None:
+    def __init__(
+        self, stage: AttentionBlock, divisors: list[torch.Tensor], form: str, device: torch.device
+    ) -> None:
         rope = stage.rope
         self._stage = stage
+        self._rotates_k, self._rotates_v = stage.q.rotation > 0, stage.attention.rotation > 0
+        self._rotation = stage.q.rotation or stage.attention.rotation
         self._device = device
         self._rope = RopeTable(
             rope.frequencies(*divisors).to(device), rope.n_dims, rope.style == ROPE_HALVES, rope.magnitude
@@ -35,27 +39,27 @@ class Attending:
 
     def __call__(self, values: Values) -> None:
         stage = self._stage
-        (q, k, v, positions, cache, *_), (out,) = stage.inputs, stage.outputs
+        (q, positions, *_), k, v, (out,) = stage.q.inputs, stage.k.inputs[0], stage.values, stage.outputs
         if not out.n_values:  # this device has no heads
             values.put(out, torch.empty(out.shape, device=self._device))
             return
-        layer, place = values.plain(cache)
+        layer, place = values.plain(stage.cache)
         if layer is not self._layer:
             self._bind(layer)
-        turned = torch.empty(q.shape, device=self._device)
-        enter(
+        rotated = torch.empty(q.shape, device=self._device)
+        rope_and_store(
             values.plain(q), values.plain(k), values.plain(v), values.plain(positions), place.slots, self._rope,
-            self._keys, self._values, layer.rows, turned,
-            rotate_k=stage.rotates_k, rotate_v=stage.rotates_v, turn=stage.turn,
+            self._keys, self._values, layer.rows, rotated,
+            rotate_k=self._rotates_k, rotate_v=self._rotates_v, rotation=self._rotation,
         )  # fmt: skip
         if place.is_decode:
-            rows = Rows.empty(self._form, out.shape[0], out.shape[1], self._device)
-            values.put(out, self._decode(turned, layer, place, rows))
+            rows = Rows.empty(self._form, q.shape[0], q.shape[1] * q.shape[2], self._device)
+            values.put(out, self._decode(rotated, layer, place, rows))
         else:
-            values.put(out, self._mixed(turned, layer, place).reshape(out.shape))
+            values.put(out, self._mixed(rotated, layer, place))
 
     def _bind(self, layer: PagedLayer) -> None:
-        """The first batch says which layer of the cache it is; all others have the same."""
+        """The first batch brings the layer of the cache; all later batches bring the same one."""
         self._keys, self._values = (
             CachePlanes.of(store.kind.name, store.planes) for store in (layer.keys, layer.values)
         )
@@ -63,25 +67,27 @@ class Attending:
 
     def _decode(self, q: torch.Tensor, layer: PagedLayer, place: Place, out: Rows) -> Rows:
         n_rows, n_heads, dim = q.shape
-        op, n_kv_heads = self._stage.attention, layer.rows.stop - layer.rows.start
+        op, n_kv_heads = self._stage.op, layer.rows.stop - layer.rows.start
         n_splits = attention_kernel.TUNINGS[self._values.kind].n_splits(n_rows, n_kv_heads)
         shares = Shares.empty(n_rows, n_heads, n_splits, dim, self._device)
         attention_kernel.attend(
             q, self._keys, self._values, layer.rows, place.tables, shares, scale=op.scale, window=op.window
         )
-        size, turns = layer.keys.block_size, self._stage.rotates_v
-        return combine(shares, place.tables, size, out, rotate=turns, turn=self._stage.turn, window=op.window)
+        size, rotates = layer.keys.block_size, self._rotates_v
+        return combine(
+            shares, place.tables, size, out, rotate=rotates, rotation=self._rotation, window=op.window
+        )
 
     def _mixed(self, q: torch.Tensor, layer: PagedLayer, place: Place) -> torch.Tensor:
-        """Sequences with many rows all at once, the others as in decode."""
-        out, stage = torch.empty_like(q), self._stage
+        """Sequences with many rows all at once, sequences with few rows as in decode."""
+        out, op = torch.empty_like(q), self._stage.op
         if len(place.single_rows):
             some = q[place.single_rows]
             rows = Rows.empty(PLAIN, len(some), some[0].numel(), self._device)
             out[place.single_rows] = self._decode(some, layer, place, rows).values.view(some.shape)
         prefill(
             q, self._keys, self._values, layer.rows, place.numbers, place.spans, out,
-            span_rows=place.span_rows, scale=stage.attention.scale, window=stage.attention.window,
-            rotate=stage.rotates_v, turn=stage.turn,
+            span_rows=place.span_rows, scale=op.scale, window=op.window,
+            rotate=self._rotates_v, rotation=self._rotation,
         )  # fmt: skip
         return out

@@ -7,29 +7,20 @@ from typing import ClassVar
 
 import torch
 
-from motley.backends.base import Backend, Executable
+from motley.backends.base import Backend, Executable, Footprint, LoadedWeight, few_sizes
 from motley.backends.cuda.capture import GraphPool
 from motley.backends.cuda.executable import CudaExecutable
 from motley.backends.cuda.failures import as_device_errors
+from motley.backends.cuda.footprint import footprint, free_bytes
 from motley.backends.cuda.kernels.attention import supports
-from motley.backends.cuda.planes import BLOCK, PLAIN_KINDS, has_planes
+from motley.backends.cuda.planes import BLOCK, has_planes
 from motley.backends.cuda.program import Program
-from motley.backends.cuda.weights import Matrices, load
+from motley.backends.cuda.support import CudaKernel, DeviceReferenceKernel
+from motley.backends.cuda.upload import Uploader
+from motley.backends.cuda.weights import Matrices, load, own_weights
 from motley.formats import PackedTensor
-from motley.graph import Tensor
-from motley.plan import DevicePlan, Kernel, Launch
-
-
-class StagedKernel:
-    """Stands for all kernels: which nodes go together is decided when the plan is prepared, for all at once."""
-
-    name = "cuda"
-
-    def supports(self, node: Tensor) -> str | None:
-        return None
-
-    def prepare(self, node: Tensor) -> Launch:
-        raise AssertionError("stages are prepared as a whole")
+from motley.graph import Graph
+from motley.plan import DevicePlan, Kernel
 
 
 class CudaBackend(Backend):
@@ -41,29 +32,37 @@ class CudaBackend(Backend):
         self.device = torch.device(device)
         self._captures = captures
         self._matrices = Matrices(self.device)
-        self._pool = GraphPool()
+        self._pool = GraphPool(self.device)
+        self._uploader = Uploader(self.device)
 
     @property
     def kernels(self) -> Sequence[Kernel]:
-        return (StagedKernel(),)
+        return CudaKernel(), DeviceReferenceKernel()
 
     def refuses_cache(self, k_type: str, v_type: str, block_size: int) -> str | None:
         return supports(k_type, v_type, block_size)
 
     def unpacks(self, form: str) -> bool:
-        return not has_planes(form, BLOCK) and form not in PLAIN_KINDS
+        return not has_planes(form, BLOCK) and form not in ("F16", "BF16")  # F32: all but a router's few rows
 
     def bucket(self, n_rows: int) -> int:
-        """Powers of two up to 16, multiples of 16 up to 256, then eighths between powers of two: few plans."""
-        if n_rows <= 16:
-            return 1 << max(0, n_rows - 1).bit_length() if n_rows else 0
-        step = max(16, 1 << (n_rows - 1).bit_length() - 4)
-        return -(-n_rows // step) * step
+        return few_sizes(n_rows)
 
-    def load(self, weight: PackedTensor) -> PackedTensor:
-        with as_device_errors(self.device):
-            return load(weight, self.device)
+    def footprint(self, graph: Graph, n_packed: int) -> Footprint:
+        return footprint(graph)
 
-    def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable:
+    def free_bytes(self) -> int | None:
+        return free_bytes(self.device)
+
+    def load(self, weight: PackedTensor) -> LoadedWeight:
         with as_device_errors(self.device):
-            return CudaExecutable(Program(plan, weights, self._matrices, self._pool, captures=self._captures))
+            return load(weight, self.device, self._uploader)
+
+    def finish_loading(self) -> None:
+        with as_device_errors(self.device):
+            self._uploader.finish()
+
+    def prepare(self, plan: DevicePlan, weights: Mapping[str, LoadedWeight]) -> Executable:
+        with as_device_errors(self.device):
+            program = Program(plan, own_weights(weights), self._matrices, self._pool, captures=self._captures)
+            return CudaExecutable(program)

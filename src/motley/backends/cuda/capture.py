@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import torch
@@ -13,32 +14,53 @@ Work = Callable[[], None]
 Part = tuple[Work | None, Callable[[], Work] | None]
 
 
+_capturing = Lock()  # torch allows one capture at a time in a process
+
+
 class GraphPool:
     """Memory that all captured graphs of a model on a GPU share: one batch runs at a time, so one may write over
-    another's, outputs included: see `borrowed`.
+    another's, outputs included: see `alias_of`.
 
     torch gives a pool up with its last graph, and fails if another one is captured into it after that: so one graph,
     of almost nothing, stays.
     """
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """Where captures happen: torch's own stream for that belongs to the GPU of the process's first capture."""
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
     @cached_property
     def _keeper(self) -> torch.cuda.CUDAGraph:
-        return _captured(lambda: torch.zeros(1, device="cuda"))
+        return self._capture(lambda: torch.zeros(1, device=self._device), None)
 
-    @property
-    def handle(self) -> Any:
-        return self._keeper.pool()
+    def capture(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        """The kernels that `work` launches, as a graph; none of them runs yet."""
+        return self._capture(work, self._keeper.pool())
+
+    def _capture(self, work: Callable[[], Any], pool: Any) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Other devices' threads go on meanwhile; only this one's calls must be fit for capture.
+        mode = "thread_local"
+        with _capturing:
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=mode):
+                work()
+        return graph
 
 
 class Captured:
-    """Work as CUDA graphs, and what has to be done between them by other means (talking to other devices)."""
+    """Work as CUDA graphs, and what has to be done between them by other means (collectives with other devices)."""
 
     def __init__(self, parts: Iterable[Part], pool: GraphPool) -> None:
         """Captures and runs. `parts`: what to capture, and what then has to happen now, and in each replay."""
         self._steps: list[Work] = []
         for work, between in parts:
             if work is not None:
-                self._steps.append(_captured(work, pool.handle).replay)
+                self._steps.append(pool.capture(work).replay)
                 self._steps[-1]()
             if between is not None:
                 self._steps.append(between())
@@ -48,16 +70,7 @@ class Captured:
             step()
 
 
-def _captured(work: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    # Other devices' threads go on meanwhile; only this one's calls must be fit for capture.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        work()
-    return graph
-
-
-def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers at the same address, which do not keep the memory: a graph in the same pool may write there.
 
     A tensor of which every captured graph had its own would be one for each size of batch.

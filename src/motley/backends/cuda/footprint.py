@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from functools import cache
+import math
+from collections.abc import Iterator
 
 import torch
 
-from motley.backends.cuda.planes import to_planes
-from motley.formats import PackedTensor, get_format
+from motley.backends.base import Footprint
+from motley.backends.cuda.planes import plane_bytes
+from motley.backends.cuda.support import CudaKernel
+from motley.formats import get_format
 from motley.graph import Graph, Tensor
-from motley.graph.ops import MatMul, Weight
+from motley.plan import Linear, activation_bytes, fuse
 
 # Bytes: compiled kernels, the libraries' workspaces, what the allocator loses between its blocks.
 RESERVE = 512 << 20
 _REPACKING = 4  # bytes of temporary memory for each value of a matrix that is repacked
 
 
-def free_bytes(device: str) -> int:
+def free_bytes(device: torch.device) -> int:
     """Memory of a GPU that this process may still take, what torch keeps for later included."""
-    place = torch.device(device)
-    free, _ = torch.cuda.mem_get_info(place)
-    return free + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def footprint(graph: Graph) -> Footprint:
+    # Activations twice: products read them in forms of their own, which lie beside them for a while.
+    weights = sum(stored_bytes(weight) for weight in graph.weights)
+    return Footprint(weights, 2 * activation_bytes(graph), workspace_bytes(graph))
 
 
 def stored_bytes(weight: Tensor) -> int:
     """Of a weight as it lies on the GPU."""
-    return _stored_bytes(weight.dtype, weight.shape)
-
-
-@cache
-def _stored_bytes(format_name: str, shape: tuple[int, ...]) -> int:
-    form = get_format(format_name)
-    size = (*shape[:-1], form.row_bytes(shape[-1]))
-    weight = PackedTensor(torch.empty(size, dtype=torch.uint8, device="meta"), form)
-    return to_planes(weight).n_bytes if len(shape) == 2 else weight.nbytes
+    if len(weight.shape) in (2, 3):  # a matrix, or those of experts on top of each other
+        return plane_bytes(weight.dtype, math.prod(weight.shape[:-1]), weight.shape[-1])
+    form = get_format(weight.dtype)
+    return math.prod(weight.shape[:-1]) * form.row_bytes(weight.shape[-1])
 
 
 def workspace_bytes(graph: Graph) -> int:
@@ -43,11 +44,10 @@ def workspace_bytes(graph: Graph) -> int:
     return RESERVE + _REPACKING * max(_at_once(graph), default=0)
 
 
-def _at_once(graph: Graph) -> Iterable[int]:
-    """Values that are unpacked together: of a matrix, or of all that `lowering` joins, of one input and one format."""
-    sizes = Counter({(weight, weight.dtype): weight.n_values for weight in graph.weights})
-    for node in graph.nodes:
-        if isinstance(node.op, MatMul) and isinstance(node.inputs[1].op, Weight):
-            x, weight = node.inputs
-            sizes[x, weight.dtype] += weight.n_values
-    return sizes.values()
+def _at_once(graph: Graph) -> Iterator[int]:
+    """Values that are unpacked together: of a matrix, or of all that one stage multiplies by."""
+    yield from (weight.n_values for weight in graph.weights)
+    kernel = CudaKernel()
+    for stage in fuse(graph, lambda stage: kernel.supports(stage) is None):
+        if isinstance(stage, Linear):
+            yield sum(part.weight.n_values for part in stage.parts)

@@ -12,7 +12,7 @@ Per block of 32 values of a row (values 0-15 are its low half, 16-31 its high ha
            values 4j … 4j+3, of word 1 to the high half
     IQ4    word j: values 4j … in the nibbles of its    float16                          18      s · level(c)
            low half, 16+4j … in those of its high half
-    F16, BF16: plain values, no scale.
+    F16, BF16, F32 of few rows: plain values, no scale.
 
 IQ4_XS and IQ4_NL are IQ4, Q4_1 is Q4_K with a minimum of the other sign. Formats without planes become BF16.
 
@@ -35,7 +35,8 @@ from motley.formats.layout import SixBitPairs
 from motley.formats.numeric import to_half
 
 BLOCK = 32  # values of a row that the kernels take together
-PLAIN_KINDS = ("F16", "BF16")  # stay as they are
+PLAIN_KINDS = ("F32", "F16", "BF16")  # stay as they are
+_MAX_F32_ROWS = 1024  # of a matrix of F32 that stays so: a router, whose choice hangs on small differences
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +45,7 @@ class WeightPlanes:
 
     kind: str
     n_columns: int
-    codes: torch.Tensor  # int32 (rows, words); of plain kinds int16 bit patterns (rows, columns)
+    codes: torch.Tensor  # int32 (rows, words); of plain kinds bit patterns (rows, columns)
     scale: torch.Tensor | None = None  # float16 (rows, blocks), or int32 (rows, blocks): two float16
     high: torch.Tensor | None = None  # int32 (rows, 2 · blocks)
 
@@ -93,8 +94,9 @@ def to_planes(weight: PackedTensor) -> WeightPlanes:
         raise PlanError(f"only matrices have planes, not {weight.shape}")
     n_rows, n_columns = weight.shape
     name = weight.format.name
-    if name in PLAIN_KINDS and weight.data.numel():
-        return WeightPlanes(name, n_columns, weight.data.contiguous().view(torch.int16))
+    if stays_plain(name, n_rows) and weight.data.numel():
+        bits = torch.int32 if name == "F32" else torch.int16
+        return WeightPlanes(name, n_columns, weight.data.contiguous().view(bits))
     if not has_planes(name, n_columns) or not weight.data.numel():
         return WeightPlanes("BF16", n_columns, weight.unpack().to(torch.bfloat16).view(torch.int16))
     codes, scale, high = _REPACK[name](weight.data.reshape(-1, weight.format.block_bytes))
@@ -107,9 +109,21 @@ def to_planes(weight: PackedTensor) -> WeightPlanes:
     )
 
 
+def stays_plain(name: str, n_rows: int) -> bool:
+    """Whether a matrix of that format has its own plain values on the device; others become BF16, or are packed."""
+    return name in PLAIN_KINDS and (name != "F32" or n_rows <= _MAX_F32_ROWS)
+
+
 def has_planes(name: str, n_columns: int) -> bool:
     """Whether a matrix of that format stays packed."""
     return name in _REPACK and n_columns % BLOCK == 0
+
+
+def plane_bytes(name: str, n_rows: int, n_columns: int) -> int:
+    """Of a matrix of that format in planes. Without making it: torch takes seconds to import what meta tensors need."""
+    if not has_planes(name, n_columns):
+        return (4 if name == "F32" and stays_plain(name, n_rows) else 2) * n_rows * n_columns
+    return n_rows * n_columns // BLOCK * _BLOCK_BYTES[_KIND.get(name, name)]
 
 
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes, scale, high; per GGUF block
@@ -167,6 +181,7 @@ _REPACK = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
 }
+_BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_K": 20, "Q6_K": 28, "IQ4": 18}  # of 32 values, by kind
 _KIND = {"Q4_1": "Q4_K", "IQ4_NL": "IQ4", "IQ4_XS": "IQ4"}
 
 

@@ -21,9 +21,12 @@ def joint_halves(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
     return a.as_strided((a.shape[0], 2 * n), (2 * n, 1), a.storage_offset()) if is_joint else None
 
 
+_PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
 def plain_values(weight: WeightPlanes) -> torch.Tensor:
-    """F16 and BF16 planes are bit patterns."""
-    return weight.codes.view(torch.float16 if weight.kind == "F16" else torch.bfloat16)
+    """Planes of plain kinds are bit patterns."""
+    return weight.codes.view(_PLAIN_TYPES[weight.kind])
 
 
 def library_product(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:

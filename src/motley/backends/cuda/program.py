@@ -1,4 +1,4 @@
-"""One device's plan as segments: steps that need nobody else, each segment up to where the device meets the others."""
+"""One device's plan as segments: steps that need no other device, each segment up to the next collective."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import Any
 import torch
 
 from motley.backends.cuda.capture import GraphPool
-from motley.backends.cuda.lowering import Lowering, Stage
 from motley.backends.cuda.staging import Staged
 from motley.backends.cuda.steps import Step, Steps
 from motley.backends.cuda.values import Values
-from motley.backends.cuda.weights import Matrices
-from motley.formats import PackedTensor
+from motley.backends.cuda.weights import DeviceWeight, Matrices
+from motley.backends.paged import BatchLayer
 from motley.graph import CACHE, Tensor
-from motley.graph.ops import Input
-from motley.plan import DevicePlan, Launch
+from motley.plan import DevicePlan, Launch, LaunchKernel, Single, Stage, is_given, without_views
 from motley.split.collectives import Collective
 
-_Dead = tuple[Tensor, ...]  # nodes that nobody reads any more
+_Dead = tuple[Tensor, ...]  # nodes that no later stage reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +26,8 @@ class Segment:
     """Steps, and the collective after them; None at the program's end."""
 
     steps: tuple[tuple[Step, _Dead], ...]
-    meeting: Tensor | None
-    dead: _Dead  # after the meeting
+    collective: Tensor | None
+    dead: _Dead  # after the collective
 
     def run(self, values: Values) -> None:
         for step, dead in self.steps:
@@ -43,7 +41,7 @@ class Program:
     def __init__(
         self,
         plan: DevicePlan,
-        weights: Mapping[str, PackedTensor],
+        weights: Mapping[str, DeviceWeight],
         matrices: Matrices,
         pool: GraphPool,
         *,
@@ -60,13 +58,13 @@ class Program:
         self._fixed: dict[Tensor, Any] = {
             node: node.op.reference([]).to(self.device) for node in graph.nodes if node.op.is_constant
         }
-        stages = Lowering(graph).stages
-        self.segments = _segments(stages, graph.outputs, Steps(graph, stages, weights, matrices))
-        # How a device on a thread of its own talks to the others, by the collective's node.
+        steps = Steps(graph, plan.stages, weights, matrices)
+        self.segments = _segments(plan.stages, graph.outputs, steps)
+        # How a device on a thread of its own takes part in each collective, by its node.
         self.launches: dict[Tensor, Launch] = {
-            step.node: step.kernel.prepare(step.node)
+            step.stage.outputs[0]: step.kernel.prepare(step.stage)
             for step in plan.steps
-            if isinstance(step.node.op, Collective)
+            if _is_collective(step.stage) and isinstance(step.kernel, LaunchKernel)
         }
 
     def begin(self, inputs: Mapping[str, Any], staged: Staged) -> Values:
@@ -74,8 +72,8 @@ class Program:
         given: dict[Tensor, Any] = {}
         for node in self._inputs:
             if node.dtype == CACHE:
-                layer = inputs[node.name]
-                given[node] = layer, staged.places[id(layer.batch)]
+                cache: BatchLayer = inputs[node.name]
+                given[node] = cache.layer, staged.places[cache.layer.group]
             else:
                 given[node] = staged.values[node.name]
         return Values(self._fixed | given)
@@ -88,23 +86,26 @@ def _segments(stages: Sequence[Stage], outputs: Sequence[Tensor], steps: Steps) 
     segments: list[Segment] = []
     current: list[tuple[Step, _Dead]] = []
     for stage, dead in _with_dead(stages, outputs):
-        node = stage.outputs[0]
-        if isinstance(node.op, Collective):
-            segments.append(Segment(tuple(current), node, dead))
+        if _is_collective(stage):
+            segments.append(Segment(tuple(current), stage.outputs[0], dead))
             current = []
         else:
             current.append((steps.prepare(stage), dead))
     return (*segments, Segment(tuple(current), None, ()))
 
 
+def _is_collective(stage: Stage) -> bool:
+    return isinstance(stage, Single) and isinstance(stage.node.op, Collective)
+
+
 def _with_dead(stages: Sequence[Stage], outputs: Sequence[Tensor]) -> list[tuple[Stage, _Dead]]:
-    """Each stage with the nodes that nobody reads after it."""
+    """Each stage with the nodes that no later stage reads."""
     last: dict[Tensor, int] = {}
     for number, stage in enumerate(stages):
-        last |= dict.fromkeys((*stage.inputs, *stage.outputs), number)
-    keep = set(outputs)
+        last |= dict.fromkeys(map(without_views, (*stage.inputs, *stage.outputs)), number)
+    keep = set(map(without_views, outputs))
     dead: list[list[Tensor]] = [[] for _ in stages]
     for node, number in last.items():
-        if node not in keep and not isinstance(node.op, Input) and not node.op.is_constant:
+        if node not in keep and not is_given(node):
             dead[number].append(node)
     return [(stage, tuple(nodes)) for stage, nodes in zip(stages, dead, strict=True)]

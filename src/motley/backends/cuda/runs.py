@@ -1,9 +1,9 @@
 """Batches of programs, one after the other: brought to the GPU by one copy, computed, and where they only decode,
 captured the second time and replayed from then on (the first time has compiled the kernels).
 
-A `ThreadRun` is one device's, whose neighbours are on other hardware and run on threads of their own: its segments are
-captured one by one, and between them it talks through its plan's collective kernels. A `JointRun` is that of all
-devices of a crew, where they lie on one GPU (also of a single one): this thread drives them in lockstep. What they
+A `ThreadRun` is one device's, whose peers are on other hardware and run on threads of their own: its segments are
+captured one by one, and between them the plan's collective kernels exchange tensors with the peers. A `JointRun` is of
+all devices of a crew, where they lie on one GPU (also of a single one): this thread drives them in lockstep. What they
 exchange are tensors of the same memory: a sum is made once, in the order of devices, and all read it. A decode batch
 is one CUDA graph, in which the devices' kernels stand side by side between collectives.
 """
@@ -19,10 +19,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from motley.backends.cuda.capture import Captured, Lanes, Part, Work, borrowed
+from motley.backends.cuda.capture import Captured, Lanes, Part, Work, alias_of
+from motley.backends.cuda.collectives import run_collective
+from motley.backends.cuda.compiling import is_recording
 from motley.backends.cuda.failures import as_device_errors
-from motley.backends.cuda.kernels.prefill import most_rows
-from motley.backends.cuda.meeting import meet
+from motley.backends.cuda.kernels.prefill import max_span_rows
 from motley.backends.cuda.program import Program, Segment
 from motley.backends.cuda.staging import Staged, Staging
 from motley.backends.cuda.values import Values
@@ -36,15 +37,17 @@ Outputs = list[tuple[torch.Tensor, ...]]  # of each program
 class Run(ABC):
     """Runs batches of programs that lie on one GPU."""
 
-    can_start_again: ClassVar[bool]  # after half a batch: nobody else has seen it
+    can_start_again: ClassVar[bool]  # after half a batch: no peer has seen it
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self._programs = programs
         self._device = programs[0].device
         self._captures = all(program.captures for program in programs)
         self._staging: Staging | None = None
-        self._givers: dict[str, int] = {}  # which program's inputs have a name
-        self._groups: list[tuple[int, str]] = []  # of each group of layers, one: its program and its name
+        self._sources: dict[str, int] = {}  # which program's inputs have a name
+        self._groups: dict[
+            int, tuple[int, str]
+        ] = {}  # of each group of layers, one: its program and its name
         self._n_decodes = 0
         self._captured: Captured | None = None
         self._captured_at = 0  # the staging's address
@@ -68,7 +71,7 @@ class Run(ABC):
         if staged.is_decode and self._captured is not None and self._captured_at == staged.address:
             self._captured.replay()
             return self._outputs
-        self._n_decodes += staged.is_decode
+        self._n_decodes += staged.is_decode and not is_recording()  # what is captured must be compiled
         values = self._begin(inputs, staged)
         if staged.is_decode and self._captures and self._n_decodes > 1:
             try:
@@ -89,7 +92,7 @@ class Run(ABC):
         self._captured = None  # the memory of an earlier one is free now
         self._captured = Captured(self.parts(values), self._programs[0].pool)
         self._captured_at = address
-        self._outputs = [tuple(map(borrowed, own)) for own in self._take(values)]
+        self._outputs = [tuple(map(alias_of, own)) for own in self._take(values)]
         return self._outputs
 
     def _take(self, values: Sequence[Values]) -> Outputs:
@@ -99,43 +102,41 @@ class Run(ABC):
         if self._staging is None:
             self._prepare_staging(inputs)
         assert self._staging is not None
-        batches = {id(batch): batch for batch in (inputs[p][name].batch for p, name in self._groups)}
-        given = {name: inputs[p][name] for name, p in self._givers.items()}
-        return self._staging.write(given, list(batches.values()))
+        batches = {group: inputs[p][name].batch for group, (p, name) in self._groups.items()}
+        given = {name: inputs[p][name] for name, p in self._sources.items()}
+        return self._staging.write(given, batches)
 
     def _prepare_staging(self, inputs: Sequence[Mapping[str, Any]]) -> None:
-        """All devices get the same numbers: find out once who has which."""
-        self._givers = {name: p for p, program in enumerate(self._programs) for name in program.sizes}
-        groups: dict[int, tuple[int, str]] = {}  # a program's layer for each group's batch
+        """All devices get the same numbers: find out once which program has which input."""
+        self._sources = {name: p for p, program in enumerate(self._programs) for name in program.sizes}
         for p, (program, own) in enumerate(zip(self._programs, inputs, strict=True)):
             for name in program.cache_names:
-                groups.setdefault(id(own[name].batch), (p, name))
-        self._groups = list(groups.values())
-        sizes = {name: self._programs[p].sizes[name] for name, p in self._givers.items()}
-        layers = [inputs[p][name] for p, name in self._groups]
+                self._groups.setdefault(own[name].layer.group, (p, name))
+        sizes = {name: self._programs[p].sizes[name] for name, p in self._sources.items()}
+        layers = [inputs[p][name].layer for p, name in self._groups.values()]
         block_size = max((layer.keys.block_size for layer in layers), default=0)
-        n_most = max((_most_rows(layer) for layer in layers), default=0)
-        self._staging = Staging(sizes, len(groups), block_size, n_most, self._device)
+        max_rows = max((_max_span_rows(layer) for layer in layers), default=0)
+        self._staging = Staging(sizes, len(self._groups), block_size, max_rows, self._device)
 
 
 class ThreadRun(Run):
-    """One program, whose neighbours are elsewhere."""
+    """One program, whose peers are on other hardware."""
 
     can_start_again = False
 
     def execute(self, values: Sequence[Values]) -> None:
         for segment in self._programs[0].segments:
             segment.run(values[0])
-            self._meet(segment, values[0])
+            self._take_part(segment, values[0])
 
     def parts(self, values: Sequence[Values]) -> Iterator[Part]:
         for segment in self._programs[0].segments:
             work = partial(segment.run, values[0]) if segment.steps else None
-            yield work, None if segment.meeting is None else partial(self._meet, segment, values[0])
+            yield work, None if segment.collective is None else partial(self._take_part, segment, values[0])
 
-    def _meet(self, segment: Segment, values: Values) -> Work:
-        """Take part in the collective; gives what does so again, in the same memory."""
-        node = segment.meeting
+    def _take_part(self, segment: Segment, values: Values) -> Work:
+        """Take part in the collective that ends a segment; returns what does it again, in the same memory."""
+        node = segment.collective
         if node is None:
             return lambda: None
         inputs = [values.plain(tensor) for tensor in node.inputs]
@@ -157,60 +158,60 @@ class JointRun(Run):
         self._drive(values, Lanes())
 
     def parts(self, values: Sequence[Values]) -> Iterator[Part]:
-        # Who waits for a message has nothing to do meanwhile. And a message lies in its sender's memory, which
+        # A device that waits for a message has nothing else to do. And a message lies in its sender's memory, which
         # another lane could not tell when to write over.
-        has_mail = any(
-            segment.meeting is not None and isinstance(segment.meeting.op, Send | Receive)
+        has_messages = any(
+            segment.collective is not None and isinstance(segment.collective.op, Send | Receive)
             for program in self._programs
             for segment in program.segments
         )
-        n_lanes = 1 if has_mail else len(self._programs)
+        n_lanes = 1 if has_messages else len(self._programs)
         yield partial(self._drive, values, Lanes.side_by_side(n_lanes, self._device)), None
 
     def _drive(self, values: Sequence[Values], lanes: Lanes) -> None:
-        """Run each program's segments up to its next meeting, hold the meetings that can be held, and so on."""
+        """Run each program up to its next collective, run the collectives whose devices are all there, and so on."""
         todo = [deque(program.segments) for program in self._programs]
-        mail: _Mail = defaultdict(deque)
+        messages: _Messages = defaultdict(deque)
         ready = list(range(len(todo)))
         while ready:
             with lanes.forked():
                 for device in ready:
                     lanes.run(device, partial(todo[device][0].run, values[device]))
-            nodes = [segments[0].meeting for segments in todo]
-            ready = _meet(nodes, values, mail)
+            nodes = [segments[0].collective for segments in todo]
+            ready = _run_collectives(nodes, values, messages)
             assert ready or not any(nodes), "devices wait for each other"
             for device in ready:
                 values[device].forget(todo[device].popleft().dead)
 
 
-_Mail = dict[tuple[int, int], deque[torch.Tensor]]  # by sender and receiver
+_Messages = dict[tuple[int, int], deque[torch.Tensor]]  # by sender and receiver
 
 
-def _meet(nodes: Sequence[Tensor | None], values: Sequence[Values], mail: _Mail) -> list[int]:
-    """Hold the meetings that everybody concerned has come to; gives the devices that were there."""
+def _run_collectives(
+    nodes: Sequence[Tensor | None], values: Sequence[Values], messages: _Messages
+) -> list[int]:
+    """Run the collectives that all their devices have reached; returns these devices."""
     waiting = {device: node for device, node in enumerate(nodes) if node is not None}
     results: dict[int, torch.Tensor] = {}
     for device, node in waiting.items():
         if isinstance(node.op, Send):
             message = values[device].plain(node.inputs[0])
-            mail[device, node.op.target].append(message)
+            messages[device, node.op.target].append(message)
             results[device] = message.new_empty(0)
     for device, node in waiting.items():
-        if isinstance(node.op, Receive) and mail[node.op.source, device]:
-            results[device] = mail[node.op.source, device].popleft()
-    everybody = [node for node in waiting.values() if not isinstance(node.op, Send | Receive)]
-    if len(everybody) == len(values):
-        parts = [
-            own.plain(n.inputs[0]) if n.inputs else None for own, n in zip(values, everybody, strict=True)
-        ]
-        results = dict(enumerate(meet(everybody, parts)))
+        if isinstance(node.op, Receive) and messages[node.op.source, device]:
+            results[device] = messages[node.op.source, device].popleft()
+    reached = [node for node in waiting.values() if not isinstance(node.op, Send | Receive)]
+    if len(reached) == len(values):
+        parts = [own.plain(n.inputs[0]) if n.inputs else None for own, n in zip(values, reached, strict=True)]
+        results = dict(enumerate(run_collective(reached, parts)))
     for device, result in results.items():
         values[device].put(waiting[device], result)
     return sorted(results)
 
 
-def _most_rows(layer: PagedLayer) -> int:
-    return most_rows(layer.keys.kind.name, layer.values.kind.name, layer.keys.head_dim)
+def _max_span_rows(layer: PagedLayer) -> int:
+    return max_span_rows(layer.keys.kind.name, layer.values.kind.name, layer.keys.head_dim)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

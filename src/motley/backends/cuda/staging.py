@@ -14,7 +14,7 @@ computed for it reaches no other row, and is cut off at the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,6 +30,7 @@ _ALIGNMENT = 4  # numbers: parts begin at 16 bytes, so that kernels are compiled
 _FEW_ROWS = 8  # of a sequence, that are not worth a span
 _SPARE = 1024  # numbers for tables to begin with
 _FEWEST_ROWS = span_rows(1, most=1 << 30)  # of a span that is full
+_NOTHING = np.zeros(0, dtype=np.int32)
 _GAP = np.zeros(1, dtype=np.int32)  # where a table's first position goes
 
 
@@ -53,16 +54,16 @@ class Place:
 class _Group:
     """One group's part of a batch."""
 
-    batch: int  # its id
+    number: int
     parts: tuple[slice, ...]  # slots, positions, tables, rows
     n_singles: int  # rows that are taken one by one
-    spans: slice  # of the others
+    spans: slice  # of the other rows
     span_rows: int
 
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """A batch on the device. Valid until the next one is written. Who replays a graph needs no more than `address`."""
+    """A batch on the device. Valid until the next one is written. To replay a graph, `address` is enough."""
 
     memory: torch.Tensor  # int32: everything
     names: Mapping[str, slice]
@@ -84,8 +85,8 @@ class Staged:
 
     @cached_property
     def places(self) -> dict[int, Place]:
-        """By id of the group's batch."""
-        return {group.batch: self._place(group) for group in self.groups}
+        """By the group's number."""
+        return {group.number: self._place(group) for group in self.groups}
 
     def _place(self, group: _Group) -> Place:
         slots, *columns = (self.memory[part] for part in group.parts)
@@ -104,12 +105,17 @@ class Staging:
     """The memory of one plan's batches, here and on the device."""
 
     def __init__(
-        self, sizes: Mapping[str, int], n_groups: int, block_size: int, most_rows: int, device: torch.device
+        self,
+        sizes: Mapping[str, int],
+        n_groups: int,
+        block_size: int,
+        max_span_rows: int,
+        device: torch.device,
     ) -> None:
-        """`sizes`: numbers of each input, of the plan; the largest is its rows. `most_rows`: of a span."""
+        """`sizes`: numbers of each input, of the plan; the largest is its rows. `max_span_rows`: of a span."""
         self._device = device
         self._block_size = block_size
-        self._most_rows = most_rows
+        self._max_span_rows = max_span_rows
         self._n_rows = max(sizes.values(), default=0)
         self._names: dict[str, slice] = {}
         self._groups: list[tuple[slice, ...]] = []
@@ -127,28 +133,39 @@ class Staging:
         self._copied: torch.cuda.Event | None = None
         self._allocate(start + _SPARE)
 
-    def write(self, inputs: Mapping[str, torch.Tensor], batches: Sequence[Batch]) -> Staged:
-        """Bring a batch to the device; `batches` are its groups', each once."""
-        n_most = self._n_fixed + sum(map(_n_numbers, batches))
-        if n_most > len(self._here):
-            self._allocate(2 * n_most)
+    def write(self, inputs: Mapping[str, torch.Tensor], batches: Mapping[int, Batch]) -> Staged:
+        """Bring a batch to the device; `batches`: its part of each group, by the group's number."""
+        max_numbers = self._n_fixed + sum(map(_n_numbers, batches.values()))
+        if max_numbers > len(self._here):
+            self._allocate(2 * max_numbers)
         if self._copied is not None:
             self._copied.synchronize()  # the last batch has left
         numbers: npt.NDArray[np.int32] = self._here.numpy()
+        there = {name: given for name, given in inputs.items() if given.is_cuda}
         for name, part in self._names.items():
-            _fill(numbers[part], inputs[name].numpy(), 0)
+            _fill(numbers[part], _NOTHING if name in there else inputs[name].numpy(), 0)
         cursor, groups = self._n_fixed, []
-        for batch, parts in zip(batches, self._groups, strict=True):
-            group, cursor = self._write_group(numbers, batch, parts, cursor)
+        for (number, batch), parts in zip(batches.items(), self._groups, strict=True):
+            group, cursor = self._write_group(numbers, number, batch, parts, cursor)
             groups.append(group)
         self._there[:cursor].copy_(self._here[:cursor], non_blocking=True)
+        for (
+            name,
+            given,
+        ) in there.items():  # ids that were chosen on the device, and that the host may not know yet
+            self._there[self._names[name]][: len(given)].copy_(given)
         if self._device.type == "cuda":
             self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
         return Staged(self._there, self._names, tuple(groups))
 
     def _write_group(
-        self, numbers: npt.NDArray[np.int32], batch: Batch, parts: tuple[slice, ...], cursor: int
+        self,
+        numbers: npt.NDArray[np.int32],
+        number: int,
+        batch: Batch,
+        parts: tuple[slice, ...],
+        cursor: int,
     ) -> tuple[_Group, int]:
         """Write a group's part, its tables and spans from `cursor` on; also gives where these end."""
         pieces: list[npt.NDArray[np.int32]] = []
@@ -174,13 +191,13 @@ class Staging:
         for part, values, pad in zip(columns, zip(*singles, strict=True), inert, strict=False):
             _fill(numbers[part], np.array(values, dtype=np.int32), pad)
         n_singles = len(singles) if chunks else self._n_rows
-        size = span_rows(max((table.n_rows for table, _ in chunks), default=1), self._most_rows)
+        size = span_rows(max((table.n_rows for table, _ in chunks), default=1), self._max_span_rows)
         first_span = stop = _aligned(stop)
         for table, start in chunks:
             own = spans(table.first_row, table.n_rows, table.position, start, size).ravel()
             numbers[stop : stop + len(own)] = own
             stop += len(own)
-        return _Group(id(batch), parts, n_singles, slice(first_span, stop), size), stop
+        return _Group(number, parts, n_singles, slice(first_span, stop), size), stop
 
     def _allocate(self, n_numbers: int) -> None:
         is_gpu = self._device.type == "cuda"

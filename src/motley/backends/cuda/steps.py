@@ -7,20 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from motley.backends.cuda.attending import Attending
+from motley.backends.cuda.kernels import experts as experts_kernel
 from motley.backends.cuda.kernels import matmul as matmul_kernel
 from motley.backends.cuda.kernels import matvec as matvec_kernel
+from motley.backends.cuda.kernels import route as route_kernel
 from motley.backends.cuda.kernels.gate import gated
 from motley.backends.cuda.kernels.norm import rms_norm
-from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows
+from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_rows
-from motley.backends.cuda.lowering import Attend, Choose, Embed, Gate, Linear, Norm, Stage
 from motley.backends.cuda.planes import BLOCK
 from motley.backends.cuda.products import joint_halves, library_product, plain_values, unpacked_product
+from motley.backends.cuda.support import is_lookup
 from motley.backends.cuda.values import Values
-from motley.backends.cuda.weights import Matrices
+from motley.backends.cuda.weights import DeviceWeight, Matrices
 from motley.formats import PackedTensor
 from motley.graph import Graph, Tensor
-from motley.graph.ops import Activation
+from motley.graph.ops import Activation, ExpertFfn, GetRows, Route, RouteWeights
+from motley.plan import AttentionBlock, Gate, Linear, Norm, Single, Stage, without_views
 
 Step = Callable[[Values], None]
 
@@ -29,7 +32,7 @@ class Steps:
     """Makes the steps of one plan."""
 
     def __init__(
-        self, graph: Graph, stages: Sequence[Stage], weights: Mapping[str, PackedTensor], matrices: Matrices
+        self, graph: Graph, stages: Sequence[Stage], weights: Mapping[str, DeviceWeight], matrices: Matrices
     ) -> None:
         self._outputs = graph.outputs
         self._weights = weights
@@ -39,45 +42,60 @@ class Steps:
 
     def _wanted_forms(self, stages: Sequence[Stage]) -> dict[Tensor, str]:
         """For each node that only products read: the form they want it in."""
-        wants: dict[Tensor, set[str]] = {node: {PLAIN} for node in self._outputs}
+        n_rows = {out: _n_rows(stage) for stage in stages for out in stage.outputs}
+        wants: dict[Tensor, set[str]] = {without_views(node): {PLAIN} for node in self._outputs}
         for stage in stages:
-            for i, node in enumerate(stage.inputs):
-                form = self._form_of(stage) if isinstance(stage, Linear) and i == 0 else PLAIN
+            for tensor in stage.inputs:
+                node, form = without_views(tensor), PLAIN
+                if isinstance(stage, Linear) and tensor is stage.x and tensor.shape[0] == n_rows.get(node):
+                    form = self._form_of(stage)
                 wants.setdefault(node, set()).add(form)
         return {node: next(iter(forms)) for node, forms in wants.items() if len(forms) == 1}
 
     def _form_of(self, stage: Linear) -> str:
-        weight = self._matrices.get(stage.inputs[1].name, self._weights)
+        weight = self._matrices.get(stage.parts[0].weight.name, self._weights)
         if not weight.is_packed:
             return PLAIN
-        return INT8 if stage.inputs[0].shape[0] == 1 else HALVES
+        return INT8 if stage.x.shape[0] == 1 else HALVES
 
     def prepare(self, stage: Stage) -> Step:
         match stage:
-            case Embed():
-                return self._embed(stage)
             case Norm():
                 return self._norm(stage)
             case Linear():
                 return self._linear(stage)
             case Gate():
                 return self._gate(stage)
-            case Attend():
-                divisors = [self._dense(weight).cpu() for weight in stage.inputs[5:]]
+            case AttentionBlock():
+                divisors = [self._dense(weight).cpu() for weight in stage.q.inputs[2:]]
                 return Attending(stage, divisors, self._forms.get(stage.outputs[0], PLAIN), self._device)
-            case Choose():
-                return self._choose(stage)
-        return self._single(stage)
+            case Single() if isinstance(stage.node.op, GetRows):
+                return self._embed(stage) if is_lookup(stage.node) else self._choose(stage)
+            case Single() if isinstance(stage.node.op, Route):
+                return self._route(stage.node, stage.node.op)
+            case Single() if isinstance(stage.node.op, RouteWeights):
+                return self._route_weights(stage.node, stage.node.op)
+            case Single() if isinstance(stage.node.op, ExpertFfn):
+                return self._expert_ffn(stage.node)
+            case Single():
+                return self._single(stage)
 
     def _dense(self, node: Tensor) -> torch.Tensor:
         """A small weight (a norm's, a bias) as float32."""
-        return self._weights[node.name].to(self._device).unpack().contiguous()
+        return self._packed(node).unpack().contiguous()
+
+    def _packed(self, node: Tensor) -> PackedTensor:
+        """A weight that is no matrix, or a table that is still in the file."""
+        weight = self._weights[node.name]
+        assert isinstance(weight, PackedTensor), f"{node.name} is a matrix, which only products read"
+        return weight.to(self._device)
 
     def _rows_for(self, node: Tensor) -> Rows:
         return Rows.empty(self._forms.get(node, PLAIN), node.shape[0], node.shape[1], self._device)
 
-    def _embed(self, stage: Embed) -> Step:
-        (table, ids), (out,) = stage.inputs, stage.outputs
+    def _embed(self, stage: Single) -> Step:
+        """Rows of a packed table."""
+        (table, ids), out = stage.inputs, stage.out
         weight = self._matrices.get(table.name, self._weights)
 
         def step(values: Values) -> None:
@@ -91,24 +109,24 @@ class Steps:
         return step
 
     def _norm(self, stage: Norm) -> Step:
-        (x, weight, *ids), (out,) = stage.inputs, stage.outputs
-        scale, eps = self._dense(weight), stage.eps
+        x, out, eps, ids = stage.x, stage.out, stage.eps, stage.rows
+        assert stage.weight is not None
+        scale = self._dense(stage.weight)
 
         def step(values: Values) -> None:
-            chosen = values.plain(ids[0]) if ids else None
+            chosen = None if ids is None else values.plain(ids)
             values.put(out, rms_norm(values.plain(x).contiguous(), scale, eps, self._rows_for(out), chosen))
 
         return step
 
     def _linear(self, stage: Linear) -> Step:
-        x, weights = stage.inputs[0], stage.inputs[1 : 1 + stage.n_weights]
-        residuals = stage.inputs[1 + stage.n_weights :]
-        matrix = self._matrices.joined([w.name for w in weights], self._weights)
+        x, added = stage.x, stage.parts[0].residual
+        matrix = self._matrices.joined([part.weight.name for part in stage.parts], self._weights)
         form, n_tokens = self._form_of(stage), x.shape[0]
         sizes = [node.shape[1] for node in stage.outputs]
 
         def step(values: Values) -> None:
-            residual = values.plain(residuals[0]).contiguous() if residuals else None
+            residual = None if added is None else values.plain(added).contiguous()
             out = torch.empty(n_tokens, matrix.n_rows, device=self._device)
             if form == PLAIN:
                 out = library_product(values.plain(x), plain_values(matrix), residual)
@@ -124,7 +142,7 @@ class Steps:
         return step
 
     def _gate(self, stage: Gate) -> Step:
-        (gate, up), (out,) = stage.inputs, stage.outputs
+        gate, up, out = stage.gate, stage.up, stage.out
         is_whole = out.n_values > 0 and out.shape[1] % BLOCK == 0
 
         def step(values: Values) -> None:
@@ -138,8 +156,53 @@ class Steps:
 
         return step
 
-    def _choose(self, stage: Choose) -> Step:
-        (table, ids), (out,) = stage.inputs, stage.outputs
+    def _route(self, node: Tensor, op: Route) -> Step:
+        logits, n_used, *biases = node.inputs
+        if op.n_groups_used < op.n_groups:  # by the reference
+            return self._single(Single.of(node))
+        bias = self._dense(biases[0]) if biases else None
+
+        def step(values: Values) -> None:
+            values.put(
+                node, route_kernel.route(op, values.plain(logits).contiguous(), values.plain(n_used), bias)
+            )
+
+        return step
+
+    def _route_weights(self, node: Tensor, op: RouteWeights) -> Step:
+        logits, ids = node.inputs
+
+        def step(values: Values) -> None:
+            chosen = values.plain(ids).contiguous()
+            values.put(node, route_kernel.route_weights(op, values.plain(logits).contiguous(), chosen))
+
+        return step
+
+    def _expert_ffn(self, node: Tensor) -> Step:
+        x, ids, weights, *matrices = node.inputs
+        n_experts, n_tokens = matrices[0].shape[0], x.shape[0]
+        gate, up, down = (self._matrices.get(t.name, self._weights) for t in matrices)
+        is_empty = not n_tokens or not all(t.n_values for t in matrices)  # no expert, or no column, is here
+        form = experts_kernel.operand_form(down)
+
+        def step(values: Values) -> None:
+            if is_empty:
+                values.put(node, torch.zeros(node.shape, device=self._device))
+                return
+            chosen = values.plain(ids).contiguous()
+            gate_x, up_x = (values.rows(x, experts_kernel.operand_form(matrix)) for matrix in (gate, up))
+            hidden = experts_kernel.expert_hidden(gate, up, n_experts, gate_x, up_x, chosen)
+            rows = Rows(PLAIN, hidden, hidden, hidden)
+            if form != PLAIN:
+                rows = convert(hidden, Rows.empty(form, hidden.shape[0], hidden.shape[1], self._device))
+            shares = values.plain(weights).contiguous()
+            values.put(node, experts_kernel.expert_sum(down, n_experts, rows, chosen, shares))
+
+        return step
+
+    def _choose(self, stage: Single) -> Step:
+        """Rows of an activation; zeros for an id of -1."""
+        (table, ids), out = stage.inputs, stage.out
 
         def step(values: Values) -> None:
             rows = values.plain(ids)
@@ -148,9 +211,10 @@ class Steps:
 
         return step
 
-    def _single(self, stage: Stage) -> Step:
-        (node,) = stage.outputs
-        fixed = {t: self._weights[t.name].to(self._device) for t in stage.inputs if t.name in self._weights}
+    def _single(self, stage: Single) -> Step:
+        """Anything else: by the op's reference, on the device."""
+        node = stage.node
+        fixed = {t: self._packed(t) for t in stage.inputs if t.name in self._weights}
 
         def step(values: Values) -> None:
             values.put(
@@ -158,3 +222,9 @@ class Steps:
             )
 
         return step
+
+
+def _n_rows(stage: Stage) -> int:
+    """Rows that a stage's kernel writes: of an attention, one for each token, whatever its node's shape."""
+    node = stage.q.node if isinstance(stage, AttentionBlock) else stage.outputs[0]
+    return node.shape[0] if node.shape else 0

@@ -5,35 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
+from motley.backends.cuda.kernels.rows import PLAIN, Rows, convert
 from motley.graph import Tensor
+from motley.plan import without_views
 
 
 class Values:
-    """By node: float32 tensors, rows in a product's form, or both."""
+    """By node, or by a view of it: float32 tensors, rows in a product's form, or both."""
 
     def __init__(self, fixed: Mapping[Tensor, Any]) -> None:
         self._plain: dict[Tensor, Any] = dict(fixed)
-        self._rows: dict[tuple[Tensor, str], Rows] = {}
+        self._rows: dict[tuple[Tensor, str, int], Rows] = {}  # by node, form and number of rows
 
     def put(self, node: Tensor, value: Any) -> None:
         if isinstance(value, Rows) and value.form != PLAIN:
-            self._rows[node, value.form] = value
+            self._rows[node, value.form, value.n_rows] = value
         else:
-            self._plain[node] = value.values if isinstance(value, Rows) else value
+            values = value.values if isinstance(value, Rows) else value
+            self._plain[node] = values if values.shape == node.shape else values.view(node.shape)
 
     def plain(self, node: Tensor) -> Any:
-        return self._plain[node]
+        base = without_views(node)
+        return self._plain[base] if base is node else self._plain[base].reshape(node.shape)
 
     def rows(self, node: Tensor, form: str) -> Rows:
         """In that form; made from float32, once, where no kernel left it so."""
-        if (node, form) not in self._rows:
-            x = self._plain[node].contiguous()
-            self._rows[node, form] = convert(x, Rows.empty(form, x.shape[0], x.shape[1], x.device))
-        return self._rows[node, form]
+        if form == PLAIN:
+            x = self.plain(node).contiguous()
+            return Rows(PLAIN, x, x, x)
+        key = without_views(node), form, node.shape[0]
+        if key not in self._rows:
+            x = self.plain(node).contiguous()
+            self._rows[key] = convert(x, Rows.empty(form, x.shape[0], x.shape[1], x.device))
+        return self._rows[key]
 
     def forget(self, nodes: Iterable[Tensor]) -> None:
         for node in nodes:
             self._plain.pop(node, None)
-            for form in (INT8, HALVES):
-                self._rows.pop((node, form), None)
+        gone = set(nodes)
+        for key in [key for key in self._rows if key[0] in gone]:
+            del self._rows[key]

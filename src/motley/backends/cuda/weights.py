@@ -1,4 +1,4 @@
-"""Weights on the device: matrices in planes, neighbours joined so that one launch multiplies by all of them."""
+"""Weights on the device: matrices in planes, siblings joined so that one launch multiplies by all of them."""
 
 from __future__ import annotations
 
@@ -7,36 +7,48 @@ from dataclasses import dataclass
 
 import torch
 
+from motley.backends.base import LoadedWeight
 from motley.backends.cuda.planes import WeightPlanes, join_rows, to_planes
+from motley.backends.cuda.upload import Uploader
 from motley.formats import PackedTensor
 
 
 @dataclass(eq=False)
-class Home:
+class PlaneRef:
     """Where a matrix's planes are now: on their own, or rows of a joined matrix."""
 
     planes: WeightPlanes
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceWeight(PackedTensor):
-    """A weight on the device. A matrix lies in planes; `data` has its shape then, but no memory."""
+class DeviceMatrix:
+    """A matrix on the device, in planes."""
 
-    home: Home | None = None
+    ref: PlaneRef
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes if self.home is None else self.home.planes.n_bytes
+        return self.ref.planes.n_bytes
+
+    def unpack(self) -> torch.Tensor:
+        raise AssertionError("only products read a matrix in planes")
 
 
-def load(weight: PackedTensor, device: torch.device) -> DeviceWeight:
-    """Matrices become planes on the device; anything else is copied as it is."""
-    on_device = weight.to(device)
-    if len(weight.shape) != 2:
-        return DeviceWeight(on_device.data, weight.format)
-    planes = to_planes(on_device)
-    shape_only = torch.empty(1, dtype=torch.uint8, device="meta").expand(on_device.data.shape)
-    return DeviceWeight(shape_only, weight.format, Home(planes))
+DeviceWeight = PackedTensor | DeviceMatrix
+
+
+def load(weight: PackedTensor, device: torch.device, uploader: Uploader | None = None) -> DeviceWeight:
+    """Matrices become planes on the device, those of experts as one of all their rows; anything else is copied."""
+    data = weight.data.to(device) if uploader is None else uploader.upload(weight.data)
+    n_axes = len(weight.shape)
+    on_device = PackedTensor(data.flatten(0, 1) if n_axes == 3 else data, weight.format)
+    return DeviceMatrix(PlaneRef(to_planes(on_device))) if n_axes in (2, 3) else on_device
+
+
+def own_weights(weights: Mapping[str, LoadedWeight]) -> dict[str, DeviceWeight]:
+    """The same, which this backend has loaded, or which are still as in the file."""
+    assert all(isinstance(weight, DeviceWeight) for weight in weights.values())
+    return {name: weight for name, weight in weights.items() if isinstance(weight, DeviceWeight)}
 
 
 class Matrices:
@@ -44,19 +56,19 @@ class Matrices:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._homes: dict[str, Home] = {}
+        self._refs: dict[str, PlaneRef] = {}
         self._joined: dict[tuple[str, ...], WeightPlanes] = {}
 
-    def get(self, name: str, weights: Mapping[str, PackedTensor]) -> WeightPlanes:
+    def get(self, name: str, weights: Mapping[str, DeviceWeight]) -> WeightPlanes:
         """A weight that is still in the file, because it is only looked up by row, is loaded now."""
-        if name not in self._homes:
+        if name not in self._refs:
             weight = weights[name]
-            loaded = weight if isinstance(weight, DeviceWeight) else load(weight, self.device)
-            assert loaded.home is not None, f"{name} is no matrix"
-            self._homes[name] = loaded.home
-        return self._homes[name].planes
+            loaded = load(weight, self.device) if isinstance(weight, PackedTensor) else weight
+            assert isinstance(loaded, DeviceMatrix), f"{name} is no matrix"
+            self._refs[name] = loaded.ref
+        return self._refs[name].planes
 
-    def joined(self, names: Sequence[str], weights: Mapping[str, PackedTensor]) -> WeightPlanes:
+    def joined(self, names: Sequence[str], weights: Mapping[str, DeviceWeight]) -> WeightPlanes:
         """The matrices on top of each other."""
         key = tuple(names)
         if len(key) == 1:
@@ -65,7 +77,7 @@ class Matrices:
             parts = [self.get(name, weights) for name in key]
             whole, start = join_rows(parts), 0
             for name, part in zip(key, parts, strict=True):
-                self._homes[name].planes = whole.rows(start, start + part.n_rows)
+                self._refs[name].planes = whole.rows(start, start + part.n_rows)
                 start += part.n_rows
             self._joined[key] = whole
         return self._joined[key]

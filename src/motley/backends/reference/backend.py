@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from motley.backends.base import Backend, Executable
+from motley.backends.base import Backend, Executable, LoadedWeight
 from motley.formats import PackedTensor
 from motley.graph import I32, Tensor
-from motley.plan import DevicePlan, Kernel, Launch, owns_memory
+from motley.plan import DevicePlan, Kernel, Launch, LaunchKernel, Single, Stage, Step, is_view, owns_memory
 
 
 class ReferenceKernel:
@@ -18,12 +18,16 @@ class ReferenceKernel:
 
     name = "reference"
 
-    def supports(self, node: Tensor) -> str | None:
-        return None
+    def supports(self, stage: Stage) -> str | None:
+        is_plain = isinstance(stage, Single) and not stage.rotation
+        return None if is_plain else "takes only single nodes"
 
-    def prepare(self, node: Tensor) -> Launch:
+    def prepare(self, stage: Stage) -> Launch:
+        assert isinstance(stage, Single)
+        op = stage.node.op
+
         def launch(inputs: Sequence[Any], out: torch.Tensor | None) -> Any:
-            result = node.op.reference(inputs)
+            result = op.reference(inputs)
             return result if out is None else out.copy_(result)
 
         return launch
@@ -39,18 +43,18 @@ class ReferenceBackend(Backend):
     def load(self, weight: PackedTensor) -> PackedTensor:
         return PackedTensor(weight.data.clone(), weight.format)
 
-    def prepare(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> Executable:
+    def prepare(self, plan: DevicePlan, weights: Mapping[str, LoadedWeight]) -> Executable:
         return ReferenceExecutable(plan, weights)
 
 
 class ReferenceExecutable(Executable):
-    def __init__(self, plan: DevicePlan, weights: Mapping[str, PackedTensor]) -> None:
+    def __init__(self, plan: DevicePlan, weights: Mapping[str, LoadedWeight]) -> None:
         self._plan = plan
         self._arena = torch.empty(plan.layout.n_bytes, dtype=torch.uint8)
         self._fixed: dict[Tensor, Any] = {node: weights[node.name] for node in plan.graph.weights}
         self._fixed |= {node: node.op.reference([]) for node in plan.graph.nodes if node.op.is_constant}
         self._steps = [
-            (step.node, step.kernel.prepare(step.node), self._memory(step.node)) for step in plan.steps
+            (step.stage, _launch(step), self._memory(step.stage.outputs[0])) for step in plan.steps
         ]
 
     @property
@@ -62,14 +66,24 @@ class ReferenceExecutable(Executable):
         for node in self._plan.graph.inputs:
             values[node] = inputs[node.name]
         with torch.inference_mode():
-            for node, launch, memory in self._steps:
-                values[node] = launch([values[t] for t in node.inputs], memory)
-        return tuple(values[t] for t in self._plan.graph.outputs)
+            for stage, launch, memory in self._steps:
+                values[stage.outputs[0]] = launch([_value(t, values) for t in stage.inputs], memory)
+            return tuple(_value(t, values) for t in self._plan.graph.outputs)
 
     def _memory(self, node: Tensor) -> torch.Tensor | None:
         """The node's place in the arena, or None for views and cache handles."""
         if not owns_memory(node):
             return None
-        start = self._plan.layout.offset(node)
+        start = self._plan.layout.offsets[node]
         dtype = torch.int32 if node.dtype == I32 else torch.float32
         return self._arena[start : start + node.n_values * 4].view(dtype).view(node.shape)
+
+
+def _launch(step: Step) -> Launch:
+    assert isinstance(step.kernel, LaunchKernel), f"{step.kernel.name} does not run by itself"
+    return step.kernel.prepare(step.stage)
+
+
+def _value(tensor: Tensor, values: Mapping[Tensor, Any]) -> Any:
+    """Of a node, or of a view of one."""
+    return tensor.op.reference([_value(tensor.inputs[0], values)]) if is_view(tensor) else values[tensor]

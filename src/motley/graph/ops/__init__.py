@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from motley.graph.ops.attention import Attention, CacheStore
 from motley.graph.ops.elementwise import Activation, Add, Mul, Scale, Softmax
-from motley.graph.ops.experts import ExpertMatMul, Gather, Sum, TopK
+from motley.graph.ops.experts import SIGMOID, SOFTMAX, ExpertFfn, Route, RouteWeights
 from motley.graph.ops.matmul import BatchMatMul, MatMul
 from motley.graph.ops.norm import RmsNorm
 from motley.graph.ops.rope import HALVES, INTERLEAVED, Rope, Yarn
 from motley.graph.ops.rows import GetRows, LocalIds, SetRows
-from motley.graph.ops.sources import Hadamard, Input, Weight
+from motley.graph.ops.sources import CacheInput, Hadamard, Input, Weight, cache_layer
 from motley.graph.ops.views import Concat, Permute, Repeat, Reshape, Slice
 from motley.graph.tensor import Op
 
@@ -20,7 +20,7 @@ OPS: dict[str, type[Op]] = {
         *(Add, Mul, Scale, Activation, Softmax, RmsNorm),
         *(MatMul, BatchMatMul, Rope, CacheStore, Attention),
         *(Reshape, Permute, Slice, Concat, Repeat, GetRows, SetRows, LocalIds),
-        *(TopK, Gather, ExpertMatMul, Sum),
+        *(Route, RouteWeights, ExpertFfn),
     )
 }
 
@@ -28,14 +28,16 @@ __all__ = [
     "HALVES",
     "INTERLEAVED",
     "OPS",
+    "SIGMOID",
+    "SOFTMAX",
     "Activation",
     "Add",
     "Attention",
     "BatchMatMul",
+    "CacheInput",
     "CacheStore",
     "Concat",
-    "ExpertMatMul",
-    "Gather",
+    "ExpertFfn",
     "GetRows",
     "Hadamard",
     "Input",
@@ -47,12 +49,13 @@ __all__ = [
     "Reshape",
     "RmsNorm",
     "Rope",
+    "Route",
+    "RouteWeights",
     "Scale",
     "SetRows",
     "Slice",
     "Softmax",
-    "Sum",
-    "TopK",
     "Weight",
     "Yarn",
+    "cache_layer",
 ]

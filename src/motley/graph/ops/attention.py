@@ -1,4 +1,4 @@
-"""Attention over the KV cache. Storing and attending are two ops, tied by a cache handle that flows between them."""
+"""Attention over the KV cache. Storing and attending are two ops, linked by a cache handle."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 
 from motley.graph.tensor import CACHE, Op, Shape, Tensor, Way
-from motley.graph.values import CachedSequence, CacheLayer
+from motley.graph.values import CachedSequence, CacheLayer, dense
 from motley.ownership import Split, State
 
 
 @dataclass(frozen=True)
 class CacheStore(Op):
-    """Write the batch's keys and values (tokens, kv heads, dim) into a layer of the cache → that layer, afterwards."""
+    """Write the batch's keys and values (tokens, kv heads, dim) into a layer of the cache → the updated layer."""
 
     name: ClassVar[str] = "cache_store"
     n_inputs: ClassVar[tuple[int, int]] = (3, 3)
@@ -37,7 +37,7 @@ class CacheStore(Op):
         return cache
 
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
-        """The cache is cut at heads, as the keys are; it has no other way to lie."""
+        """The cache is split at heads, as the keys are. No other split is possible."""
         cache, keys, values = states
         if isinstance(cache, Split):
             if cache.axis == 0:
@@ -55,42 +55,45 @@ class Attention(Op):
     """softmax(scale · q·kᵀ) · v for each query over its sequence's cached keys up to its own position.
 
     q (tokens, heads, dim); the cache holds `heads / group` KV heads. With `window` = w a query at position p sees
-    the keys at positions p-w+1 … p.
+    the keys at positions p-w+1 … p. A third input (heads,) holds attention sinks: one more unscaled score
+    per head, which adds to the softmax's sum and has no value.
     """
 
     name: ClassVar[str] = "attention"
-    n_inputs: ClassVar[tuple[int, int]] = (2, 2)
+    n_inputs: ClassVar[tuple[int, int]] = (2, 3)
     tolerance: ClassVar[float] = 1e-4
     scale: float
     window: int | None = None
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
-        q, cache = inputs
+        q, cache, *sinks = inputs
         self.require(cache.dtype == CACHE and len(q.shape) == 3, "needs queries and a cache layer", q, cache)
         kv_heads, dim = cache.shape
         self.require(q.shape[2] == dim, "queries and keys differ in dim", q, cache)
         is_grouped = q.shape[1] % kv_heads == 0 if kv_heads else q.shape[1] == 0
         self.require(is_grouped, "query heads are no multiple of KV heads", q, cache)
+        self.require(all(s.shape == q.shape[1:2] for s in sinks), "needs one sink for each head", *inputs)
         return q.shape
 
     def reference(self, inputs: Sequence[Any]) -> torch.Tensor:
         q: torch.Tensor = inputs[0]
         cache: CacheLayer = inputs[1]
+        sinks = dense(inputs[2]) if len(inputs) > 2 else None
         out = torch.zeros_like(q)
         if q.shape[1]:
             for sequence in cache.sequences():
-                out[sequence.rows] = self._attend(q[sequence.rows], sequence)
+                out[sequence.rows] = self._attend(q[sequence.rows], sequence, sinks)
         return out
 
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
-        """A KV head and the queries of its group are on one device."""
-        q, cache = inputs
+        """Split at KV heads: a KV head and its group of query heads are on the same device."""
+        q, cache, *sinks = inputs
         kv = states[1]
         if isinstance(kv, Split) and kv.axis == 0:
             heads = Split(1, kv.word.stretch(q.shape[1] // cache.shape[0]))
-            yield Way((heads, kv), heads)
+            yield Way((heads, kv, *(Split(0, heads.word) for _ in sinks)), heads)
 
-    def _attend(self, q: torch.Tensor, sequence: CachedSequence) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, sequence: CachedSequence, sinks: torch.Tensor | None) -> torch.Tensor:
         keys, values = sequence.read()  # (context, kv heads, dim)
         n_tokens, n_heads, dim = q.shape
         grouped = q.reshape(n_tokens, keys.shape[1], -1, dim)
@@ -100,5 +103,8 @@ class Attention(Op):
         if self.window is not None:
             visible &= distance < self.window
         scores = scores.masked_fill(~visible, -torch.inf)
-        weights = torch.softmax(scores, dim=-1)
+        if sinks is not None:
+            sink = sinks.view(keys.shape[1], -1, 1, 1).expand(-1, -1, n_tokens, 1)
+            scores = torch.cat([scores, sink], -1)
+        weights = torch.softmax(scores, dim=-1)[..., : keys.shape[0]]
         return torch.einsum("kgtc,ckd->tkgd", weights, values).reshape(n_tokens, n_heads, dim)

@@ -1,4 +1,4 @@
-"""Ops that treat every value by itself (softmax: every row)."""
+"""Elementwise ops, and softmax, which works on rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from motley.ownership import MIRRORED, PARTIAL, Mirrored, Partial, Split, State
 
 
 def _broadcast(op: Op, a: Tensor, b: Tensor) -> Shape:
-    """`b` may lack leading axes of `a` or have size 1 where `a` does not; the result has `a`'s shape."""
+    """The result's shape, which is `a`'s. `b` may lack leading axes of `a`, and may have size 1 where `a` does not."""
     padded = (1,) * (len(a.shape) - len(b.shape)) + b.shape
     fits = len(padded) == len(a.shape) and all(q in (1, p) for p, q in zip(a.shape, padded, strict=True))
     op.require(fits, "the second input does not broadcast to the first", a, b)
@@ -24,14 +24,14 @@ def _broadcast(op: Op, a: Tensor, b: Tensor) -> Shape:
 
 
 def _same_split(inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
-    """Both inputs cut alike; where the second broadcasts along the cut axis it is mirrored."""
+    """Both inputs are split alike; the second is mirrored if it broadcasts along the split axis."""
     a, b = inputs
     missing = len(a.shape) - len(b.shape)
     for state, shift in zip(states, (0, missing), strict=True):
         if not isinstance(state, Split):
             continue
-        axis = state.axis + shift  # of a
-        if a.shape[axis] != len(state.word):  # b broadcasts along it, so a cannot follow
+        axis = state.axis + shift  # the same axis of a
+        if a.shape[axis] != len(state.word):  # b broadcasts along this axis, so a cannot be split like b
             continue
         is_broadcast = axis < missing or b.shape[axis - missing] == 1 != a.shape[axis]
         second = MIRRORED if is_broadcast else Split(axis - missing, state.word)
@@ -39,7 +39,7 @@ def _same_split(inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[W
 
 
 def _keep_split(states: Sequence[State]) -> Iterator[Way]:
-    """One input, value by value: however it is cut."""
+    """Ways of an elementwise op with one input: any split of the input is kept."""
     if isinstance(states[0], Split):
         yield Way((states[0],), states[0])
 
@@ -60,7 +60,7 @@ class Add(Op):
 
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
         yield from _same_split(inputs, states)
-        if PARTIAL in states:  # a sum of sums: the all-reduce waits
+        if PARTIAL in states:  # partial + partial is partial: the all-reduce is postponed
             yield Way((PARTIAL, PARTIAL), PARTIAL)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
@@ -152,7 +152,7 @@ class Activation(Op):
 
 @dataclass(frozen=True)
 class Softmax(Op):
-    """Along the last axis."""
+    """Softmax along the last axis."""
 
     name: ClassVar[str] = "softmax"
 

@@ -1,170 +1,255 @@
-"""Mixture of experts: choosing experts by token, and matrix products with the chosen ones."""
+"""Mixture of experts: the choice of each token's experts, their weights, and the FFN of the chosen experts."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
+from motley.formats import FORMATS, PackedTensor
 from motley.graph.ops.matmul import cuts_whole_blocks
 from motley.graph.ops.rows import only_own
-from motley.graph.tensor import I32, Op, Sample, Shape, Tensor, Way, draw
+from motley.graph.tensor import I32, Op, Sample, Shape, Tensor, Way, draw, mirrored
 from motley.graph.values import Value, dense
-from motley.ownership import MIRRORED, PARTIAL, Partial, Split, State
+from motley.ownership import PARTIAL, Split, State, Word
+
+SOFTMAX, SIGMOID = "softmax", "sigmoid"  # functions from a router's logits to scores
+_TINY = 1e-20  # added to the sum of sigmoid scores before the division, as in transformers
 
 
 @dataclass(frozen=True)
-class TopK(Op):
-    """Indices of the k largest along the last axis, largest first, the lower index first among equals."""
+class Route(Op):
+    """The experts of each token: logits (tokens, experts), n_used (tokens,) [, bias (experts,)] → ids (tokens, k).
 
-    name: ClassVar[str] = "top_k"
+    Best first, the lower id first among equals. A token uses its `n_used` best; the rest of its k ids are -1, which
+    every op reads as "no expert". The bias only affects the choice. With groups, an expert can be chosen if its
+    group is among the `n_groups_used` best; a group's score is the sum of its two best experts' scores.
+    """
+
+    name: ClassVar[str] = "route"
+    n_inputs: ClassVar[tuple[int, int]] = (2, 3)
     k: int
+    score: str = SOFTMAX
+    n_groups: int = 1
+    n_groups_used: int = 1
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
-        (x,) = inputs
-        self.require(1 <= self.k <= x.shape[-1], f"cannot choose {self.k}", x)
-        return (*x.shape[:-1], self.k)
+        logits, n_used, *bias = inputs
+        self.require(len(logits.shape) == 2, "logits are not (tokens, experts)", logits)
+        n_tokens, n_experts = logits.shape
+        self.require(1 <= self.k <= n_experts, f"cannot choose {self.k}", logits)
+        has_counts = n_used.shape == (n_tokens,) and n_used.dtype == I32
+        self.require(has_counts, "needs one i32 count for each token", logits, n_used)
+        self.require(all(b.shape == (n_experts,) for b in bias), "needs one bias for each expert", *inputs)
+        is_grouped = n_experts % self.n_groups == 0 and 1 <= self.n_groups_used <= self.n_groups
+        self.require(is_grouped, f"no {self.n_groups_used} of {self.n_groups} groups", logits)
+        self.require(self.score in (SOFTMAX, SIGMOID), f"no score {self.score!r}")
+        return n_tokens, self.k
 
     def dtype(self, inputs: Sequence[Tensor]) -> str:
         return I32
 
-    def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        order = torch.sort(inputs[0], dim=-1, descending=True, stable=True).indices
-        return order[..., : self.k].to(torch.int32)
+    def reference(self, inputs: Sequence[Value]) -> torch.Tensor:
+        logits, n_used, *bias = map(dense, inputs)
+        scores = logits if self.score == SOFTMAX and not bias else _scores(logits, self.score)
+        for value in bias:
+            scores = scores + value
+        scores = self._within_groups(scores)
+        best = torch.sort(scores, dim=-1, descending=True, stable=True)
+        ids = best.indices[:, : self.k].to(torch.int32)
+        is_used = torch.arange(self.k, device=ids.device) < n_used[:, None]
+        return torch.where(is_used & (best.values[:, : self.k] != -torch.inf), ids, -1)
+
+    def _within_groups(self, scores: torch.Tensor) -> torch.Tensor:
+        if self.n_groups_used == self.n_groups:
+            return scores
+        grouped = scores.reshape(len(scores), self.n_groups, scores.shape[1] // self.n_groups)
+        n_best = min(2, grouped.shape[2])
+        worth = grouped.topk(n_best, dim=-1).values.sum(-1)
+        order = torch.sort(worth, dim=-1, descending=True, stable=True).indices
+        is_out = torch.ones_like(worth, dtype=torch.bool).scatter(1, order[:, : self.n_groups_used], False)
+        return grouped.masked_fill(is_out[:, :, None], -torch.inf).flatten(1)
 
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
-        (x,) = states
-        if isinstance(x, Split) and x.axis < len(inputs[0].shape) - 1:
-            yield Way((x,), x)
+        for state in states[:2]:
+            if isinstance(state, Split) and state.axis == 0:
+                yield Way((state, state, *mirrored(len(inputs) - 2)), state)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
-        n = rng.randint(1, 16)
-        yield Sample(TopK(rng.randint(1, n)), (draw(rng, rng.randint(1, 5), n),))
+        n, n_experts = rng.randint(1, 5), 8
+        used = torch.tensor([rng.randint(0, 4) for _ in range(n)], dtype=torch.int32)
+        logits = draw(rng, n, n_experts)
+        yield Sample(Route(3), (logits, used))
+        yield Sample(Route(n_experts), (logits, used + 4))
+        bias = PackedTensor.pack(draw(rng, n_experts), FORMATS["F32"])
+        yield Sample(Route(4, SIGMOID), (logits, used, bias))
+        yield Sample(Route(2, SIGMOID, 4, 2), (logits, used, bias))
 
 
 @dataclass(frozen=True)
-class Gather(Op):
-    """x (tokens, n) at ids (tokens, k) → (tokens, k). Zero for an id of -1."""
+class RouteWeights(Op):
+    """The weight of each chosen expert: logits (tokens, experts), ids (tokens, k) → (tokens, k); 0 for an id of -1.
 
-    name: ClassVar[str] = "gather"
+    `normalizes`: weights are divided by their sum over the chosen experts (of a softmax: the softmax over them).
+    """
+
+    name: ClassVar[str] = "route_weights"
     n_inputs: ClassVar[tuple[int, int]] = (2, 2)
+    score: str = SOFTMAX
+    normalizes: bool = True
+    scale: float = 1.0
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
-        x, ids = inputs
-        self.require(
-            len(x.shape) == len(ids.shape) == 2 and ids.dtype == I32, "needs (tokens, n) and i32 ids", x, ids
-        )
-        self.require(x.shape[0] == ids.shape[0], "tokens differ", x, ids)
+        logits, ids = inputs
+        is_paired = len(logits.shape) == len(ids.shape) == 2 and logits.shape[0] == ids.shape[0]
+        self.require(is_paired and ids.dtype == I32, "needs (tokens, experts) and i32 ids", logits, ids)
+        self.require(self.score in (SOFTMAX, SIGMOID), f"no score {self.score!r}")
         return ids.shape
 
     def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        x, ids = inputs
-        if not x.shape[1]:
-            return torch.zeros(ids.shape)
-        return torch.where(ids >= 0, torch.gather(x, 1, ids.clamp(min=0).long()), 0.0)
+        logits, ids = inputs
+        index, is_chosen = ids.clamp(min=0).long(), ids >= 0
+        if self.score == SOFTMAX and self.normalizes:
+            chosen = logits.gather(1, index).masked_fill(~is_chosen, -torch.inf)
+            weights = torch.softmax(chosen, dim=-1).masked_fill(
+                ~is_chosen, 0.0
+            )  # a token without experts would give NaN
+        else:
+            weights = _scores(logits, self.score).gather(1, index).masked_fill(~is_chosen, 0.0)
+            if self.normalizes:
+                weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        return weights * self.scale
 
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
-        x, ids = states
-        for state in (x, ids):
+        for state in states:
             if isinstance(state, Split) and state.axis == 0:
                 yield Way((state, state), state)
-        if isinstance(ids, Split) and ids.axis == 1:
-            yield Way((MIRRORED, ids), ids)
-        if isinstance(x, Partial) or (isinstance(x, Split) and x.axis == 1):
-            yield Way((x, MIRRORED), PARTIAL)
-
-    def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
-        x, ids = inputs
-        return self(x, only_own(ids, way.inputs[0], 1, device), name=name)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
-        x = draw(rng, rng.randint(1, 5), 8)
-        yield Sample(Gather(), (x, torch.topk(x, 3).indices.int()))
+        logits = draw(rng, 3, 8)
+        ids = torch.tensor([[5, 0, 7], [2, 3, -1], [-1, -1, -1]], dtype=torch.int32)
+        for score in (SOFTMAX, SIGMOID):
+            for normalizes in (True, False):
+                yield Sample(RouteWeights(score, normalizes, rng.choice([1.0, 2.5])), (logits, ids))
+
+
+def _scores(logits: torch.Tensor, score: str) -> torch.Tensor:
+    return torch.softmax(logits, dim=-1) if score == SOFTMAX else torch.sigmoid(logits)
+
+
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's gate: gate and up clamped to 7, a steeper sigmoid, and up + 1 instead of up."""
+    gate = gate.clamp(max=7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
+
+
+GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "clamped_swiglu": _clamped_swiglu,
+}
 
 
 @dataclass(frozen=True)
-class ExpertMatMul(Op):
-    """For each token and chosen expert e: x·W[e]ᵀ; zeros for an id of -1.
+class ExpertFfn(Op):
+    """Σ over a token's experts e of weight · down[e](gate(x·gate[e]ᵀ, x·up[e]ᵀ)); ids of -1 add nothing.
 
-    x (tokens, 1 or k, K), W (experts, N, K), ids (tokens, k) → (tokens, k, N).
+    x (tokens, embd), ids and weights (tokens, k), gate and up (experts, ff, embd), down (experts, embd, ff), and
+    optionally three biases (experts, ff), (experts, ff), (experts, embd). → (tokens, embd)
+
+    There are two ways to split it, each with one sum over devices: each device has whole experts, or columns of every
+    expert's hidden layer. With columns, one device holds the down biases; an empty down bias (0, embd) adds nothing.
     """
 
-    name: ClassVar[str] = "expert_matmul"
-    n_inputs: ClassVar[tuple[int, int]] = (3, 3)
+    name: ClassVar[str] = "expert_ffn"
+    n_inputs: ClassVar[tuple[int, int]] = (6, 9)
     tolerance: ClassVar[float] = 1e-4
+    function: str = "silu"
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
-        x, weight, ids = inputs
+        x, ids, weights, gate, up, down, *biases = inputs
+        self.require(self.function in GATES, f"no function {self.function!r}; there are {', '.join(GATES)}")
+        is_chosen = len(x.shape) == len(ids.shape) == 2 and ids.shape == weights.shape and ids.dtype == I32
+        self.require(is_chosen and x.shape[0] == ids.shape[0], "ids or weights do not fit x", x, ids, weights)
+        n_embd, is_expert = x.shape[1], len(gate.shape) == 3
         self.require(
-            len(x.shape) == len(weight.shape) == 3, "needs x (t, 1 or k, K) and W (experts, N, K)", *inputs
+            is_expert and gate.shape == up.shape and gate.shape[2] == n_embd,
+            "gate and up are not (experts, ff, embd)",
+            *inputs[3:6],
         )
-        self.require(x.shape[2] == weight.shape[2], "the last axes differ", x, weight)
-        is_paired = x.shape[0] == ids.shape[0] and x.shape[1] in (1, ids.shape[1])
-        self.require(is_paired, "tokens or choices differ", *inputs)
-        return (*ids.shape, weight.shape[1])
+        n_experts, n_ff, _ = gate.shape
+        self.require(down.shape == (n_experts, n_embd, n_ff), "down is not (experts, embd, ff)", *inputs[3:6])
+        self.require(len(biases) in (0, 3), "needs all three biases or none", *inputs)
+        if biases:
+            sizes = [(n_experts, n_ff)] * 2
+            fits = [b.shape for b in biases[:2]] == sizes
+            fits = fits and biases[2].shape in ((n_experts, n_embd), (0, n_embd))
+            self.require(fits, "biases do not fit", *inputs[3:])
+        return x.shape
 
     def reference(self, inputs: Sequence[Value]) -> torch.Tensor:
-        x, weight, ids = map(dense, inputs)
-        if not weight.shape[0]:
-            return torch.zeros(*ids.shape, weight.shape[1])
-        chosen = weight[ids.clamp(min=0).long()]  # (tokens, k, N, K)
-        products = torch.einsum("tkd,tknd->tkn", x.expand(-1, ids.shape[1], -1), chosen)
-        return torch.where(ids[:, :, None] >= 0, products, 0.0)
+        x, ids, weights = map(dense, inputs[:3])
+        biases = [dense(value) for value in inputs[6:]]
+        out = torch.zeros_like(x)
+        for expert in sorted(set(ids[ids >= 0].tolist())):
+            rows, slots = torch.nonzero(ids == expert, as_tuple=True)
+            gate, up, down = (_of_expert(value, expert) for value in inputs[3:6])
+            hidden_gate, hidden_up = F.linear(x[rows], gate), F.linear(x[rows], up)
+            if biases:
+                hidden_gate, hidden_up = hidden_gate + biases[0][expert], hidden_up + biases[1][expert]
+            change = F.linear(GATES[self.function](hidden_gate, hidden_up), down)
+            if biases and len(biases[2]):
+                change = change + biases[2][expert]
+            out.index_add_(0, rows, weights[rows, slots][:, None] * change)
+        return out
 
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
-        x, weight, ids = states
-        if isinstance(weight, Split):
-            match weight.axis:
-                case 0:  # whole experts
-                    yield Way((MIRRORED, weight, MIRRORED), PARTIAL)
-                case 1:  # a part of each expert's rows
-                    yield Way((MIRRORED, weight, MIRRORED), Split(2, weight.word))
-                case _:
-                    yield Way((Split(2, weight.word), weight, MIRRORED), PARTIAL)
-        if isinstance(x, Split) and x.axis == 2 and cuts_whole_blocks(x.word, inputs[1]):
-            yield Way((x, x, MIRRORED), PARTIAL)
-        for state in (x, ids):
-            if isinstance(state, Split) and state.axis == 0:
-                yield Way((state, MIRRORED, state), state)
-        if isinstance(x, Partial):
-            yield Way((PARTIAL, MIRRORED, MIRRORED), PARTIAL)
+        n_experts, has_biases = inputs[3].shape[0], len(inputs) > 6
+        for state, columns in zip(states[3:6], (1, 1, 2), strict=True):
+            if not isinstance(state, Split) or state.axis not in (0, columns):
+                continue
+            word = state.word
+            if state.axis == 0:  # whole experts
+                yield Way((*mirrored(3), *(Split(0, word),) * (len(inputs) - 3)), PARTIAL)
+            elif cuts_whole_blocks(word, inputs[5]):
+                biases = (Split(1, word), Split(1, word), Split(0, _of_first(word, n_experts)))
+                cut = (Split(1, word), Split(1, word), Split(2, word), *(biases if has_biases else ()))
+                yield Way((*mirrored(3), *cut), PARTIAL)
+        for state in states[:3]:
+            if isinstance(state, Split) and state.axis == 0:  # some of the tokens
+                yield Way((state, state, state, *mirrored(len(inputs) - 3)), state)
 
     def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
-        x, weight, ids = inputs
-        return self(x, weight, only_own(ids, way.inputs[1], 0, device), name=name)
+        x, ids, *rest = inputs
+        return self(x, only_own(ids, way.inputs[3], 0, device), *rest, name=name)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
-        ids = torch.topk(draw(rng, 3, 5), 2).indices.int()
-        for choices in (1, 2):
-            yield Sample(ExpertMatMul(), (draw(rng, 3, choices, 32), draw(rng, 5, 7, 32), ids))
+        n_experts, k = 5, 2
+        for form in FORMATS.values():
+            n_tokens = rng.randint(1, 9)
+            n_embd, n_ff = (max(form.block_size, 32) * rng.randint(1, 2) for _ in range(2))
+            scores = draw(rng, n_tokens, n_experts)
+            weights = torch.softmax(scores, -1)[:, :k].contiguous()
+            sizes = ((n_experts, n_ff, n_embd), (n_experts, n_ff, n_embd), (n_experts, n_embd, n_ff))
+            matrices = [PackedTensor(form.pack(draw(rng, *size) / size[2] ** 0.5), form) for size in sizes]
+            chosen = (draw(rng, n_tokens, n_embd), torch.topk(scores, k).indices.int(), weights)
+            yield Sample(ExpertFfn(), (*chosen, *matrices))
+            chosen[1][0, 1] = -1
+            widths = (n_ff, n_ff, n_embd)
+            biases = [PackedTensor.pack(draw(rng, n_experts, n), FORMATS["F32"]) for n in widths]
+            yield Sample(ExpertFfn("clamped_swiglu"), (*chosen, *matrices, *biases))
 
 
-@dataclass(frozen=True)
-class Sum(Op):
-    """Sum over one axis, which goes away."""
+def _of_first(word: Word, n: int) -> Word:
+    """A word of length `n` that gives the whole axis to the first device of `word`."""
+    return Word.of(word.letter(0) if len(word) else 0, n)
 
-    name: ClassVar[str] = "sum"
-    axis: int
 
-    def shape(self, inputs: Sequence[Tensor]) -> Shape:
-        (x,) = inputs
-        self.require(0 <= self.axis < len(x.shape), f"no axis {self.axis}", x)
-        return (*x.shape[: self.axis], *x.shape[self.axis + 1 :])
-
-    def reference(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        return inputs[0].sum(self.axis)
-
-    def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
-        (x,) = states
-        if not isinstance(x, Split):
-            yield Way((x,), x)
-        elif x.axis == self.axis:
-            yield Way((x,), PARTIAL)
-        else:
-            yield Way((x,), Split(x.axis - (x.axis > self.axis), x.word))
-
-    def samples(self, rng: random.Random) -> Iterator[Sample]:
-        yield Sample(Sum(rng.randint(0, 2)), (draw(rng, 2, 3, 4),))
+def _of_expert(value: Value, expert: int) -> torch.Tensor:
+    """One expert's matrix."""
+    if isinstance(value, torch.Tensor):
+        return value[expert]
+    return value.rows(torch.tensor([expert]))[0]

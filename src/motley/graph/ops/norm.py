@@ -36,7 +36,7 @@ class RmsNorm(Op):
         return normed * weight[0] if weight else normed
 
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
-        """Rows are normed by themselves, so any cut will do but one through the rows."""
+        """Each row is normalised separately, so every axis except the last can be split."""
         x = states[0]
         if isinstance(x, Split) and x.axis < len(inputs[0].shape) - 1:
             yield Way((x, *mirrored(len(inputs) - 1)), x)

@@ -1,4 +1,4 @@
-"""Rotary positions, with the scalings that GGUF files ask for."""
+"""Rotary position embedding (RoPE), with the scaling types of GGUF files."""
 
 from __future__ import annotations
 
@@ -20,23 +20,27 @@ HALVES = "halves"  # pairs (0, n/2), (1, n/2 + 1), … (NeoX)
 
 @dataclass(frozen=True)
 class Yarn:
-    """Blend of interpolated low and untouched high frequencies (YaRN).
+    """YaRN: low frequencies are interpolated, high frequencies are kept, and those between are blended.
 
-    Between the dimensions that turn `beta_slow` and `beta_fast` times over the original context the blend is linear.
+    The blend is linear between the dimensions that rotate `beta_slow` and `beta_fast` times over the original context.
+    `rounds`: that range is widened to whole dimensions (most models; not gpt-oss).
     """
 
     original_context: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    rounds: bool = True
 
     def ramp(self, n_dims: int, base: float) -> torch.Tensor:
-        """For each pair, how much of the interpolated frequency to *replace* by the original one. (n_dims / 2,)"""
+        """The original frequency's share of the blend for each pair, 0 … 1. (n_dims / 2,)"""
 
         def dim_that_turns(times: float) -> float:
             return n_dims * math.log(self.original_context / (times * 2 * math.pi)) / (2 * math.log(base))
 
-        low = max(math.floor(dim_that_turns(self.beta_fast)), 0)
-        high = min(math.ceil(dim_that_turns(self.beta_slow)), n_dims - 1)
+        low, high = dim_that_turns(self.beta_fast), dim_that_turns(self.beta_slow)
+        if self.rounds:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, n_dims - 1)
         pairs = torch.arange(n_dims // 2, dtype=torch.float32)
         return 1 - ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
 
@@ -101,7 +105,7 @@ class Rope(Op):
 
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
         x, n_divisors = states[0], len(inputs) - 2
-        if isinstance(x, Split) and x.axis == 1:  # heads turn by themselves
+        if isinstance(x, Split) and x.axis == 1:  # each head is rotated separately
             yield Way((x, *mirrored(1 + n_divisors)), x)
         if isinstance(x, Split) and x.axis == 0:
             yield Way((x, Split(0, x.word), *mirrored(n_divisors)), x)
@@ -115,4 +119,5 @@ class Rope(Op):
             x = draw(rng, n, heads, dim)
             yield Sample(Rope(dim, style=style), (x, positions))
             yield Sample(Rope(dim // 2, 5e5, style, 0.25, 1.1, Yarn(512)), (x, positions))
+            yield Sample(Rope(dim, 1.5e5, style, 1 / 32, 1.35, Yarn(4096, rounds=False)), (x, positions))
             yield Sample(Rope(dim, 1e6, style), (x, positions, draw(rng, dim // 2).abs() + 0.5))

@@ -17,9 +17,9 @@ from motley.ownership import MIRRORED, PARTIAL, Split, State, Word
 
 @dataclass(frozen=True)
 class LocalIds(Op):
-    """Ids of the whole axis as ids of a device's part of it; -1 for what it does not own.
+    """Global ids of an axis → local ids of a device's part; -1 for ids that the device does not own.
 
-    Ops that choose by id treat -1 as "not here": they give zeros, or leave things as they are.
+    Ops that choose by id treat -1 as "not on this device": they return zeros or leave the row unchanged.
     """
 
     name: ClassVar[str] = "local_ids"
@@ -47,7 +47,7 @@ class LocalIds(Op):
 
 
 def only_own(ids: Tensor, state: State, axis: int, device: int) -> Tensor:
-    """`ids` as the device's own, if the tensor they choose from is cut along the axis they choose on."""
+    """`ids` as local ids of `device` if the indexed tensor is split along `axis`; otherwise `ids` unchanged."""
     is_cut = isinstance(state, Split) and state.axis == axis
     return LocalIds(state.word, device)(ids) if isinstance(state, Split) and is_cut else ids
 
@@ -72,7 +72,7 @@ class GetRows(Op):
         assert isinstance(ids, torch.Tensor)
         is_here = ids >= 0
         index = ids[is_here].long()
-        rows = table.rows(index) if isinstance(table, PackedTensor) else table[index]
+        rows = table[index] if isinstance(table, torch.Tensor) else table.rows(index)
         result = rows.new_zeros(len(ids), *rows.shape[1:])
         result[is_here] = rows
         return result

@@ -1,19 +1,20 @@
-"""Where values come from: the batch, the model file, constants."""
+"""Source ops: values from the batch, from the model file, and constants."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from motley.graph.tensor import Op, Shape, Tensor, Way
+from motley.graph.roles import EVERYWHERE, Role
+from motley.graph.tensor import CACHE, Op, Shape, Tensor, Way
 
 
 @dataclass(frozen=True)
 class Input(Op):
-    """A value that each batch brings: token ids, positions, a layer of the cache."""
+    """A value given with each batch, such as token ids or positions. For a layer of the cache see `CacheInput`."""
 
     name: ClassVar[str] = "input"
     n_inputs: ClassVar[tuple[int, int]] = (0, 0)
@@ -21,7 +22,7 @@ class Input(Op):
     kind: str
 
     def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
-        return Input(shape, self.kind)(name=name)
+        return replace(self, size=shape)(name=name)
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         return self.size
@@ -31,11 +32,34 @@ class Input(Op):
 
 
 @dataclass(frozen=True)
+class CacheInput(Input):
+    """One layer of the KV cache, of shape (KV heads, dim)."""
+
+    layer: int
+
+    @staticmethod
+    def of(layer: int, shape: Shape) -> Tensor:
+        return CacheInput(shape, CACHE, layer)(name=CacheInput.name_of(layer))
+
+    @staticmethod
+    def name_of(layer: int) -> str:
+        """The input's name for a layer. Placements use it as their key."""
+        return f"cache.{layer}"
+
+
+def cache_layer(cache: Tensor) -> int:
+    """The layer number of a cache input."""
+    assert isinstance(cache.op, CacheInput), f"{cache!r} is no layer of the cache"
+    return cache.op.layer
+
+
+@dataclass(frozen=True)
 class Weight(Op):
     """A tensor of the model file, packed in `format`; rows along the last axis are whole quant blocks.
 
-    `source` is its name in the file. Two weights may have one source (tied embeddings): each may lie differently.
-    `rows`, if given, are the ranges of the source's rows that it consists of, in order; they may repeat.
+    `source` is its name in the file. Two weights may have the same source (tied embeddings) and different states.
+    `rows`, if given, are ranges of the source's rows, in order; the weight consists of these rows, and rows may repeat.
+    `role` is its use in the model, which decides how it may be split.
     """
 
     name: ClassVar[str] = "weight"
@@ -44,9 +68,10 @@ class Weight(Op):
     format: str
     source: str = ""
     rows: tuple[tuple[int, int], ...] = ()
+    role: Role = EVERYWHERE
 
     def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
-        return Weight(shape, self.format, self.source, self.rows)(name=name)
+        return Weight(shape, self.format, self.source, self.rows, self.role)(name=name)
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         return self.size

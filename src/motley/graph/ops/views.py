@@ -137,7 +137,7 @@ class Concat(Op):
             joined = concat_state(states, self.axis, [t.shape for t in inputs])
             parts = [_along(joined, state, t.shape) for state, t in zip(states, inputs, strict=True)]
             yield Way(tuple(parts), joined)
-        for state in states:  # the others, if they are whole, can be cut across the joint like this one
+        for state in states:  # mirrored inputs can be split like this one across the concatenation axis
             if isinstance(state, Split) and state.axis != self.axis:
                 yield Way((state,) * len(inputs), state)
 
@@ -146,7 +146,7 @@ class Concat(Op):
 
 
 def _along(joined: State, part: State, shape: Shape) -> State:
-    """A part as a split of the axis along which the whole is split: a sole owner's may be named by another axis."""
+    """The state of a part as a split along the axis of `joined`. A sole owner's part may be a split of another axis."""
     if isinstance(joined, Split) and isinstance(part, Split):
         return part.along(joined.axis, shape) or part
     return part

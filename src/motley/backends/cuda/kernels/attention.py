@@ -35,6 +35,7 @@ from motley.backends.cuda.kernels.tiles import (
     load_scales,
     n_columns,
     n_parts,
+    operand,
     scaled_parts,
     spread,
     unit,
@@ -108,7 +109,7 @@ def _load_queries(
     for i in tl.static_range(n_parts(KIND)):
         d = dims(w, i, KIND)[None, :]
         x = tl.load(q + (r + row % GP)[:, None] * DIM + d, here & (d < DIM), other=0.0)
-        x = (x * (factor / unit(i, KIND))).to(tl.float16)
+        x = (x * (factor / unit(i, KIND))).to(operand(KIND))
         zero -= tl.sum(x.to(tl.float32), 1) * (unit(i, KIND) * zero_code(KIND) / _lift(KIND))
         queries = queries + (x,)  # type: ignore[assignment]
     return queries, zero
@@ -163,7 +164,8 @@ def _add_values(
     return joined, surplus
 
 
-@triton.jit
+# Triton would compile one variant for each layer that starts at a multiple of 16 head rows, and one for the others.
+@triton.jit(do_not_specialize=["table_stride", "head_rows", "first_row", "window", "n_splits", "min_blocks"])
 def _attend(
     q, keys, values, tables, row_table, row_position, firsts,
     out, peaks, sums, table_stride, head_rows, first_row, window, factor, n_splits, min_blocks,
@@ -213,7 +215,7 @@ def _attend(
         p = tl.exp2(s * LIFT - (top * LIFT)[:, None])
         total = total * fade[:, None] + p
         peak = top
-        p = tl.trans(p).to(tl.float16)
+        p = tl.trans(p).to(operand(V_KIND))
         acc, surplus = _add_values(acc, surplus, p, fade, values, at, seen, V_KIND, TILES, BS, PLAIN)
     g, w = tl.arange(0, NP), tl.arange(0, W)[:, None]
     place = (r + g) * n_splits + split

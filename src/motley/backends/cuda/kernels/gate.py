@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from motley.backends.cuda.kernels.rows import Rows, store_rows, tile_of
-
-FUNCTIONS = ("silu", "gelu_tanh")
+from motley.backends.cuda.support import GATE_FUNCTIONS
 
 
 @triton.jit
@@ -32,7 +31,7 @@ def _gated(
 
 def gated(x: torch.Tensor, function: str, out: Rows) -> Rows:
     """x (rows, 2 · columns) float32 → `out` (rows, columns)."""
-    assert function in FUNCTIONS, function
+    assert function in GATE_FUNCTIONS, function
     assert x.dtype == torch.float32
     assert x.is_contiguous()
     assert x.shape == (out.n_rows, 2 * out.n_columns)

@@ -20,6 +20,8 @@ def hadamard(x, R: tl.constexpr, N: tl.constexpr, LOG_N: tl.constexpr):
 
 
 @triton.jit
-def turned(x, D: tl.constexpr, TURN: tl.constexpr, LOG_TURN: tl.constexpr):
-    """x (D,), each run of TURN = 2 ** LOG_TURN values turned by H."""
-    return tl.reshape(hadamard(tl.reshape(x, [D // TURN, TURN]), D // TURN, TURN, LOG_TURN), [D])
+def rotated(x, D: tl.constexpr, ROTATION: tl.constexpr, LOG_ROTATION: tl.constexpr):
+    """x (D,), each run of ROTATION = 2 ** LOG_ROTATION values rotated by H."""
+    return tl.reshape(
+        hadamard(tl.reshape(x, [D // ROTATION, ROTATION]), D // ROTATION, ROTATION, LOG_ROTATION), [D]
+    )

@@ -69,7 +69,7 @@ def _nibble_tiles(word, w, w_small, i: tl.constexpr, PLAIN: tl.constexpr):
     return a, multiply_add(high, w_small, w_small * -1024.0, PLAIN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _matmul(
     codes, high, scale, x, x_scale, x_total, residual, out, n_rows, n_tokens,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,

@@ -28,14 +28,12 @@ def _with_high_bits(nibbles, high, shift: tl.constexpr):
     return ((nibbles | (((high >> shift) & 0x03030303) << 4)) + 0x60606060) ^ -0x7F7F7F80
 
 
-@triton.jit(do_not_specialize=["quads"])
-def _matvec(
-    codes, high, scale, xq, xs, xt, residual, out, n_rows, quads,
-    BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, PLAIN: tl.constexpr,
+@triton.jit
+def row_products(
+    codes, high, scale, xq, xs, xt, n, quads,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * BN + tl.arange(0, BN)
-    n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]  # (BN, 1)
+    """Products of rows n (BN, 1) of a packed matrix with one vector: (BN,)."""
     acc = tl.zeros([BN, BB], tl.float32)
     zero = tl.zeros([BN, BB], tl.int32)
     for first in range(0, BLOCKS, BB):
@@ -78,7 +76,18 @@ def _matvec(
         else:
             acc += low_half(w).to(tl.float32) * (s * d.to(tl.float32))
             acc -= high_half(w).to(tl.float32) * tl.load(xt + b, inside, other=0.0)
-    total = tl.sum(acc, 1)
+    return tl.sum(acc, 1)
+
+
+@triton.jit(do_not_specialize=["quads"])
+def _matvec(
+    codes, high, scale, xq, xs, xt, residual, out, n_rows, quads,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]  # (BN, 1)
+    total = row_products(codes, high, scale, xq, xs, xt, n, quads, BLOCKS, KIND, BN, BB, PLAIN)
     if HAS_RESIDUAL:
         total += tl.load(residual + row, row < n_rows, other=0.0)
     tl.store(out + row, total, row < n_rows)

@@ -1,8 +1,8 @@
 """Attention of a sequence's many queries over the packed, paged cache: softmax(scale · q·Kᵀ)·V, causal.
 
 A program takes one head and a *span*, neighbouring rows of one sequence, and walks over what these see; all sequences
-of a batch are one launch. One or two blocks at a time are unpacked to float16. Blocks that every query of the span
-sees whole need no mask. With `rotate`, results are turned back by the Hadamard matrix.
+of a batch are one launch. One or two blocks at a time are unpacked (`operand`). Blocks that every query of the span
+sees whole need no mask. With `rotate`, results are rotated back by the Hadamard matrix.
 
 Dims are in the order in which words hold them (`_order`): the same for queries and keys, so that products are right,
 and undone where results are stored. It only swaps bits of a dim's number, which the Hadamard matrix does not mind.
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from motley.backends.cuda.kernels.attention import LOG2E, look_up
 from motley.backends.cuda.kernels.bits import INTERPRETED, byte_as_half, nibbles_as_halves
-from motley.backends.cuda.kernels.hadamard import turned
+from motley.backends.cuda.kernels.hadamard import rotated
 from motley.backends.cuda.kernels.pipeline import launch
 from motley.backends.cuda.kernels.tiles import (
     TILE,
@@ -31,13 +31,14 @@ from motley.backends.cuda.kernels.tiles import (
     load_scales,
     n_columns,
     n_parts,
+    operand,
     spread,
 )
 
 SPAN_NUMBERS = 4  # of each span: its first row, how many, the first one's position, where its table begins
 
 
-def most_rows(k_kind: str, v_kind: str, dim: int) -> int:
+def max_span_rows(k_kind: str, v_kind: str, dim: int) -> int:
     """Of a span. The more rows, the fewer unpack the same block; plain values are faster with less at a time, and large
     heads would not leave room for more.
     """
@@ -45,8 +46,8 @@ def most_rows(k_kind: str, v_kind: str, dim: int) -> int:
 
 
 def span_rows(n_rows: int, most: int) -> int:
-    """Rows of spans, where no sequence has more than `n_rows`."""
-    return min(most, max(16, 1 << (n_rows - 1).bit_length()))
+    """Rows of spans, where no sequence has more than `n_rows`: 16, 64 or the most, a compiled variant each."""
+    return min(most, 16 if n_rows <= 16 else 64 if n_rows <= 64 else most)
 
 
 def spans(first_row: int, n_rows: int, position: int, table: int, size: int) -> npt.NDArray[np.int32]:
@@ -89,7 +90,7 @@ def _values(words, i: tl.constexpr, scale, KIND: tl.constexpr, PLAIN: tl.constex
 
 @triton.jit
 def _load(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr, PLAIN: tl.constexpr):
-    """One head in one or two blocks (see `load_columns`): float16 (dims in `_order`, tokens)."""
+    """One head in one or two blocks (see `load_columns`): (dims in `_order`, tokens) of type `operand`."""
     x = load_columns(planes, at, KIND, TILES, BS)
     if is_words(KIND):
         scale = spread(load_scales(planes, at, KIND, TILES, BS), KIND)
@@ -100,11 +101,11 @@ def _load(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr,
         return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["head_rows", "first_row", "window"])
 def _prefill(
     q, keys, values, tables, spans, out, head_rows, first_row, window, factor,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BS: tl.constexpr,
-    SIZE: tl.constexpr, N: tl.constexpr, WINDOWED: tl.constexpr, TURN: tl.constexpr, LOG_TURN: tl.constexpr,
+    SIZE: tl.constexpr, N: tl.constexpr, WINDOWED: tl.constexpr, ROTATION: tl.constexpr, LOG_ROTATION: tl.constexpr,
     PLAIN: tl.constexpr,
 ):  # fmt: skip
     head, span = tl.program_id(1), spans + tl.program_id(0) * 4
@@ -128,7 +129,7 @@ def _prefill(
     line = (row + m)[:, None] * (tl.num_programs(1) * DIM) + head * DIM
     d = _order(tl.arange(0, K_DIMS), K_KIND)[None, :]
     x = tl.load(q + line + d, (m < n)[:, None] & (d < DIM), other=0.0)
-    x = (x * factor).to(tl.float16)
+    x = (x * factor).to(operand(K_KIND))
     acc, total = tl.zeros([SIZE, V_DIMS], tl.float32), tl.zeros([SIZE], tl.float32)
     peak = tl.full([SIZE], -float("inf"), tl.float32)
     lane = first_row + head // GROUP
@@ -150,13 +151,13 @@ def _prefill(
                 v = tl.where((key <= last)[None, :], v, 0.0)  # other slots may hold anything
             top = tl.maximum(peak, tl.max(s, 1))
             base = tl.where(top == -float("inf"), 0.0, top)  # of a query that has seen nothing yet
-            p, fade = tl.exp2(s - base[:, None]), tl.exp2(peak - base)
-            total, peak = total * fade + tl.sum(p, 1), top
-            acc = tl.dot(p.to(tl.float16), tl.trans(v), acc * fade[:, None])
+            p, rescale = tl.exp2(s - base[:, None]), tl.exp2(peak - base)
+            total, peak = total * rescale + tl.sum(p, 1), top
+            acc = tl.dot(p.to(operand(V_KIND)), tl.trans(v), acc * rescale[:, None])
     acc = acc / total[:, None]
-    if TURN > 1:
+    if ROTATION > 1:
         ALL: tl.constexpr = SIZE * V_DIMS
-        acc = tl.reshape(turned(tl.reshape(acc, [ALL]), ALL, TURN, LOG_TURN), [SIZE, V_DIMS])
+        acc = tl.reshape(rotated(tl.reshape(acc, [ALL]), ALL, ROTATION, LOG_ROTATION), [SIZE, V_DIMS])
     d = _order(tl.arange(0, V_DIMS), V_KIND)[None, :]
     tl.store(out + line + d, acc, (m < n)[:, None] & (d < DIM))
 
@@ -174,15 +175,15 @@ def prefill(
     scale: float,
     window: int | None = None,
     rotate: bool = False,
-    turn: int | None = None,
+    rotation: int | None = None,
 ) -> None:
     """q (rows, heads, dim) float32 over the KV heads `head_rows` of the cache → the same rows of out, for all `spans`.
 
-    A table is, in `tables` (int32), the position that it starts with and its block ids. `turn`: the size of the
+    A table is, in `tables` (int32), the position that it starts with and its block ids. `rotation`: the size of the
     rotation, where it is not the head's.
     """
     _, n_heads, dim = q.shape
-    group, turn = n_heads // (head_rows.stop - head_rows.start), (turn or dim) if rotate else 1
+    group, rotation = n_heads // (head_rows.stop - head_rows.start), (rotation or dim) if rotate else 1
     assert keys.n_tiles == values.n_tiles == triton.cdiv(dim, TILE)
     assert q.shape == out.shape
     assert q.dtype == out.dtype == torch.float32
@@ -190,7 +191,7 @@ def prefill(
     assert out.is_contiguous()
     assert spans.shape[1:] == (SPAN_NUMBERS,)
     assert spans.is_contiguous()
-    assert dim % turn == turn & (turn - 1) == 0, "only powers of two have a Hadamard matrix"
+    assert dim % rotation == rotation & (rotation - 1) == 0, "only powers of two have a Hadamard matrix"
     # Values that are unpacked one by one are not worth the memory of a pipeline.
     n_stages = 3 if is_fast(keys.kind) and is_fast(values.kind) else 1
     launch(
@@ -198,6 +199,6 @@ def prefill(
         q, keys.pointers, values.pointers, tables, spans, out, keys.codes.shape[1], head_rows.start,
         window or 2**30, scale * LOG2E,
         K_KIND=keys.kind, V_KIND=values.kind, GROUP=group, DIM=dim, BS=keys.block_size, SIZE=span_rows,
-        N=2 if keys.block_size <= 32 else 1, WINDOWED=window is not None, TURN=turn,
-        LOG_TURN=turn.bit_length() - 1, PLAIN=INTERPRETED, num_warps=4, num_stages=n_stages,
+        N=2 if keys.block_size <= 32 else 1, WINDOWED=window is not None, ROTATION=rotation,
+        LOG_ROTATION=rotation.bit_length() - 1, PLAIN=INTERPRETED, num_warps=4, num_stages=n_stages,
     )  # fmt: skip

@@ -6,6 +6,7 @@
     q4_1, q5_1     m = min x, s = (max x - m) / 15 (31), c = floor((x - m) / s + 0.5)
     iq4_nl         s = x_far / -127, c the nearest of 16 levels l, then s = sum x l / sum l l
 
+A tile with a NaN or an infinity has the scale NaN, so that attention over it is NaN: damage shows.
 Codes of four and five bits: i shares a byte with i + 16; fifth bits are a string of bits. Reference:
 kvcache.store.Store.write.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from motley.backends.cuda.kernels.rows import nan_if_damaged
 from motley.backends.cuda.kernels.tiles import has_high_bits, has_minimum, is_plain
 
 
@@ -84,13 +86,13 @@ def store_head(
         s = tl.max(tl.abs(tiles), 1) / 127.0
         c = _round(tiles * _inverse(s)[:, None])
         tl.store(planes[0] + place[:, None] * 32 + i, c.to(tl.int8), ok[:, None])
-        tl.store(planes[1] + place, s.to(tl.float16), ok)
+        tl.store(planes[1] + place, nan_if_damaged(s, tiles).to(tl.float16), ok)
     else:
         c, s, minimum = _fit(tiles, planes[4], KIND)
         low, high = tl.split(tl.permute(tl.reshape(c & 15, [N, 2, 16]), (0, 2, 1)))
         byte = tl.arange(0, 16)[None, :]
         tl.store(planes[0] + place[:, None] * 16 + byte, (low | high << 4).to(tl.int8), ok[:, None])
-        tl.store(planes[1] + place, s.to(tl.float16), ok)
+        tl.store(planes[1] + place, nan_if_damaged(s, tiles).to(tl.float16), ok)
         if has_minimum(KIND):
             tl.store(planes[3] + place, minimum.to(tl.float16), ok)
         if has_high_bits(KIND):

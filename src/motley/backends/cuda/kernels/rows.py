@@ -1,6 +1,7 @@
 """Activations in the forms that products take, written by whatever kernel computes them (`store_rows`).
 
-INT8     codes c = round(x / s) per 32 values, scale s = max|x| / 127, total t = s · Σ c (`matvec`). The totals serve
+INT8     codes c = round(x / s) per 32 values, scale s = max|x| / 127, total t = s · Σ c (`matvec`). 32 values with a
+         NaN or an infinity have the scale NaN, so that every product with them is NaN: damage shows. The totals serve
          weights with a minimum or an unsigned code: Σ (c_w - 8) · x = Σ c_w · x - 8 · Σ x. Word w of all blocks comes
          before word w + 1 of any, as in the weights' planes.
 HALVES   float16 after division by the row's largest magnitude, so that no model's outliers overflow; value i of all
@@ -71,6 +72,13 @@ class Rows:
 
 
 @triton.jit
+def nan_if_damaged(scale, x):
+    """scale (n,), or NaN where a value of x (n, m) is not finite. Maxima alone would lose a NaN."""
+    is_odd = tl.where(tl.abs(x) <= 3.4028234e38, 0, 1)  # false for NaN
+    return tl.where(tl.max(is_odd, 1) > 0, float("nan"), scale)
+
+
+@triton.jit
 def store_rows(x, values, scale, total, row, b, BLOCKS: tl.constexpr, FORM: tl.constexpr):
     """Store x (blocks, 32) float32 as blocks `b` of `row`. HALVES: x must be the whole row, zero outside of it."""
     inside, i = b < BLOCKS, tl.arange(0, 32)[None, :]
@@ -78,6 +86,7 @@ def store_rows(x, values, scale, total, row, b, BLOCKS: tl.constexpr, FORM: tl.c
     if FORM == "int8":
         s = tl.max(tl.abs(x), 1) / 127.0
         c = tl.floor(x * tl.where(s > 0, 1.0 / tl.maximum(s, 1e-30), 0.0)[:, None] + 0.5)
+        s = nan_if_damaged(s, x)
         place = ((i // 4) * BLOCKS + b[:, None]) * 4 + i % 4
         tl.store(values + start + place, c.to(tl.int8), inside[:, None])
         tl.store(scale + row * BLOCKS + b, s, inside)

@@ -1,4 +1,4 @@
-"""Tiles of the cache as operands of the tensor cores: (column, token), float16.
+"""Tiles of the cache as operands of the tensor cores: (column, token), float16; of f32 and bf16 caches float32.
 
 Planes are those of kvcache.store: (block, head row, tile of 32 dims, token, width). A column of a tile is
 
@@ -37,6 +37,16 @@ def is_words(kind):
 @triton.constexpr_function
 def is_plain(kind):
     return kind in ("f32", "f16", "bf16")
+
+
+@triton.constexpr_function
+def operand(kind):
+    """The type in which a cache's values are multiplied.
+
+    float32 where values may be beyond float16's 65,504. The tensor cores take it as tf32: float32's range and, for
+    products, float16's precision.
+    """
+    return tl.float32 if kind in ("f32", "bf16") else tl.float16
 
 
 @triton.constexpr_function
@@ -101,7 +111,7 @@ def _pick(at, t, BS: tl.constexpr):
 
 @triton.jit
 def load_columns(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr, seen=None):
-    """One head in one or two blocks: (columns, tokens), words or float16 values, with zeros as padding.
+    """One head in one or two blocks: (columns, tokens), words or values of type `operand`, with zeros as padding.
 
     `at`: for each block, block · head rows + row. `seen`, where given: which tokens count. Of the others, whose memory
     may hold anything, values are zeros; words are as they are, for their scales are zeros.
@@ -124,7 +134,7 @@ def load_columns(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.con
         else:
             x = tl.load(pointers, inside, other=0)
         x = tl.reshape(tl.permute(x, (2, 1, 0)), [W, T])
-        return x if is_words(KIND) else x.to(tl.float16)
+        return x if is_words(KIND) else x.to(operand(KIND))
     else:
         w, t = tl.arange(0, W)[:, None], tl.arange(0, T)[None, :]
         inside = (w < TILES * 32) & (t >= 0)

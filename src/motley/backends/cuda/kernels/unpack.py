@@ -16,7 +16,7 @@ from motley.backends.cuda.kernels.matmul import tile_values
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _unpack(
     codes, high, scale, row_ids, out, n_rows,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,

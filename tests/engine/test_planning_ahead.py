@@ -1,4 +1,4 @@
-"""The step after next is made ready while a GPU computes. It must not be seen in any answer."""
+"""The next step is planned while a GPU computes the present one. No answer may depend on it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from motley.engine import Engine, Request, SamplingParams
 
 
 @pytest.fixture(scope="module")
-def path(shared: Path) -> Path:
-    return shared / "data" / "models" / "stories260K" / "stories260K.gguf"
+def path(bundled: Path) -> Path:
+    return bundled
 
 
 def load(path: Path, **options: Any) -> LLM:
     return LLM(path, n_ctx=256, n_parallel=4, n_batch=64, **options)
 
 
-def test_decoding_is_scheduled_once_and_foreseen_from_then_on(
+def test_decoding_is_scheduled_once_and_planned_ahead_from_then_on(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = load(path)
-    own = llm._engine
-    schedule, calls = own._scheduler.schedule, []
-    monkeypatch.setattr(own._scheduler, "schedule", lambda: calls.append(1) or schedule())
+    own = llm._loaded.engine
+    schedule, calls = own.scheduler.schedule, []
+    monkeypatch.setattr(own.scheduler, "schedule", lambda: calls.append(1) or schedule())
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     requests = [own.add([1, 50 + i, 60], params) for i in range(3)]
     while not all(request.is_finished for request in requests):
@@ -37,20 +37,20 @@ def test_decoding_is_scheduled_once_and_foreseen_from_then_on(
 
 @pytest.mark.parametrize("paging", [False, True], ids=["fixed", "demand paged"])
 @pytest.mark.parametrize("seed", range(3))
-def test_answers_are_those_of_an_engine_that_foresees_nothing(
+def test_answers_are_those_of_an_engine_that_plans_nothing_ahead(
     path: Path, seed: int, paging: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests come, stop early, are cancelled and preempted at random, with and without foresight."""
+    """Requests come, stop early, are cancelled and preempted at random, with and without planning ahead."""
     options = {"kv_cache_tokens": 256, "kv_block_size": 16, "kv_cache_demand_paged": paging}
     seeing, blind = load(path, **options), load(path, **options)
-    monkeypatch.setattr(blind._engine._scheduler, "foresee", lambda: None)
-    answers = [serve(llm._engine, random.Random(seed)) for llm in (seeing, blind)]
+    monkeypatch.setattr(blind._loaded.engine.scheduler, "plan_ahead", lambda: None)
+    answers = [serve(llm._loaded.engine, random.Random(seed)) for llm in (seeing, blind)]
     assert answers[0] == answers[1]
-    seeing._cache.check_integrity()
+    seeing._loaded.cache.check_integrity()
 
 
 def serve(own: Engine, rng: random.Random) -> list[tuple[int, ...]]:
-    """What was answered to those who were not sent away."""
+    """The answers to all requests that were not cancelled."""
     requests: list[Request] = []
     cancelled: set[int] = set()
     for step in range(120):
@@ -63,8 +63,8 @@ def serve(own: Engine, rng: random.Random) -> list[tuple[int, ...]]:
             number = rng.randrange(len(requests))
             cancelled.add(number)
             own.cancel(requests[number])
-        if own._scheduler.has_work:
+        if own.scheduler.has_work:
             own.step()
-    while own._scheduler.has_work:
+    while own.scheduler.has_work:
         own.step()
     return [tuple(r.generated) for number, r in enumerate(requests) if number not in cancelled]

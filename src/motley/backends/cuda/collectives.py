@@ -1,6 +1,6 @@
-"""Collectives of devices that share one memory: everybody's part is at hand, and what is mirrored is made once.
+"""Collectives of devices that share one memory: all parts are at hand, and what is mirrored is made once.
 
-Sums are made in the order of devices, as runtime.group does it: the same bits, whoever adds them up.
+Sums are made in the order of devices, as in runtime.group: the same bits on both ways.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from motley.graph import Tensor
 from motley.split.collectives import AllGather, AllReduce, Broadcast, ReduceScatter, put, take
 
 
-def meet(nodes: Sequence[Tensor], parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def run_collective(nodes: Sequence[Tensor], parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Each device's result of a collective, of which `nodes` are the devices' own; results may share memory."""
     match nodes[0].op:
         case AllReduce():

@@ -1,6 +1,6 @@
 """Queries, keys and values on their way into attention: rotary positions, the Hadamard rotation, and the cache.
 
-One program for a token's head. Queries: turned by position, then (quantized keys) by H → q. Keys: the same → cache.
+One program for a token's head. Queries: rotated by position, then (quantized keys) by H → q. Keys: the same → cache.
 Values: by H where they are quantized → cache (`quantize`). A slot of -1 stores nothing.
 Reference: graph.ops.Rope, graph.ops.Hadamard, kvcache.store.Store.write.
 """
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from motley.backends.cuda.kernels.hadamard import turned
+from motley.backends.cuda.kernels.hadamard import rotated
 from motley.backends.cuda.kernels.quantize import store_head
 from motley.backends.cuda.kernels.tiles import CachePlanes
 
@@ -23,7 +23,7 @@ def _rope(
     x, at, position, frequencies, magnitude, DIM: tl.constexpr, D: tl.constexpr, N_DIMS: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
-    """x[at + 0 … DIM] turned by position, and zeros up to D; the partner of a dim is read again, from memory."""
+    """x[at + 0 … DIM] rotated by position, and zeros up to D; the partner of a dim is read again, from memory."""
     d = tl.arange(0, D)
     v = tl.load(x + at + d, d < DIM, other=0.0)
     moves = d < N_DIMS
@@ -38,13 +38,13 @@ def _rope(
     return tl.where(moves, (v * tl.cos(angle) + other * sine) * magnitude, v)
 
 
-@triton.jit
-def _enter(
+@triton.jit(do_not_specialize=["head_rows", "first_row"])
+def _rope_and_store(
     q, k, v, q_stride, k_stride, v_stride, positions, slots, frequencies, magnitude,
     q_out, keys, values, head_rows, first_row,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, BS: tl.constexpr, N_DIMS: tl.constexpr, HALVES: tl.constexpr,
-    TURN: tl.constexpr, LOG_TURN: tl.constexpr, TURN_K: tl.constexpr, TURN_V: tl.constexpr,
+    ROTATION: tl.constexpr, LOG_ROTATION: tl.constexpr, ROTATE_K: tl.constexpr, ROTATE_V: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, slot = tl.load(positions + row), tl.load(slots + row).to(tl.int64)
@@ -53,8 +53,8 @@ def _enter(
     D: tl.constexpr = N * 32
     if head < Q_HEADS:
         x = _rope(q, row * q_stride + head * DIM, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES)
-        if TURN_K:
-            x = turned(x, D, TURN, LOG_TURN)
+        if ROTATE_K:
+            x = rotated(x, D, ROTATION, LOG_ROTATION)
         d = tl.arange(0, D)
         tl.store(q_out + (row * Q_HEADS + head) * DIM + d, x, d < DIM)
     elif slot < 0:
@@ -62,15 +62,15 @@ def _enter(
     elif head < Q_HEADS + KV_HEADS:
         kv = head - Q_HEADS
         x = _rope(k, row * k_stride + kv * DIM, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES)
-        if TURN_K:
-            x = turned(x, D, TURN, LOG_TURN)
+        if ROTATE_K:
+            x = rotated(x, D, ROTATION, LOG_ROTATION)
         store_head(x, keys, slot, first_row + kv, head_rows, K_KIND, TILES, N, BS)
     else:
         kv = head - Q_HEADS - KV_HEADS
         d = tl.arange(0, D)
         x = tl.load(v + row * v_stride + kv * DIM + d, d < DIM, other=0.0)
-        if TURN_V:
-            x = turned(x, D, TURN, LOG_TURN)
+        if ROTATE_V:
+            x = rotated(x, D, ROTATION, LOG_ROTATION)
         store_head(x, values, slot, first_row + kv, head_rows, V_KIND, TILES, N, BS)
 
 
@@ -84,7 +84,7 @@ class RopeTable:
     magnitude: float
 
 
-def enter(
+def rope_and_store(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -98,25 +98,26 @@ def enter(
     *,
     rotate_k: bool,
     rotate_v: bool,
-    turn: int | None = None,
+    rotation: int | None = None,
 ) -> torch.Tensor:
     """q, k, v (rows, heads, dim) float32, each row contiguous → q_out, and K and V in the cache at `slots` (int32).
 
-    `turn`: the size of the rotation, where it is not the head's.
+    `rotation`: the size of the rotation, where it is not the head's.
     """
     n_rows, n_heads, dim = q.shape
     assert all(x.stride()[1:] == (dim, 1) and x.dtype == torch.float32 for x in (q, k, v))
     assert k.shape == v.shape == (n_rows, head_rows.stop - head_rows.start, dim)
     assert q_out.is_contiguous()
     assert q_out.shape == q.shape
-    turn = (turn or dim) if rotate_k or rotate_v else 1
-    assert dim % turn == turn & (turn - 1) == 0, "only powers of two have a Hadamard matrix"
+    rotation = (rotation or dim) if rotate_k or rotate_v else 1
+    assert dim % rotation == rotation & (rotation - 1) == 0, "only powers of two have a Hadamard matrix"
     n_kv_heads = k.shape[1]
-    _enter[(n_rows, n_heads + 2 * n_kv_heads)](
+    _rope_and_store[(n_rows, n_heads + 2 * n_kv_heads)](
         q, k, v, q.stride(0), k.stride(0), v.stride(0), positions, slots, rope.frequencies, rope.magnitude,
         q_out, keys.writable, values.writable, keys.codes.shape[1], head_rows.start,
         K_KIND=keys.kind, V_KIND=values.kind, Q_HEADS=n_heads, KV_HEADS=n_kv_heads, DIM=dim,
-        BS=keys.block_size, N_DIMS=rope.n_dims, HALVES=rope.halves, TURN=turn, LOG_TURN=turn.bit_length() - 1,
-        TURN_K=rotate_k, TURN_V=rotate_v, num_warps=1,
+        BS=keys.block_size, N_DIMS=rope.n_dims, HALVES=rope.halves, ROTATION=rotation,
+        LOG_ROTATION=rotation.bit_length() - 1,
+        ROTATE_K=rotate_k, ROTATE_V=rotate_v, num_warps=1,
     )  # fmt: skip
     return q_out

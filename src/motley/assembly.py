@@ -1,0 +1,183 @@
+"""From options to a model that is ready to run: the one place where concrete parts are wired together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from motley.backends import Backend, backend_for, get_backend
+from motley.engine import Engine
+from motley.engine.effort import Efforts
+from motley.errors import ConfigError
+from motley.gguf import ModelSpec, read_spec
+from motley.kvcache.manager import CacheManager
+from motley.models import DecoderParams, read_params
+from motley.runtime import (
+    CacheConfig,
+    CacheFit,
+    ModelSplit,
+    Progress,
+    Runner,
+    split_model,
+)
+from motley.runtime.budget import require_host_memory
+from motley.runtime.defaults import batch_sizes, choose_context, chosen_crew
+from motley.runtime.notices import notices
+from motley.runtime.warming import KernelWarmer, WarmUp
+from motley.text import Tokenizer
+
+_MAX_TOKENS, _MAX_THREADS = 2**26, 2**10  # tokens or requests; threads. Larger numbers are typing mistakes
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `LLM` is asked for, checked as far as that needs no file."""
+
+    cache: CacheConfig
+    n_ctx: int | None = None
+    n_threads: int | None = None
+    n_batch: int | None = None  # None: what suits the devices
+    n_parallel: int | None = None
+    backend: str = "auto"
+    devices: str | Sequence[str] = "auto"
+    split_mode: str | None = None
+    tensor_split: str | Sequence[float] | None = None
+    device_memory: str | Sequence[str | int] | None = None
+    kv_rotation: bool = True
+    split_experts: str = "auto"
+    n_expert_used: int | None = None
+    n_layer_exit: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, maximum in (
+            ("n_ctx", _MAX_TOKENS),
+            ("n_threads", _MAX_THREADS),
+            ("n_batch", _MAX_TOKENS),
+            ("n_parallel", _MAX_TOKENS),
+            ("n_expert_used", _MAX_TOKENS),
+            ("n_layer_exit", _MAX_TOKENS),
+        ):
+            _require_number(name, getattr(self, name), maximum)
+        get_backend(self.backend)  # an unknown one is refused before anything is read
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model's parts, loaded and wired together."""
+
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    n_ctx: int
+    chosen: str | None  # the devices, where the choice was ours
+    notices: tuple[str, ...]
+    details: tuple[str, ...]  # what devices chose by themselves while they loaded
+    warm_up: WarmUp
+    split: ModelSplit
+    fit: CacheFit
+    cache: CacheManager
+    runner: Runner
+    engine: Engine
+
+
+def load_model(
+    model: str | os.PathLike[str],
+    options: Options,
+    progress: Progress | None = None,
+    compiling: Progress | None = None,
+) -> LoadedModel:
+    """Read the file, split the model over the crew, plan the cache, load the weights, compile a GPU's kernels.
+
+    `progress` is called with bytes loaded, `compiling` with kernels compiled, where there are any.
+    """
+    cache = options.cache
+    crew, chosen = chosen_crew(
+        options.devices,
+        options.split_mode,
+        options.tensor_split,
+        options.device_memory,
+        options.split_experts,
+        backend=options.backend,
+    )
+    names = [device.name for device in crew.devices]
+    n_batch, n_parallel = batch_sizes(options.n_batch, options.n_parallel, names)
+    backends = [backend_for(device.name, options.backend) for device in crew.devices]
+    spec = read_spec(model)
+    params = read_params(spec)
+    for device, backend in zip(crew.devices, backends, strict=True):
+        _require_cache(device.name, backend, cache)
+    efforts = _efforts(params, options)
+    context = choose_context(
+        options.n_ctx,
+        lambda n_ctx: split_model(spec, params, crew, cache, n_ctx=n_ctx, rotate=options.kv_rotation),
+        params,
+        backends,
+        cache,
+        n_batch=n_batch,
+        n_parallel=n_parallel,
+    )
+    n_ctx, split, fit = context.n_ctx, context.split, context.fit
+    require_host_memory(crew, fit.plan)
+    manager = CacheManager(
+        fit.plan.group_specs(),
+        cache.block_size,
+        salt=repr(split.options).encode(),
+        find_prefixes=cache.find_prefixes,
+    )
+    with ExitStack() as undo:
+        # A large vocabulary takes most of a second: time in which other threads read the weights.
+        reading = undo.enter_context(ThreadPoolExecutor(1)).submit(Tokenizer.from_spec, spec)
+        warmer = KernelWarmer(split, backends, fit.plan, n_batch=n_batch, n_parallel=n_parallel)
+        undo.callback(warmer.close)
+        runner = Runner(split, backends, fit.plan, n_threads=options.n_threads, progress=progress)
+        undo.callback(runner.close)
+        tokenizer = reading.result()
+        warm_up = warmer.warm(runner, compiling)
+        undo.pop_all()
+    engine = Engine(
+        runner,
+        manager,
+        tokenizer,
+        n_ctx=n_ctx,
+        n_vocab=params.n_vocab,
+        n_batch=n_batch,
+        n_parallel=n_parallel,
+        efforts=efforts,
+    )
+    said = notices(spec, params, cache, backends, n_ctx=n_ctx, rotates=options.kv_rotation)
+    said = said if context.notice is None else (context.notice, *said)
+    details = tuple(
+        f"{device.name}: {detail}"
+        for device, runs in zip(crew.devices, backends, strict=True)
+        for detail in runs.details
+    )
+    return LoadedModel(
+        spec, tokenizer, n_ctx, chosen, said, details, warm_up, split, fit, manager, runner, engine
+    )
+
+
+def _efforts(params: DecoderParams, options: Options) -> Efforts:
+    experts = params.experts
+    if experts is None:
+        efforts = Efforts(params.n_layers)
+    else:
+        efforts = Efforts(params.n_layers, experts.n_experts, experts.n_used)
+    efforts.default = efforts.choose(options.n_expert_used, options.n_layer_exit)
+    return efforts
+
+
+def _require_cache(device: str, backend: Backend, cache: CacheConfig) -> None:
+    """Before anything is loaded, as this fails at the first batch otherwise."""
+    reason = backend.refuses_cache(cache.k_type.name, cache.v_type.name, cache.block_size)
+    if reason is not None:
+        raise ConfigError(
+            f"{device}: {reason}", hint="other --cache-type-k/-v or --kv-block-size, or the CPU"
+        )
+
+
+def _require_number(name: str, value: int | None, maximum: int) -> None:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_number and 1 <= value <= maximum):
+        raise ConfigError(f"{name} is {value!r:.60}", hint=f"it must be a whole number from 1 to {maximum}")

@@ -1,0 +1,225 @@
+"""How one token's matrix products read their weights: measured on this machine, and kept in the user's cache folder.
+
+Decode is bound by memory, and processors differ in how they like to be read: one stream or several side by side, with
+or without software prefetch, in long or short pieces for each thread. So the real kernel is timed for some tenths of a
+second, once for each processor, number of threads, instruction set and weight format. MOTLEY_READ_PATTERN overrides the
+choice ("1,0,75": streams, bytes of prefetch distance, percent of a thread's share that it reads in one piece), or asks
+to measure again ("measure").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from motley.backends.cpu.native import FORMATS, GROUP_ROWS, PLAIN_FORMATS, ROW_FORMATS, address, core
+from motley.errors import ConfigError
+from motley.formats import FORMATS as LAYOUTS
+from motley.units import show_bytes
+
+VARIABLE = "MOTLEY_READ_PATTERN"
+_MEASURE_AGAIN = "measure"
+_MAX_STREAMS, _MAX_AHEAD = 8, 2**20
+_WORTH_MEASURING = 64 * 2**20  # bytes of a format's weights; below, a step is not bound by memory
+_VERSION = 2  # of the file; another one's patterns are measured again
+_REPETITIONS = 4  # the best counts, as other programs only ever slow it down
+_COLUMNS = 2048
+_MATRIX_BYTES = 4 * 2**20  # of one product: threads wait for each other after each, as in a model
+_MIN_BYTES, _MAX_BYTES = 64 * 2**20, 512 * 2**20  # of all products together
+
+
+class ReadPattern(NamedTuple):
+    """The fields of csrc/kernels.hpp's ReadPattern."""
+
+    streams: int
+    fetch_ahead: int  # bytes; 0: no software prefetch
+    first_share: int  # percent
+
+    def __str__(self) -> str:
+        streams = "1 stream" if self.streams == 1 else f"{self.streams} streams"
+        fetch = f"prefetch {show_bytes(self.fetch_ahead)} ahead" if self.fetch_ahead else "no prefetch"
+        return f"{streams}, {fetch}, first piece {self.first_share} % of a thread's share"
+
+    @property
+    def is_valid(self) -> bool:
+        return (
+            1 <= self.streams <= _MAX_STREAMS
+            and 0 <= self.fetch_ahead <= _MAX_AHEAD
+            and 0 <= self.first_share <= 100
+        )
+
+
+DEFAULT = ReadPattern(1, 0, 75)
+# In order of preference, where they are about as fast. Far prefetches (8 KiB and more) are not among them: alone they
+# measure well, in a whole model they were a fifth slower.
+CANDIDATES = (
+    DEFAULT,
+    *(ReadPattern(1, ahead, 75) for ahead in (512, 1024)),
+    *(ReadPattern(streams, ahead, 75) for streams in (2, 4, 8) for ahead in (0, 1024)),
+    ReadPattern(8, 1024, 0),
+)
+_ABOUT_AS_FAST = 0.97
+
+
+def best_of(speeds: Mapping[ReadPattern, float]) -> ReadPattern:
+    """The first pattern that is about as fast as the fastest one: measurements have errors."""
+    enough = _ABOUT_AS_FAST * max(speeds.values())
+    return next(pattern for pattern, speed in speeds.items() if speed >= enough)
+
+
+class PatternChooser:
+    """Gives a pool the pattern for each format, as soon as enough weights of that format are loaded."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._n_bytes: Counter[str] = Counter()
+        self.report: list[str] = []  # sentences about what was chosen
+        self._given = _given_pattern()
+        for form in FORMATS:
+            self._use(form, self._given or DEFAULT)
+        if self._given is not None:
+            self.report.append(f"weights are read by {VARIABLE}: {self._given}")
+
+    def add(self, form: str, n_bytes: int) -> None:
+        """Count a weight; the format's pattern is chosen when its weights no longer fit into caches."""
+        had = self._n_bytes[form]
+        self._n_bytes[form] += n_bytes
+        if self._given is None and form in FORMATS and had < _WORTH_MEASURING <= had + n_bytes:
+            self._choose(form)
+
+    def _choose(self, form: str) -> None:
+        key = f"{processor_name()} | {self._pool.n_threads} threads | {self._pool.instruction_set} | {form}"
+        path = cache_file()
+        pattern = None if os.environ.get(VARIABLE) == _MEASURE_AGAIN else read_patterns(path).get(key)
+        source = f"from {path}"
+        if pattern is None:
+            speeds = measure(self._pool, form)
+            pattern = best_of(speeds)
+            was_kept = keep_pattern(path, key, pattern)
+            source = f"measured now, {show_bytes(speeds[pattern])}/s"
+            source += "" if was_kept else f"; {path} cannot be written"
+        self._use(form, pattern)
+        self.report.append(f"{form} weights are read by {pattern} ({source})")
+
+    def _use(self, form: str, pattern: ReadPattern) -> None:
+        for numbers in (FORMATS, ROW_FORMATS):
+            if form in numbers:
+                self._pool.set_pattern(numbers[form], *pattern)
+
+
+def measure(
+    pool: Any, form: str, candidates: Sequence[ReadPattern] = CANDIDATES, n_bytes: int | None = None
+) -> dict[ReadPattern, float]:
+    """Bytes per second of one token's products, with weights that no cache holds. The pool's own pattern is lost."""
+    layout, number = LAYOUTS[form], FORMATS[form]
+    row_bytes = _COLUMNS // max(layout.block_size, 1) * layout.block_bytes
+    n_rows = _MATRIX_BYTES // row_bytes // GROUP_ROWS * GROUP_ROWS
+    n_matrices = max((n_bytes or _measured_bytes()) // (n_rows * row_bytes), 1)
+    weights = torch.ones(
+        n_matrices, n_rows * row_bytes, dtype=torch.uint8
+    )  # zeros would all be one page of memory
+    x, out = torch.ones(_COLUMNS), torch.empty(n_rows)
+    codes = torch.zeros(core.quantized_bytes(1, _COLUMNS), dtype=torch.uint8)
+    programs = []
+    for pattern in candidates:
+        pool.set_pattern(number, *pattern)
+        program = core.Program(pool)
+        for weight in weights:
+            part = (address(weight), number, n_rows, 0, 0, address(out), n_rows)
+            quantized = 0 if form in PLAIN_FORMATS else address(codes)
+            program.matmul(address(x), _COLUMNS, quantized, 1, _COLUMNS, [part], 0, False)
+        programs.append(program)
+    seconds = [float("inf")] * len(programs)
+    for _ in range(_REPETITIONS):  # all of them in turn: the machine's state changes
+        for i, program in enumerate(programs):
+            started = time.perf_counter()
+            program.run()
+            seconds[i] = min(seconds[i], time.perf_counter() - started)
+    return {pattern: weights.numel() / s for pattern, s in zip(candidates, seconds, strict=True)}
+
+
+def _measured_bytes() -> int:
+    """Twice the largest cache: when a pass ends, nothing is left of its beginning."""
+    sizes = [_MIN_BYTES // 2]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(path.read_text().strip().removesuffix("K")) * 1024)
+    return min(2 * max(sizes), _MAX_BYTES)
+
+
+def _given_pattern() -> ReadPattern | None:
+    text = os.environ.get(VARIABLE, "").strip()
+    if text in ("", _MEASURE_AGAIN):
+        return None
+    with suppress(ValueError, TypeError):
+        pattern = ReadPattern(*(int(part) for part in text.split(",")))
+        if pattern.is_valid:
+            return pattern
+    raise ConfigError(
+        f"{VARIABLE}={text!r} is no reading pattern",
+        hint=f"give streams (1 to {_MAX_STREAMS}), bytes of prefetch distance (0: none) and the percent of its share "
+        f"that a thread reads in one piece, e.g. {VARIABLE}=1,0,75; or {VARIABLE}={_MEASURE_AGAIN}",
+    )
+
+
+def processor_name() -> str:
+    """The processor's model as Linux names it; its architecture elsewhere."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cache_file() -> Path:
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(folder):  # the standard says: a relative path is to be ignored
+        return Path(folder) / "motley" / "read-patterns.json"
+    return Path(os.path.expanduser("~")) / ".cache" / "motley" / "read-patterns.json"
+
+
+def read_patterns(path: Path) -> dict[str, ReadPattern]:
+    """What the file holds; nothing of a file that is damaged, of another version, or not there."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        return {}
+    entries = content.get("patterns")
+    found = {}
+    for key, values in entries.items() if isinstance(entries, dict) else ():
+        if isinstance(values, list) and len(values) == 3 and all(type(value) is int for value in values):
+            pattern = ReadPattern(*values)
+            if pattern.is_valid:
+                found[key] = pattern
+    return found
+
+
+def keep_pattern(path: Path, key: str, pattern: ReadPattern) -> bool:
+    """Add a pattern to the file; False if it cannot be written. Other processes see the old file or the new one."""
+    patterns: Mapping[str, ReadPattern] = {**read_patterns(path), key: pattern}
+    text = json.dumps({"version": _VERSION, "patterns": patterns}, indent=1, sort_keys=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,108 @@
+"""Compiles kernels into Triton's cache: `python -m motley.backends.cuda.compile_worker`
+CAPABILITY SHARED_MEMORY WORKERS.
+
+Reads a job on each line, until the input ends; writes [name, seconds, error] for each, as they are done. Needs no GPU.
+It imports everything once and then forks: it has no threads and has touched no GPU, so that is safe here. In the
+process of the model it would not be.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+class NoGpu:
+    """What Triton asks of a driver in order to compile for a GPU of a capability."""
+
+    def __init__(self, capability: int, shared_memory: int) -> None:
+        self._capability = capability
+        self.shared_memory = shared_memory
+        self.utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": shared_memory})
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_job(line: str) -> tuple[str, float, str | None]:
+    """Compile a job; gives the kernel's name, the seconds, and what went wrong."""
+    module, name, data = json.loads(line)
+    started = time.perf_counter()
+    try:
+        function = getattr(import_module(module), name)
+        kernel = function.preload(data)
+        while (
+            kernel.metadata.shared > driver.active.shared_memory
+        ):  # as kernels.pipeline does it at the launch
+            fewer = _with_fewer_stages(data)
+            if fewer is None:
+                break
+            data, kernel = fewer, function.preload(fewer)
+        _build_launcher(kernel)
+        return name, time.perf_counter() - started, None
+    except Exception as error:  # the launch will say it again, to someone who can do something about it
+        return name, time.perf_counter() - started, f"{type(error).__name__}: {error}"[:500]
+
+
+def keep_strings() -> None:
+    """Leave constants such as "int8" and "bf16" strings, as they are at a launch.
+
+    `JITFunction.preload` takes every string that names a type for that type. The kernel is then another one, but lies
+    in the cache under the same key. No kernel of ours has types among its constants.
+    """
+    tl.dtype.is_dtype = staticmethod(lambda name: False)
+
+
+def _with_fewer_stages(data: str) -> str | None:
+    """The same variant with a pipeline that takes less shared memory; None if there is none."""
+    variant = json.loads(data)
+    variant["options"]["num_stages"] -= 1
+    return json.dumps(variant) if variant["options"]["num_stages"] else None
+
+
+def _build_launcher(kernel: Any) -> None:
+    """The C function that launches it. Triton compiles it, too, where the driver's library is."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    try:
+        CudaLauncher(kernel.src, kernel.metadata)
+    except Exception:
+        return  # no driver or no compiler here, or another Triton: the first launch builds it
+
+
+def _lines() -> Iterator[str]:
+    for line in sys.stdin:
+        if line.strip():
+            yield line
+
+
+def main() -> None:
+    capability, shared_memory, n_workers = map(int, sys.argv[1:4])
+    driver.set_active(NoGpu(capability, shared_memory))
+    keep_strings()
+    import motley.backends.cuda.sampler
+    import motley.backends.cuda.steps  # noqa: F401  all kernels, before the workers are made
+
+    with multiprocessing.get_context("fork").Pool(n_workers) as pool:
+        for result in pool.imap_unordered(compile_job, _lines()):
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Kernels compiled ahead of time, on all cores.
+
+Triton compiles a kernel when it is first launched, one after the other, while all requests wait. Instead, dummy
+batches run first without launches (`recording`): each variant that Triton would compile is recorded as a `Job`. A
+separate process (`compile_worker`) compiles the jobs in parallel into Triton's cache on disk. After that, a first
+launch only loads the compiled kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+
+from motley.backends.cuda.kernels.bits import INTERPRETED
+from motley.errors import DeviceError
+
+OnDone = Callable[[int, int], None]  # number of jobs done, number of all jobs
+
+_recording = False
+
+
+@dataclass(frozen=True, order=True)
+class Target:
+    """A GPU architecture."""
+
+    capability: int  # e.g. 90
+    shared_memory: int  # maximum bytes per program
+
+    @staticmethod
+    def of(gpu: torch.device) -> Target:
+        found: Any = torch.cuda.get_device_properties(gpu)
+        return Target(10 * found.major + found.minor, found.shared_memory_per_block_optin)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel's variant: the function's module and name, and Triton's data for compiling it."""
+
+    module: str
+    name: str
+    data: str
+
+    def message(self) -> str:
+        return json.dumps([self.module, self.name, self.data])
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The result of a job."""
+
+    name: str
+    seconds: float
+    error: str | None = None
+
+
+def is_recording() -> bool:
+    """Whether kernels are recorded and not launched. The results of a run are then meaningless."""
+    return _recording
+
+
+@contextlib.contextmanager
+def recording(jobs: dict[Job, None]) -> Iterator[None]:
+    """Record kernels that are not compiled yet in `jobs` and skip their launches. Compiled kernels are launched.
+
+    This applies to all threads of the process: no other batch may run at the same time.
+    """
+    global _recording
+    before = knobs.runtime.jit_cache_hook
+
+    def note(*, fn: Any, **found: Any) -> bool:
+        jobs[Job(fn.module, fn.name, found["compile"]["specialization_data"])] = None
+        return True  # Triton then neither compiles nor launches
+
+    knobs.runtime.jit_cache_hook, _recording = note, True
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook, _recording = before, False
+
+
+def can_compile_ahead() -> bool:
+    """Whether kernels can be compiled ahead: not if Triton interprets them."""
+    return not INTERPRETED
+
+
+class Compiler:
+    """The compile processes. They take one or two seconds to start: create the object as early as possible."""
+
+    def __init__(self, target: Target, n_workers: int | None = None) -> None:
+        numbers = target.capability, target.shared_memory, n_workers or os.cpu_count() or 1
+        command = [sys.executable, "-m", "motley.backends.cuda.compile_worker", *map(str, numbers)]
+        # Hide the GPUs: each worker would allocate memory there. PYTHONPATH: the worker must import this package.
+        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+        own = {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
+        environment = os.environ | own
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def run(self, jobs: Sequence[Job], on_done: OnDone | None = None) -> list[Compiled]:
+        """Compile all jobs. A failed job has an `error`; its kernel is compiled at launch, with the full message."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        results: list[Compiled] = []
+        with contextlib.suppress(BrokenPipeError):
+            for job in jobs:
+                self._process.stdin.write(job.message() + "\n")
+            self._process.stdin.close()
+        for line in self._process.stdout:
+            if not line.startswith("["):  # other output of the process
+                continue
+            results.append(Compiled(*json.loads(line)))
+            if on_done is not None:
+                on_done(len(results), len(jobs))
+        if self._process.wait() != 0 and len(results) < len(jobs):
+            raise DeviceError(
+                f"the process that compiles kernels has ended with {self._process.returncode}",
+                hint="they will be compiled one by one when they are first used",
+            )
+        return results
+
+    def close(self) -> None:
+        """Stop the process if it is still running."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+class Manifest:
+    """A file in Triton's cache folder that lists the kernels compiled for a model. Deleting the folder deletes it."""
+
+    def __init__(self, *description: object) -> None:
+        """`description`: everything that the variants depend on, except the kernels' source and Triton's version."""
+        text = repr((triton.__version__, _source_hash(), *description))
+        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        self._path = Path(knobs.cache.dir) / f"motley-{name}.json"
+
+    @property
+    def exists(self) -> bool:
+        return self._path.exists()
+
+    def write(self, compiled: Iterable[Compiled]) -> None:
+        """Write the file. If the folder is not writable, no error is raised, and kernels are compiled again later."""
+        kernels = [[each.name, round(each.seconds, 3)] for each in compiled]
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = self._path.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(json.dumps({"written": time.time(), "kernels": kernels}))
+            unfinished.replace(self._path)
+
+
+def _source_hash() -> str:
+    folder = Path(__file__).parent
+    files = [*sorted((folder / "kernels").glob("*.py")), folder / "attending.py", folder / "steps.py"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files if path.exists())).hexdigest()

@@ -1,0 +1,121 @@
+"""Which stages the CUDA kernels take: pure predicates, with the reason where they do not. Needs no Triton."""
+
+from __future__ import annotations
+
+from motley.backends.cuda.planes import BLOCK
+from motley.graph import Tensor
+from motley.graph.ops import Attention, CacheStore, ExpertFfn, GetRows, Input, Route, RouteWeights, Weight
+from motley.plan import AttentionBlock, Gate, Linear, Norm, Single, Stage
+
+GATE_FUNCTIONS = ("silu", "gelu_tanh")
+
+
+class CudaKernel:
+    """The Triton kernels. `Steps` makes functions of the stages that they take."""
+
+    name = "cuda"
+
+    def supports(self, stage: Stage) -> str | None:
+        match stage:
+            case Linear():
+                return _linear(stage)
+            case Norm():
+                return _norm(stage)
+            case Gate():
+                return _gate(stage)
+            case AttentionBlock():
+                return _attention_block(stage)
+            case Single():
+                return _single(stage)
+
+
+class DeviceReferenceKernel:
+    """An op by its reference, in torch on the device, for want of a kernel."""
+
+    name = "reference"
+
+    def supports(self, stage: Stage) -> str | None:
+        if not isinstance(stage, Single) or stage.rotation:
+            return "takes only single nodes"
+        if isinstance(stage.node.op, Attention | CacheStore):
+            return "the cache has no reference on a GPU"
+        if any(isinstance(t.op, Weight) and len(t.shape) in (2, 3) for t in stage.inputs):
+            return "matrices are in planes, which only products of rows read"
+        return None
+
+
+def _linear(stage: Linear) -> str | None:
+    if len(stage.x.shape) != 2:
+        return "the input is no matrix"
+    if stage.gate:
+        return "gates products in a stage of their own"
+    if any(part.bias is not None for part in stage.parts):
+        return "adds no bias"
+    if len(stage.parts) > 1 and any(part.residual is not None for part in stage.parts):
+        return "joins only products without residual"
+    if len({part.weight.dtype for part in stage.parts}) > 1:
+        return "joins only matrices of one format"
+    return None
+
+
+def _norm(stage: Norm) -> str | None:
+    if stage.weight is None or not isinstance(stage.weight.op, Weight):
+        return "the factors are no weight"
+    if len(stage.out.shape) != 2 or stage.out.shape[1] % BLOCK:
+        return f"rows are no whole blocks of {BLOCK}"
+    if stage.rows is not None and not isinstance(stage.rows.op, Input):
+        return "ids that are computed may be -1"
+    return None
+
+
+def _gate(stage: Gate) -> str | None:
+    if stage.function not in GATE_FUNCTIONS:
+        return f"no {stage.function}"
+    return None if len(stage.out.shape) == 2 else "the input is no matrix"
+
+
+def _attention_block(stage: AttentionBlock) -> str | None:
+    q, k = stage.q, stage.k
+    if q.node.op != k.node.op or q.inputs[1:] != k.inputs[1:]:
+        return "queries and keys have different ropes"
+    if q.rotation != k.rotation or stage.store.rotation != stage.attention.rotation:
+        return "what is rotated into the cache is not rotated back"
+    if q.rotation and stage.store.rotation not in (0, q.rotation):
+        return "keys and values have rotations of different sizes"
+    return "only queries and a cache" if len(stage.attention.inputs) > 2 else None
+
+
+def _single(stage: Single) -> str | None:
+    if isinstance(stage.node.op, Attention | CacheStore):
+        return "takes cache store and attention only as a block: with ropes of both queries and keys"
+    if isinstance(stage.node.op, ExpertFfn):
+        return _expert_ffn(stage.node)
+    if isinstance(stage.node.op, Route):
+        return _route(stage.node, stage.node.op)
+    if isinstance(stage.node.op, RouteWeights):
+        return None if stage.node.shape[0] else "no tokens"
+    return None if isinstance(stage.node.op, GetRows) and not stage.rotation else f"no {stage.node.op.name}"
+
+
+def _route(node: Tensor, op: Route) -> str | None:
+    if op.n_groups_used < op.n_groups:
+        return "no limit of groups"
+    if not all(isinstance(t.op, Weight) for t in node.inputs[2:]):
+        return "the bias is no weight"
+    return None if node.shape[0] else "no tokens"
+
+
+def _expert_ffn(node: Tensor) -> str | None:
+    assert isinstance(node.op, ExpertFfn)
+    if not all(isinstance(t.op, Weight) for t in node.inputs[3:]):
+        return "the experts are no weights"
+    if len(node.inputs) > 6 or node.op.function != "silu":
+        return f"no biases, and only silu, not {node.op.function}"
+    if any(t.shape[2] % BLOCK for t in node.inputs[3:6]):
+        return f"rows are no whole blocks of {BLOCK}"
+    return None
+
+
+def is_lookup(node: Tensor) -> bool:
+    """Whether rows of a weight are chosen, rather than of an activation."""
+    return isinstance(node.inputs[0].op, Weight)

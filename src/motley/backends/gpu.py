@@ -1,0 +1,20 @@
+"""What a GPU backend offers beside running plans: sampling where the logits are, kernels compiled ahead of time.
+
+Needs Triton, so it is imported where a GPU is used, and nowhere else.
+"""
+
+from motley.backends.cuda.compiling import Compiler, Job, Manifest, Target, can_compile_ahead, recording
+from motley.backends.cuda.kernels.sample import NONE_LEFT
+from motley.backends.cuda.sampler import DeviceSampler, Wish
+
+__all__ = [
+    "NONE_LEFT",
+    "Compiler",
+    "DeviceSampler",
+    "Job",
+    "Manifest",
+    "Target",
+    "Wish",
+    "can_compile_ahead",
+    "recording",
+]

@@ -1,0 +1,40 @@
+"""`motley devices`: the devices of this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from motley.cli import options
+from motley.cli.console import reporting_errors, stdout
+from motley.runtime.inventory import DeviceInfo, inventory
+from motley.units import show_bytes
+
+
+def devices(as_json: options.Json = False, debug: options.Debug = False) -> None:
+    """Show the devices of this machine: name, memory, cores, instruction set.
+
+    \\b
+    [bold]motley devices[/]
+    [bold]motley run --device cuda:0,cpu model.gguf[/]   uses two of them
+    """
+    with reporting_errors(debug):
+        found = inventory()
+    if as_json:
+        typer.echo(json.dumps([each.as_json() for each in found]))
+        return
+    table = Table(box=box.SIMPLE)
+    for column in ("device", "name", "free", "memory", "cores", "instructions"):
+        table.add_column(column)
+    for each in found:
+        table.add_row(*_cells(each))
+    stdout().print(table)
+
+
+def _cells(each: DeviceInfo) -> list[Any]:
+    sizes = ["?" if n is None else show_bytes(n) for n in (each.free, each.total)]
+    return [each.device, each.name, *sizes, str(each.cores), each.instructions]

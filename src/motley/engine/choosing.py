@@ -1,0 +1,137 @@
+"""Chooses the next token of each request from the logits of a batch, on the device of the logits.
+
+    chooser = chooser_for(device)
+    pending = chooser.choose(logits, turns)    # a GPU begins; the host may do something else meanwhile
+    for turn, found in zip(turns, pending.tokens(), strict=True): …    # a token id, or the request's own error
+
+On the CPU this uses `sampling`, on a GPU `backends.gpu`, with the same random numbers. Both draw from the same
+distribution; if two scores are equal or differ by less than float32's precision, they may choose differently.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from motley.engine.sampling import Sampler, check_best, shortlist
+
+# The GPU sampler takes 1.8 to 3.2 ms for one row, and hardly more for many. For few rows with a small top-k it is
+# faster to copy the candidates to the host. One H200, vocabulary of 128,256: benchmarks/results/cuda-notes.md.
+_FEW_ROWS, _SHORT_LIST = 8, 256
+
+Found = int | BaseException  # a token, or the error of its request
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Tokens that are being computed."""
+
+    tokens: Callable[[], list[Found]]  # waits for them
+    on_device: torch.Tensor | None = None  # int32, if a GPU chooses: input of the next step
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request that gets a token in this step."""
+
+    sampler: Sampler
+    history: Sequence[int]  # its tokens so far, prompt included
+    index: int  # of the token in its answer, from 0
+
+
+class Chooser(Protocol):
+    def choose(self, logits: torch.Tensor, turns: Sequence[Turn]) -> Pending:
+        """Starts to choose a token for each row of `logits`. May overwrite `logits`."""
+        ...
+
+
+def chooser_for(device: torch.device) -> Chooser:
+    """The chooser for logits on `device`."""
+    return GpuChooser(device) if device.type == "cuda" else HostChooser()
+
+
+class HostChooser:
+    """Chooses on the CPU, as `sampling` specifies."""
+
+    def choose(self, logits: torch.Tensor, turns: Sequence[Turn]) -> Pending:
+        lists = shortlist(logits, [turn.sampler for turn in turns], [turn.history for turn in turns])
+
+        def found() -> list[Found]:
+            return [
+                _or_error(turn.sampler.pick, each, turn.index)
+                for turn, each in zip(turns, lists, strict=True)
+            ]
+
+        return Pending(found)
+
+
+class GpuChooser:
+    """Chooses on a GPU, for all rows at once; only token ids are copied to the host. Needs Triton."""
+
+    def __init__(self, device: torch.device) -> None:
+        from motley.backends.gpu import DeviceSampler
+
+        self._sampler = DeviceSampler(device)
+        self._host = HostChooser()
+        self._few_rows = _FEW_ROWS
+
+    def choose(self, logits: torch.Tensor, turns: Sequence[Turn]) -> Pending:
+        if len(turns) <= self._few_rows and all(_has_short_list(turn) for turn in turns):
+            return self._host.choose(logits, turns)
+        from motley.backends.gpu import Wish
+
+        wishes = [
+            Wish(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                typical_p=params.typical_p,
+                repeat=params.repeat_penalty,
+                frequency=params.frequency_penalty,
+                presence=params.presence_penalty,
+                key=turn.sampler.key,
+                index=turn.index,
+                edits=_edits(turn),
+            )
+            for turn in turns
+            for params in (turn.sampler.params,)
+        ]
+        pending = self._sampler.launch(logits, wishes)
+        return Pending(
+            lambda: [_or_error(_token, number) for number in pending.ids()], self._sampler.chosen(len(turns))
+        )
+
+
+def _has_short_list(turn: Turn) -> bool:
+    params = turn.sampler.params
+    return not params.is_greedy and 0 < params.top_k <= _SHORT_LIST
+
+
+def _edits(turn: Turn) -> dict[int, tuple[int, float]]:
+    """By token id: (how often penalties count the token, its bias)."""
+    bias, recent = turn.sampler.params.logit_bias, turn.sampler.recent(turn.history)
+    if not bias and not recent:
+        return {}
+    edits = {token: (count, bias.get(token, 0.0)) for token, count in Counter(recent).items()}
+    return edits | {token: (0, value) for token, value in bias.items() if token not in edits}
+
+
+def _token(number: int) -> int:
+    from motley.backends.gpu import NONE_LEFT
+
+    if number < 0:
+        check_best(float("-inf") if number == NONE_LEFT else float("nan"))
+    return number
+
+
+def _or_error(choose: Callable[..., int], *given: object) -> Found:
+    """The chosen token, or the exception: an error of one request must not stop the other requests."""
+    try:
+        return choose(*given)
+    except BaseException as error:
+        return error

@@ -1,0 +1,63 @@
+"""How much of the model a request uses: how many experts for each token, how many layers. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from motley.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The experts and layers of a request; 0 means the number in the model file.
+
+    Requests of different effort compute different keys and values.
+    """
+
+    n_experts: int = 0  # experts that each token uses
+    n_layers: int = 0  # the first `n_layers` run, then the output norm and matrix
+
+    @property
+    def salt(self) -> bytes:
+        """Part of the prefix key, so that prefix hits are only blocks that were computed with the same effort."""
+        return b"" if self == FULL else f"experts {self.n_experts}, layers {self.n_layers}".encode()
+
+
+FULL = Effort()
+
+
+class Efforts:
+    """The efforts that a model allows, and the default for requests."""
+
+    def __init__(self, n_layers: int, n_experts: int = 0, n_expert_used: int = 0) -> None:
+        """`n_experts`: of a layer, 0 for a dense model. `n_expert_used`: experts of each token in the model file."""
+        self._n_layers = n_layers
+        self._n_experts = n_experts
+        self._n_expert_used = n_expert_used
+        self.default = FULL
+
+    def choose(self, n_expert_used: int | None = None, n_layer_exit: int | None = None) -> Effort:
+        """The effort for these numbers (None: the default). RequestError for numbers that the model does not allow."""
+        n_experts, n_layers = self.default.n_experts, self.default.n_layers
+        if n_expert_used is not None:
+            if not self._n_experts:
+                raise RequestError(
+                    f"n_expert_used={n_expert_used} is not possible: the model has no experts",
+                    hint="leave out n_expert_used (--n-expert-used)",
+                )
+            _require("n_expert_used", n_expert_used, self._n_experts, "experts")
+            n_experts = 0 if n_expert_used == self._n_expert_used else n_expert_used
+        if n_layer_exit is not None:
+            _require("n_layer_exit", n_layer_exit, self._n_layers, "layers")
+            n_layers = 0 if n_layer_exit == self._n_layers else n_layer_exit
+        return Effort(n_experts, n_layers)
+
+
+def _require(name: str, value: object, maximum: int, what: str) -> None:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if not (is_number and 1 <= value <= maximum):  # type: ignore[operator]
+        flag = "--" + name.replace("_", "-")
+        raise RequestError(
+            f"{name}={value!r:.60} is not possible: the model has {maximum} {what}",
+            hint=f"{name} ({flag}) must be from 1 to {maximum}",
+        )

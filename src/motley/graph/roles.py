@@ -1,0 +1,34 @@
+"""The role of a weight. Models declare it when they build the weight; placement uses roles, never names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Groups: weights of one group and one layer are split together, because one computation uses them all.
+WHOLE = "whole"  # norms, routers, small vectors: every device holds all of them
+HEADS = "heads"  # attention: cut at KV heads with their query groups
+FFN = "ffn"  # a dense FFN: cut at columns of its hidden layer
+SHARED_FFN = "shared_ffn"  # the FFN of the shared expert
+EXPERTS = "experts"  # cut at columns of each expert's hidden layer, or at whole experts (axis 0)
+EMBEDDING = "embedding"  # the token embedding: rows are looked up by id
+OUTPUT = "output"  # the norm after the last layer
+VOCABULARY = "vocabulary"  # the output matrix: cut at rows
+
+# Units of a weight's split axis.
+QUERIES = "queries"  # dims of query heads
+KEYS = "keys"  # dims of KV heads
+QUERY_HEADS = "query_heads"  # one value per query head
+COLUMNS = "columns"  # of an FFN's hidden layer
+
+
+@dataclass(frozen=True)
+class Role:
+    """`axis` may be split; `units` are the kinds of its runs, in order (a fused QKV matrix has three)."""
+
+    group: str = WHOLE
+    layer: int | None = None  # None: outside of layers
+    axis: int = 0
+    units: tuple[str, ...] = ()
+
+
+EVERYWHERE = Role()

@@ -1,0 +1,45 @@
+"""The FFN of a layer with experts: router, chosen experts, and the shared expert where there is one."""
+
+from __future__ import annotations
+
+from motley.graph import Tensor
+from motley.graph.ops import Add, ExpertFfn, Route, RouteWeights
+from motley.graph.roles import COLUMNS, EXPERTS, SHARED_FFN
+from motley.models.blocks import separate_ffn
+from motley.models.builder import LayerBuilder
+from motley.models.params import ExpertParams
+
+
+def expert_ffn(layer: LayerBuilder, x: Tensor, *, function: str = "silu") -> Tensor:
+    """Routed experts plus shared ones. Both are added before the all-reduce, so a crew needs only one."""
+    experts = layer.params.experts
+    assert experts is not None, "read with the model's other numbers"
+    routed = _routed(layer, x, experts, function)
+    if not experts.n_ff_shared:
+        return routed
+    shared = separate_ffn(layer, x, experts.n_ff_shared, suffix="_shexp", group=SHARED_FFN)
+    return Add()(routed, shared, name=layer.label("ffn_experts+shared"))
+
+
+def _routed(layer: LayerBuilder, x: Tensor, experts: ExpertParams, function: str) -> Tensor:
+    n_experts, n_ff, n_embd = experts.n_experts, experts.n_ff, x.shape[1]
+    logits = layer.linear(x, "ffn_gate_inp", n_experts, layer.role())
+    bias = [layer.vector("exp_probs_b.bias", n_experts)] if layer.has("exp_probs_b.bias") else []
+    n_most = layer.model.batch.n_experts or experts.n_used
+    route = Route(n_most, experts.score, experts.n_groups, experts.n_groups_used)
+    ids = route(logits, layer.model.n_expert_used, *bias, name=layer.label("ffn_expert_ids"))
+    weigh = RouteWeights(experts.score, experts.normalizes, experts.scale)
+    weights = weigh(logits, ids, name=layer.label("ffn_expert_weights"))
+    rows, columns = layer.role(EXPERTS, 1, COLUMNS), layer.role(EXPERTS, 2, COLUMNS)
+    parts = [
+        layer.vector("ffn_gate_exps.weight", n_experts, n_ff, n_embd, role=rows),
+        layer.vector("ffn_up_exps.weight", n_experts, n_ff, n_embd, role=rows),
+        layer.vector("ffn_down_exps.weight", n_experts, n_embd, n_ff, role=columns),
+    ]
+    if layer.has("ffn_gate_exps.bias"):
+        parts += [
+            layer.vector("ffn_gate_exps.bias", n_experts, n_ff),
+            layer.vector("ffn_up_exps.bias", n_experts, n_ff),
+            layer.vector("ffn_down_exps.bias", n_experts, n_embd),
+        ]
+    return ExpertFfn(function)(x, ids, weights, *parts, name=layer.label("ffn_experts"))

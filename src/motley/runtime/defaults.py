@@ -1,0 +1,168 @@
+"""Defaults that depend on the machine, for options that the user did not set: devices, batch sizes, context length.
+
+Each default is chosen once, before anything is loaded, together with a sentence that tells the user about it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from motley.backends import Backend
+from motley.kvcache.types import get_cache_type
+from motley.models import DecoderParams
+from motley.runtime.budget import host_bytes
+from motley.runtime.caching import CacheConfig, CachePlan
+from motley.runtime.crew import Crew, known_devices, make_crew
+from motley.runtime.fitting import CacheFit, fit_cache
+from motley.runtime.splitting import ModelSplit
+from motley.split.placement import TENSOR
+from motley.units import show_bytes
+
+AUTO = "auto"
+_GPU_BATCH, _GPU_PARALLEL = 2048, 128  # tokens of a step, requests: more is not faster on any GPU measured
+_CPU_BATCH, _CPU_PARALLEL = 512, 8
+_REQUEST_TOKENS = 4096  # of each request: room in the cache by default
+_HOST_PART = 16  # by default the KV cache takes at most 1/16 of the machine's memory
+_SMALLER_TYPES = ("q8_0", "q4_0")
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """Arguments of `make_crew`, and the sentence about what was chosen for the user: None if nothing was."""
+
+    devices: str | Sequence[str]
+    split_mode: str | None
+    tensor_split: str | Sequence[float] | None
+    notice: str | None = None
+
+
+def choose_devices(
+    devices: str | Sequence[str],
+    split_mode: str | None,
+    tensor_split: str | Sequence[float] | None,
+    *,
+    backend: str = AUTO,
+) -> DeviceChoice:
+    """The devices of a crew. "auto": all GPUs that torch sees, or the CPU; GPUs split tensors by their free memory.
+
+    `backend`: if the user names a backend, "auto" means the CPU.
+    """
+    if devices not in (AUTO, [AUTO], (AUTO,)):
+        return DeviceChoice(devices, split_mode, tensor_split)
+    gpus = [name for name in known_devices() if name.startswith("cuda")] if backend == AUTO else []
+    if gpus and importlib.util.find_spec("triton") is None:
+        notice = f"devices: cpu. {gpus[0]} needs Triton: pip install 'motley-llm[cuda]'"
+        return DeviceChoice("cpu", split_mode, tensor_split, notice)
+    if not gpus:
+        return DeviceChoice("cpu", split_mode, tensor_split, "devices: cpu (--device names others)")
+    free = [_free_bytes(gpu) for gpu in gpus]
+    named = ", ".join(f"{gpu} ({show_bytes(n)} free)" for gpu, n in zip(gpus, free, strict=True))
+    if len(gpus) == 1:
+        return DeviceChoice(gpus, split_mode, tensor_split, f"devices: {named} (--device names others)")
+    notice = f"devices: {named}, split by tensor (--device, --split-mode and --tensor-split change it)"
+    return DeviceChoice(gpus, split_mode or TENSOR, tensor_split or [float(n) for n in free], notice)
+
+
+def _free_bytes(gpu: str) -> int:
+    return torch.cuda.mem_get_info(gpu)[0]
+
+
+def chosen_crew(
+    devices: str | Sequence[str],
+    split_mode: str | None,
+    tensor_split: str | Sequence[float] | None,
+    device_memory: str | Sequence[str | int] | None,
+    split_experts: str = AUTO,
+    *,
+    backend: str = AUTO,
+) -> tuple[Crew, str | None]:
+    """The requested or default crew, and the sentence about the default: None if nothing was chosen."""
+    choice = choose_devices(devices, split_mode, tensor_split, backend=backend)
+    crew = make_crew(choice.devices, choice.split_mode, choice.tensor_split, device_memory, split_experts)
+    return crew, choice.notice
+
+
+def batch_sizes(n_batch: int | None, n_parallel: int | None, device_names: Sequence[str]) -> tuple[int, int]:
+    """(tokens of a step, requests at a time), with defaults for None: larger ones if all devices are GPUs."""
+    is_gpu = all(name.startswith("cuda") for name in device_names)
+    batch, parallel = (_GPU_BATCH, _GPU_PARALLEL) if is_gpu else (_CPU_BATCH, _CPU_PARALLEL)
+    return n_batch or batch, n_parallel or parallel
+
+
+@dataclass(frozen=True)
+class ContextChoice:
+    """A model split for a context of `n_ctx` tokens, the cache that fits, and the sentence for the user."""
+
+    n_ctx: int
+    split: ModelSplit
+    fit: CacheFit
+    notice: str | None = None
+
+
+def choose_context(
+    n_ctx: int | None,
+    split_for: Callable[[int], ModelSplit],
+    params: DecoderParams,
+    backends: Sequence[Backend],
+    cache: CacheConfig,
+    *,
+    n_batch: int,
+    n_parallel: int,
+) -> ContextChoice:
+    """The context length and the cache. Default length: the model's training context, reduced to what fits.
+
+    The cache then holds one such sequence, or `_REQUEST_TOKENS` tokens of each request, whichever is more and fits.
+
+    `split_for(n_ctx)` returns the model's split. On the CPU the default cache is limited to a part of the memory.
+    """
+    sizes = {"n_batch": n_batch, "n_parallel": n_parallel}
+    if n_ctx is not None:
+        split = split_for(n_ctx)
+        return ContextChoice(n_ctx, split, fit_cache(split, backends, cache, **sizes))
+    trained, is_limited = params.n_ctx_train, cache.max_tokens is not None or cache.max_bytes is not None
+    split = split_for(trained)
+    whole = fit_cache(split, backends, cache, **sizes)  # as much as the GPUs and the limits have room for
+    n_fit = min(whole.plan.groups[0].n_blocks * cache.block_size, _host_tokens(whole.plan, split, is_limited))
+    n_ctx = min(trained, max(n_fit, cache.block_size))
+    if n_ctx < trained:
+        split = split_for(n_ctx)
+    n_held = max(_blocks(n_ctx, cache), n_parallel * min(_blocks(n_ctx, cache), _REQUEST_TOKENS))
+    held = cache if is_limited else replace(cache, max_tokens=min(n_held, max(n_fit, cache.block_size)))
+    notice = _context_notice(whole.plan, n_ctx, trained) if n_ctx < trained else None
+    return ContextChoice(n_ctx, split, fit_cache(split, backends, held, **sizes), notice)
+
+
+def _blocks(n_tokens: int, cache: CacheConfig) -> int:
+    """`n_tokens`, rounded up to whole blocks."""
+    return -(-n_tokens // cache.block_size) * cache.block_size
+
+
+def _host_tokens(plan: CachePlan, split: ModelSplit, is_limited: bool) -> int:
+    """The most tokens that the default cache of the CPU devices may hold; a limit set by the user is kept as it is."""
+    memory = host_bytes()
+    n_bytes = sum(
+        plan.block_bytes(index, group)
+        for index, device in enumerate(split.crew.devices)
+        if not device.is_gpu
+        for group in plan.groups
+    )
+    if memory is None or not n_bytes or is_limited:
+        return 2**62
+    return memory // _HOST_PART // n_bytes * plan.config.block_size
+
+
+def _context_notice(plan: CachePlan, chosen: int, trained: int) -> str:
+    config, dim = plan.config, plan.head_dim
+    now = config.k_type.head_bytes(dim) + config.v_type.head_bytes(dim)
+    more = ""
+    for name in _SMALLER_TYPES:
+        other = 2 * get_cache_type(name).head_bytes(dim)
+        if other < now:
+            n_tokens = min(trained, chosen * now // other // config.block_size * config.block_size)
+            more = f"; with -ctk {name} -ctv {name} it would be {n_tokens}"
+            break
+    return f"the context is {chosen} tokens: the model's {trained} do not fit{more} (-c asks for a size)"

@@ -1,0 +1,168 @@
+"""Compiles kernels before the first request, so that no request waits for the compiler.
+
+Inert batches (`inert_batch`: nothing is stored, no context is read) go through the runner without kernel launches, one
+for each class of batch sizes for which kernels differ. The kernels that they would have compiled are then compiled on
+all cores. A manifest beside the compiled kernels records that this is done: later processes skip it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from motley.backends import Backend
+from motley.errors import DeviceError
+from motley.kvcache.arena import GroupBatch, SequenceTable
+from motley.models import N_EXPERT_USED, BatchShape
+from motley.runtime.batch import PlacedBatch
+from motley.runtime.caching import CachePlan
+from motley.runtime.loading import Progress
+from motley.runtime.runner import Runner
+from motley.runtime.splitting import ModelSplit
+
+if TYPE_CHECKING:
+    from motley.backends.gpu import Compiler, Manifest
+
+# Rows of decode batches for which kernels differ: one row; one, two, four tiles of a tensor core; two tiles of tokens.
+_DECODE_ROWS = (1, 2, 32, 64, 128)
+# Rows of prompts for which kernels differ: spans of each size, and matrix products by the library.
+_PROMPT_ROWS = (16, 32, 64, 128, 256)
+_FEW_ROWS = 8  # a sequence with more rows in a batch is a prompt
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The compiled kernels: their names with core-seconds each, and the wall-clock seconds in all."""
+
+    kernels: tuple[tuple[str, float], ...] = ()
+    seconds: float = 0.0
+    failures: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.kernels:
+            return "kernels: all compiled before"
+        total = sum(seconds for _, seconds in self.kernels)
+        return f"kernels: {len(self.kernels)} compiled in {self.seconds:.1f} s ({total:.0f} s of one core)"
+
+
+class KernelWarmer:
+    """Compiles the kernels of a model's batches for its GPUs. Create it before loading: its processes start then."""
+
+    def __init__(
+        self,
+        split: ModelSplit,
+        backends: Sequence[Backend],
+        cache: CachePlan,
+        *,
+        n_batch: int,
+        n_parallel: int,
+    ) -> None:
+        self._cache = cache
+        experts = split.params.experts
+        self._extra = {} if experts is None else {N_EXPERT_USED: experts.n_used}
+        self._shapes = list(rehearsals(n_batch, n_parallel))
+        self._manifest: Manifest | None = None
+        self._compiler: Compiler | None = None
+        gpus = sorted({backend.device for backend in backends if backend.device.type == "cuda"}, key=str)
+        if not gpus or len(gpus) != len({backend.device for backend in backends}):
+            return  # no GPU, or a GPU beside a CPU, which does not pad batches and would compute these
+        from motley.backends import gpu as compiling
+
+        if not compiling.can_compile_ahead():
+            return
+        targets = sorted({compiling.Target.of(gpu) for gpu in gpus})
+        manifest = compiling.Manifest(targets, _description(split, cache), self._shapes)
+        if not manifest.exists and len(targets) == 1:  # several kinds of GPU: compiled at first use
+            self._manifest, self._compiler = manifest, compiling.Compiler(targets[0])
+
+    def close(self) -> None:
+        """Ends the processes, if they still run."""
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def warm(self, runner: Runner, progress: Progress | None = None) -> WarmUp:
+        """Compiles the kernels; `progress(done, total)` counts them. One that fails here is compiled at first use."""
+        if self._compiler is None or self._manifest is None:
+            return WarmUp()
+        from motley.backends.gpu import Job, recording
+
+        started = time.perf_counter()
+        jobs: dict[Job, None] = {}
+        try:
+            with recording(jobs):
+                for shape, longest in self._shapes:
+                    batch = inert_batch(shape, longest, self._cache, self._extra)
+                    _rehearse_sampling(runner.run(batch, [0] * shape.n_tokens, ()))
+            if progress is not None:
+                progress(0, len(jobs))
+            done = self._compiler.run(list(jobs), progress)
+        except DeviceError as error:
+            return WarmUp(seconds=time.perf_counter() - started, failures=(error.message,))
+        finally:
+            self.close()
+        failures = tuple(f"{each.name}: {each.error}" for each in done if each.error)
+        if not failures:
+            self._manifest.write(done)
+        kernels = tuple((each.name, each.seconds) for each in done)
+        return WarmUp(kernels, time.perf_counter() - started, failures)
+
+
+def rehearsals(n_batch: int, n_parallel: int) -> Iterator[tuple[BatchShape, int]]:
+    """Batch shapes that together use every kernel, each with the number of rows of its longest sequence."""
+    decodes = [n for n in _DECODE_ROWS if n <= min(n_parallel, n_batch)]
+    yield from ((BatchShape(n, n), 1) for n in dict.fromkeys([*decodes, min(n_parallel, n_batch)]))
+    if n_parallel == 1 and n_batch > 1:  # a prompt of few tokens, whose rows are attended one by one
+        yield BatchShape(2, 1), 2
+    prompts = [n for n in _PROMPT_ROWS if n <= n_batch]
+    yield from ((BatchShape(n, 1), n) for n in dict.fromkeys([*prompts, n_batch]) if n > _FEW_ROWS)
+    if n_batch > _FEW_ROWS + 1 and n_parallel > 1:  # a prompt in one batch with a decoding request
+        yield BatchShape(_FEW_ROWS + 2, 2), _FEW_ROWS + 1
+
+
+def inert_batch(
+    shape: BatchShape, longest: int, cache: CachePlan, extra: Mapping[str, int] | None = None
+) -> PlacedBatch:
+    """A batch that stores nothing and reads no context: it has no slots, and its positions are before its tables.
+
+    `longest`: rows of its first sequence, which is a prompt if it has many rows; the other sequences have one row each.
+    `extra`: other inputs of each token, by name.
+    """
+    size, block = cache.config.block_size, np.zeros(1, dtype=np.int32)
+    starts = [0, *range(longest, shape.n_tokens)]
+    tables = [
+        SequenceTable(start, n, -n - size, 0, block)
+        for start, n in zip(starts, [longest] + [1] * len(starts), strict=False)
+    ]
+    batch = GroupBatch(torch.empty(0, dtype=torch.int64), tuple(tables))
+    zeros = {"positions": shape.n_tokens, "output_rows": shape.n_outputs}
+    inputs = {name: torch.zeros(n, dtype=torch.int32) for name, n in zeros.items()}
+    for name, value in (extra or {}).items():
+        inputs[name] = torch.full((shape.n_tokens,), value, dtype=torch.int32)
+    return PlacedBatch(shape, inputs, tuple(batch for _ in cache.groups))
+
+
+def _rehearse_sampling(logits: torch.Tensor) -> None:
+    from motley.backends.gpu import DeviceSampler, Wish
+
+    if logits.device.type == "cuda":
+        wish = Wish(0.8, 40, edits={0: (1, 0.0)})
+        DeviceSampler(logits.device).launch(logits, [wish] * len(logits))
+
+
+def _description(split: ModelSplit, cache: CachePlan) -> list[object]:
+    """All properties of a model on its crew that kernels may depend on."""
+    weights = {
+        (weight.dtype, weight.shape)
+        for device in range(len(split.crew))
+        for weight in split.share(device, BatchShape(1, 1)).graph.weights
+    }
+    config = cache.config
+    heads = [sorted(set(heads.values())) for heads in cache.heads]
+    windows = [group.window for group in cache.groups]
+    kinds = config.k_type.name, config.v_type.name, config.block_size
+    return [sorted(weights), kinds, cache.head_dim, heads, windows, repr(split.options), split.crew.mode]

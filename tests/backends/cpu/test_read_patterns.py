@@ -1,0 +1,170 @@
+"""Reading patterns: every one computes the same, and the choice survives damaged files, folders and variables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_driver import CpuBackend, run_op
+
+from motley.backends.cpu import patterns
+from motley.backends.cpu.native import FORMATS as NATIVE_FORMATS
+from motley.backends.cpu.native import core
+from motley.backends.cpu.patterns import PatternChooser, ReadPattern, keep_pattern, read_patterns
+from motley.errors import ConfigError
+from motley.formats import FORMATS, PackedTensor
+from motley.graph.ops import MatMul
+
+PATTERN = ReadPattern(2, 512, 40)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(patterns.VARIABLE, raising=False)
+    return patterns.cache_file()
+
+
+def chooser_of(n_bytes: int, form: str = "Q8_0") -> PatternChooser:
+    chooser = PatternChooser(core.Pool(2))
+    chooser.add(form, n_bytes)
+    return chooser
+
+
+@given(
+    name=st.sampled_from(list(NATIVE_FORMATS)),
+    n_rows=st.integers(1, 400),
+    n_threads=st.integers(1, 5),
+    pattern=st.builds(ReadPattern, st.integers(1, 8), st.sampled_from([0, 64, 4096]), st.integers(0, 100)),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_pattern_reads_every_row_once(
+    name: str, n_rows: int, n_threads: int, pattern: ReadPattern
+) -> None:
+    form = FORMATS[name]
+    weight = PackedTensor.pack(torch.randn(n_rows, 2 * max(form.block_size, 32)), form)
+    x = torch.randn(1, weight.shape[1])
+    backend = CpuBackend()
+    backend.use_threads(n_threads)
+    expected = run_op(backend, MatMul(), [x, weight])
+    backend._pool.set_pattern(NATIVE_FORMATS[name], *pattern)
+    assert torch.equal(run_op(backend, MatMul(), [x, weight]), expected)
+
+
+@pytest.mark.parametrize("pattern", [(0, 0, 0), (9, 0, 0), (1, -1, 0), (1, 0, 101)])
+def test_the_pool_refuses_impossible_patterns(pattern: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="no such reading pattern"):
+        core.Pool(1).set_pattern(0, *pattern)
+
+
+def test_small_models_measure_nothing(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "measure", lambda *_: pytest.fail("measured"))
+    assert not chooser_of(2**20).report
+    assert not own_cache.exists()
+
+
+def test_a_measured_pattern_is_kept_and_used_again(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "measure", lambda *_: {patterns.DEFAULT: 1e9, PATTERN: 2e9})
+    (said,) = chooser_of(2**30).report
+    assert "Q8_0" in said
+    assert str(PATTERN) in said
+    assert "measured now" in said
+    monkeypatch.setattr(patterns, "measure", lambda *_: pytest.fail("measured again"))
+    (said,) = chooser_of(2**30).report
+    assert str(PATTERN) in said
+    assert str(own_cache) in said
+    monkeypatch.setenv(patterns.VARIABLE, "measure")
+    monkeypatch.setattr(patterns, "measure", lambda *_: {patterns.DEFAULT: 1e9})
+    (said,) = chooser_of(2**30).report
+    assert str(patterns.DEFAULT) in said
+    assert "measured now" in said
+
+
+def test_each_format_has_a_pattern_of_its_own(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "measure", lambda *_: {PATTERN: 2e9})
+    for form in ("Q8_0", "Q4_K"):
+        assert "measured now" in chooser_of(2**30, form).report[0]
+    assert len(read_patterns(own_cache)) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[1]",
+        b'{"version": 1, "patterns": {"a": [1, 0, 0]}}',
+        b'{"version": 2}',
+        b'{"version": 2, "patterns": [3]}',
+        b'{"version": 2, "patterns": {"a": [1, 0], "b": "x", "c": [99, 0, 0], "d": [1, true, 0]}}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_damaged_file_is_as_good_as_none(own_cache: Path, damage: bytes) -> None:
+    own_cache.parent.mkdir()
+    own_cache.write_bytes(damage)
+    assert read_patterns(own_cache) == {}
+    assert keep_pattern(own_cache, "key", PATTERN)
+    assert read_patterns(own_cache) == {"key": PATTERN}
+    assert list(own_cache.parent.iterdir()) == [own_cache]
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(patterns, "measure", lambda *_: {PATTERN: 2e9})
+    assert "cannot be written" in chooser_of(2**30).report[0]
+
+
+def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    assert patterns.cache_file().is_absolute()
+
+
+def test_the_variable_overrides_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(patterns.VARIABLE, "2,512,40")
+    monkeypatch.setattr(patterns, "measure", lambda *_: pytest.fail("measured"))
+    (said,) = chooser_of(2**30).report
+    assert patterns.VARIABLE in said
+    assert str(PATTERN) in said
+
+
+@pytest.mark.parametrize("text", ["x", "1", "1,2", "1,0,0,0", "0,0,0", "1,0,101", "9,0,0", "1.5,0,0"])
+def test_a_variable_that_is_no_pattern_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(patterns.VARIABLE, text)
+    with pytest.raises(ConfigError, match=patterns.VARIABLE):
+        chooser_of(0)
+
+
+def test_of_patterns_that_are_about_as_fast_the_preferred_one_is_taken() -> None:
+    assert patterns.best_of({patterns.DEFAULT: 98.0, PATTERN: 100.0}) == patterns.DEFAULT
+    assert patterns.best_of({patterns.DEFAULT: 90.0, PATTERN: 100.0}) == PATTERN
+
+
+def test_the_real_kernel_is_measured() -> None:
+    candidates = (patterns.DEFAULT, PATTERN)
+    for form in ("F16", "Q4_K"):
+        speeds = patterns.measure(core.Pool(2), form, candidates, n_bytes=2**24)
+        assert set(speeds) == set(candidates)
+        assert all(speed > 0 for speed in speeds.values())
+
+
+def test_the_file_is_readable(own_cache: Path) -> None:
+    keep_pattern(own_cache, "some processor | 2 threads | avx2 | Q8_0", PATTERN)
+    content = json.loads(own_cache.read_text())
+    assert content["patterns"] == {"some processor | 2 threads | avx2 | Q8_0": [2, 512, 40]}
+
+
+def test_the_instruction_set_can_be_chosen_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTLEY_INSTRUCTION_SET", "portable")
+    assert "portable kernels" in CpuBackend().details[0]
+    monkeypatch.setenv("MOTLEY_INSTRUCTION_SET", "sparc")
+    with pytest.raises(ConfigError, match="sparc"):
+        CpuBackend()

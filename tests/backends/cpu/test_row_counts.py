@@ -1,0 +1,106 @@
+"""Plans for more rows than a batch has: the same results, and nothing computed for the rows that are missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from motley import LLM
+from motley.backends import Executable
+from motley.backends.cpu import CpuBackend, is_available
+from motley.backends.cpu.row_counts import OUTPUTS, TOKENS, Rows, rows_of_tensors
+from motley.gguf import read_spec
+from motley.graph import CACHE, F32, I32, Graph
+from motley.graph.ops import Add, GetRows, Input, MatMul, Permute, Reshape, Slice, Weight
+from motley.models import BatchShape, GraphOptions, build_graph, read_params
+
+if not is_available():
+    pytest.skip("the native module is not built", allow_module_level=True)
+
+CREWS = {
+    "one device": {},
+    "tensor": {"devices": "cpu,cpu", "split_mode": "tensor", "tensor_split": (3, 1)},
+    "a device without heads": {"devices": "cpu,cpu,cpu", "split_mode": "tensor", "tensor_split": (9, 0, 1)},
+    "layer": {"devices": "cpu,cpu,cpu", "split_mode": "layer"},
+}
+EXPERTS = ["glm4moe", "gpt-oss", "qwen3moe", "qwen3vlmoe"]
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> Path:
+    """A file by the name of its fixture, or of its folder of golden logits."""
+    name: str = request.param
+    if name in EXPERTS:
+        path: Path = request.getfixturevalue("shared") / "golden" / name / "model.gguf"
+    else:
+        path = request.getfixturevalue(name)
+    return path
+
+
+@pytest.mark.parametrize("model", ["bundled", "random_gemma3", "glm4moe", "gpt-oss"], indirect=True)
+@pytest.mark.parametrize("crew", CREWS)
+def test_batches_of_a_bucket_give_what_plans_of_their_own_would(
+    model: Path, crew: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [16, 11, 9, 1, 3, 20, 5]  # some after larger ones, whose values still lie in memory
+
+    def all_logits() -> list[torch.Tensor]:
+        with LLM(model, n_ctx=256, n_parallel=1, **CREWS[crew]) as llm, llm.raw_sequence() as sequence:
+            return [sequence.feed([7 * i + n for i in range(n)], n_outputs=2) for n in sizes]
+
+    padded = all_logits()
+    monkeypatch.setattr(CpuBackend, "bucket", lambda self, n_rows: n_rows)
+    for ours, exact in zip(padded, all_logits(), strict=True):
+        assert torch.equal(ours, exact)
+
+
+def test_a_changing_number_of_requests_makes_few_plans(
+    bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Executable] = []
+    prepare = CpuBackend.prepare
+
+    def counted(*args: Any) -> Executable:
+        made.append(prepare(*args))
+        return made[-1]
+
+    monkeypatch.setattr(CpuBackend, "prepare", counted)
+    with LLM(bundled, n_ctx=1024, n_parallel=16) as llm:
+        for n in range(1, 17):
+            llm.generate([[5]] * n, max_tokens=2, temperature=0)
+    assert len(made) == 5  # 1, 2, 4, 8 and 16 rows
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3", "gemma3", *EXPERTS])
+def test_all_activations_of_a_model_are_by_rows(shared: Path, name: str) -> None:
+    spec = read_spec(shared / "golden" / name / "model.gguf")
+    graph = build_graph(
+        spec, read_params(spec), BatchShape(8, 4), GraphOptions(n_ctx=256, k_rotation=16, v_rotation=16)
+    )
+    known = rows_of_tensors(graph)
+    computed = [t for t in graph.nodes if t.inputs and t.dtype != CACHE]
+    assert computed
+    assert [t for t in computed if t not in known and not t.op.is_constant] == []
+    assert known[graph.outputs[0]] == Rows(OUTPUTS, 4)
+
+
+def test_what_moves_rows_about_is_not_by_rows() -> None:
+    tokens = Input((6,), I32)(name="tokens")
+    x = GetRows()(Weight((10, 8), "F32")(name="table"), tokens)
+    turned = Permute((1, 0))(x)
+    cut = Slice(0, 1, 4)(x)
+    mixed = Add()(x, Input((6, 8), F32)(name="other"))
+    product = MatMul()(Reshape((6, 8))(x), x)  # of rows with rows
+    known = rows_of_tensors(Graph.of(turned, cut, mixed, product))
+    assert known[x] == Rows(TOKENS, 6)
+    assert not {turned, cut, mixed, product} & set(known)
+
+
+def test_rows_of_a_tensor_are_pieces_of_its_first_axis() -> None:
+    rows = Rows(TOKENS, 4)
+    assert rows.of(torch.zeros(4, 3), 2).shape == (2, 3)
+    assert rows.of(torch.zeros(12, 3), 2).shape == (6, 3)
+    assert rows.of(torch.zeros(1, 4, 3), 2).shape == (1, 4, 3)

@@ -1,0 +1,106 @@
+"""Whether the rehearsal of a model meets every kernel that its batches will launch.
+
+A process of its own: it needs TRITON_INTERPRET=0. The bundled model on a GPU that is not there: kernels are recorded
+and never launched. Prints what a batch would compile that the rehearsal has not met, and fails then. With an argument
+it also compiles some of what was recorded, by two processes, and checks that launches find it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import compile_kernels
+import numpy as np
+import torch
+from triton import knobs
+from triton.runtime import driver
+
+import motley
+from motley.backends import get_backend
+from motley.backends.cuda.backend import CudaBackend
+from motley.backends.cuda.compiling import Compiler, Job, Target, recording
+from motley.backends.cuda.sampler import DeviceSampler, Wish
+from motley.gguf import read_spec
+from motley.kvcache.arena import GroupBatch, SequenceTable
+from motley.kvcache.types import get_cache_type
+from motley.models import BatchShape, read_params
+from motley.runtime import CacheConfig, Runner, fit_cache, make_crew, split_model
+from motley.runtime.batch import PlacedBatch
+from motley.runtime.warming import inert_batch, rehearsals
+
+MODEL = Path(motley.__file__).parent / "bundled" / "motley-15m-q8_0.gguf"
+N_BATCH, SIZE = 256, 32
+# Rows of each sequence in a batch: decoding, prompts, both, and short chunks.
+BATCHES = [[1] * n for n in (1, 2, 3, 9, 16, 17, 33, 48, 65, 100, 128)] + [
+    [9], [16], [20], [64], [65], [100], [200], [256], [1] * 5 + [30], [8], [3, 1, 1], [130, 20, 1], [2], [5],
+]  # fmt: skip
+
+
+def placed(rows: list[int]) -> PlacedBatch:
+    """Sequences with some context, as the cache would place them; each wants the logits of its last row."""
+    tables, first = [], 0
+    for number, n in enumerate(rows):
+        position = 5 + 3 * number
+        blocks = np.arange(-(-(position + n) // SIZE), dtype=np.int32)
+        tables.append(SequenceTable(first, n, position, 0, blocks))
+        first += n
+    batch = GroupBatch.of(tables, SIZE)
+    ends = torch.tensor(rows).cumsum(0).int() - 1
+    positions = torch.cat([torch.arange(t.position, t.position + t.n_rows) for t in tables]).int()
+    shape = BatchShape(sum(rows), len(rows))
+    return PlacedBatch(shape, {"positions": positions, "output_rows": ends}, (batch,))
+
+
+def main() -> int:
+    driver.set_active(compile_kernels.NoGpu(90))
+    known, unknown = rehearse(128, BATCHES)
+    unknown += rehearse(1, [rows for rows in BATCHES if len(rows) == 1])[1]
+    return bool(unknown) or (compiled_elsewhere(list(known)) if len(sys.argv) > 1 else 0)
+
+
+def rehearse(n_parallel: int, batches: list[list[int]]) -> tuple[dict[Job, None], int]:
+    """What the rehearsal of a model meets, and how many kernels of `batches` are not among that."""
+    spec, kind = read_spec(MODEL), get_cache_type("q8_0")
+    config = CacheConfig(kind, kind, block_size=SIZE)
+    split = split_model(spec, read_params(spec), make_crew("cpu"), config, n_ctx=512, rotate=True)
+    backends = [CudaBackend("cpu", captures=False)]
+    fit = fit_cache(split, [get_backend("auto")], config, n_batch=N_BATCH, n_parallel=n_parallel)
+    runner = Runner(split, backends, fit.plan)
+    sampler = DeviceSampler(torch.device("cpu"))
+    known: dict[Job, None] = {}
+    with recording(known):
+        for shape, longest in rehearsals(N_BATCH, n_parallel):
+            logits = runner.run(inert_batch(shape, longest, fit.plan), [0] * shape.n_tokens, ())
+            sampler.launch(logits, [Wish(0.8, 40, edits={0: (1, 0.0)})] * len(logits))
+    print(f"{len(known)} kernels")
+    unknown = 0
+    for rows in batches:
+        met: dict[Job, None] = {}
+        with recording(met):
+            logits = runner.run(placed(rows), [1] * sum(rows), ())
+            wishes = [Wish(0.7, 0, 0.9, edits={i: (1, 0.5)}) for i in range(len(logits))]
+            sampler.launch(logits, wishes)
+        for job in met.keys() - known.keys():
+            print(f"a batch of {rows} compiles {job.name}: {job.data}")
+            unknown += 1
+    runner.close()
+    return known, unknown
+
+
+def compiled_elsewhere(jobs: list[Job]) -> int:
+    """Compile some of the kernels in other processes; 1 if a launch here would compile one of them again."""
+    quick = [job for job in jobs if job.name in ("_edit", "_convert", "_rms_norm", "_unpack")]
+    compiler = Compiler(Target(90, 227 << 10), 2)
+    done = compiler.run(quick)
+    compiler.close()
+    hits: list[bool] = []
+    knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    for job in quick:
+        getattr(sys.modules[job.module], job.name).preload(job.data)
+    print(f"{len(done)} compiled, found again: {hits}")
+    return int(not quick or len(done) != len(quick) or any(each.error for each in done) or not all(hits))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Experts and layers per request: in one engine, each request answers as if all were of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from motley import LLM
+from motley.engine.effort import FULL, Effort, Efforts
+from motley.errors import RequestError
+
+PROMPT = [
+    231,
+    6,
+    136,
+    93,
+    142,
+    96,
+    40,
+    112,
+    186,
+    151,
+    113,
+    313,
+    39,
+    72,
+    119,
+    59,
+    99,
+    312,
+    58,
+    134,
+    121,
+    182,
+    145,
+    287,
+    99,
+    307,
+    206,
+    29,
+    113,
+    200,
+    123,
+    80,
+    44,
+    217,
+    187,
+    186,
+    81,
+    136,
+    140,
+    162,
+]  # after which every effort answers otherwise
+N_NEW = 6
+
+
+def open_llm(path: Path, **options: Any) -> LLM:
+    settings = {"n_ctx": 96, "cache_type_k": "f32", "cache_type_v": "f32", "kv_block_size": 16}
+    return LLM(path, backend="reference", **(settings | options))
+
+
+@pytest.fixture(scope="module")
+def path(shared: Path) -> Path:
+    return shared / "golden" / "qwen3moe" / "model.gguf"
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> Iterator[LLM]:
+    with open_llm(path) as llm:
+        yield llm
+
+
+def greedy(llm: LLM, prompt: list[int] = PROMPT, **options: Any) -> tuple[int, ...]:
+    return llm.generate(prompt, max_tokens=N_NEW, temperature=0, ignore_eos=True, **options).tokens
+
+
+def test_requests_of_different_effort_run_in_one_engine_and_do_not_touch_each_other(path: Path) -> None:
+    efforts: list[dict[str, Any]] = [
+        {},
+        {"n_expert_used": 1},
+        {"n_expert_used": 5},
+        {"n_layer_exit": 1},
+        {"n_layer_exit": 2, "n_expert_used": 1},
+    ]
+    alone = []
+    for effort in efforts:
+        with open_llm(path, prefix_cache=False) as llm:
+            alone.append(greedy(llm, **effort))
+    assert len(set(alone)) == len(alone), f"the test's efforts give the same answer: {alone}"
+    with open_llm(path, n_parallel=8) as llm:
+        for _ in range(2):  # the second time there is a prefix cache to be fooled by
+            streams = [
+                llm.stream(PROMPT, max_tokens=N_NEW, temperature=0, ignore_eos=True, **effort)
+                for effort in efforts
+            ]
+            assert [stream.finish().tokens for stream in streams] == alone
+
+
+def test_a_full_request_never_finds_the_blocks_of_a_shallow_one(path: Path) -> None:
+    with open_llm(path) as llm:
+        options = {"max_tokens": 1, "temperature": 0}
+        assert llm.generate(PROMPT, n_layer_exit=1, **options).timings.cached_tokens == 0
+        assert llm.generate(PROMPT, **options).timings.cached_tokens == 0
+        assert llm.generate(PROMPT, n_expert_used=1, **options).timings.cached_tokens == 0
+        # Each finds its own; a number that is the file's own is no other effort.
+        assert llm.generate(PROMPT, n_layer_exit=1, **options).timings.cached_tokens > 0
+        assert llm.generate(PROMPT, n_expert_used=2, n_layer_exit=3, **options).timings.cached_tokens > 0
+
+
+def test_what_the_model_is_opened_with_is_the_default_of_requests(path: Path, llm: LLM) -> None:
+    with open_llm(path, n_expert_used=1, n_layer_exit=2) as reduced:
+        np.testing.assert_array_equal(
+            reduced.logits(PROMPT), llm.logits(PROMPT, n_expert_used=1, n_layer_exit=2)
+        )
+        np.testing.assert_array_equal(
+            reduced.logits(PROMPT, n_expert_used=2, n_layer_exit=3), llm.logits(PROMPT)
+        )
+        assert greedy(reduced) == greedy(llm, n_expert_used=1, n_layer_exit=2)
+
+
+def test_a_session_is_for_the_effort_that_it_was_computed_with(path: Path, tmp_path: Path) -> None:
+    with open_llm(path, n_expert_used=1) as reduced:
+        reduced.save_session(tmp_path / "session", PROMPT)
+        expected = greedy(reduced)
+    with open_llm(path, n_expert_used=1) as again:
+        again.load_session(tmp_path / "session")
+        answer = again.generate(PROMPT, max_tokens=N_NEW, temperature=0, ignore_eos=True)
+        assert answer.timings.cached_tokens > 0
+        assert answer.tokens == expected
+    with open_llm(path) as full, pytest.raises(Exception, match="model"):
+        full.load_session(tmp_path / "session")
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_a_crew_exits_early_as_one_device_does(path: Path, llm: LLM, mode: str) -> None:
+    options = {"devices": "cpu,cpu,cpu", "split_mode": mode, "tensor_split": (2, 1, 1)}
+    with open_llm(path, **options) as crew:
+        for effort in ({"n_layer_exit": 1}, {"n_layer_exit": 2, "n_expert_used": 7}):
+            difference = np.abs(crew.logits(PROMPT, **effort) - llm.logits(PROMPT, **effort)).max()
+            assert difference <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"n_expert_used": 0}, ">= 1"),
+        ({"n_expert_used": 9}, "from 1 to 8"),
+        ({"n_expert_used": 2.5}, "an integer"),
+        ({"n_layer_exit": 0}, ">= 1"),
+        ({"n_layer_exit": 4}, "from 1 to 3"),
+    ],
+)
+def test_impossible_values_are_refused_with_the_range(
+    llm: LLM, options: dict[str, Any], allowed: str
+) -> None:
+    with pytest.raises(RequestError, match=allowed):
+        llm.generate(PROMPT, max_tokens=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"), [({"n_expert_used": 9}, "from 1 to 8"), ({"n_layer_exit": 4}, "from 1 to 3")]
+)
+def test_impossible_defaults_are_refused_before_anything_is_loaded(
+    path: Path, options: dict[str, int], allowed: str
+) -> None:
+    with pytest.raises(RequestError, match=allowed):
+        open_llm(path, progress=lambda done, total: pytest.fail("weights are being loaded"), **options)
+
+
+def test_a_dense_model_has_no_experts_to_choose_from() -> None:
+    efforts = Efforts(n_layers=4)
+    with pytest.raises(RequestError, match="has no experts"):
+        efforts.choose(n_expert_used=1)
+    assert efforts.choose(n_layer_exit=4) == FULL
+    assert efforts.choose(n_layer_exit=3) == Effort(n_layers=3)
+
+
+def test_every_effort_has_a_salt_of_its_own() -> None:
+    efforts = [Effort(n_experts, n_layers) for n_experts in range(12) for n_layers in range(12)]
+    assert len({effort.salt for effort in efforts}) == len(efforts)

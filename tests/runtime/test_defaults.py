@@ -1,0 +1,162 @@
+"""What is chosen where the user left it open: devices, batch sizes, the context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motley import LLM
+from motley.backends import get_backend
+from motley.gguf import read_spec
+from motley.kvcache.types import get_cache_type
+from motley.models import read_params
+from motley.runtime import CacheConfig, defaults, make_crew, split_model
+from motley.runtime.defaults import ContextChoice, batch_sizes, choose_context, choose_devices
+from random_models import LLAMA
+
+GIB = 2**30
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """GPUs of this machine, with their free memory."""
+    free: dict[str, int] = {}
+    monkeypatch.setattr(defaults, "known_devices", lambda: ("cpu", *free))
+    monkeypatch.setattr(defaults, "_free_bytes", lambda name: free[name])
+    return free
+
+
+def test_without_a_gpu_the_cpu_is_chosen_and_said(gpus: dict[str, int]) -> None:
+    choice = choose_devices("auto", None, None)
+    assert choice.devices == "cpu"
+    assert choice.notice == "devices: cpu (--device names others)"
+
+
+def test_one_gpu_is_chosen_alone(gpus: dict[str, int]) -> None:
+    pytest.importorskip("triton")
+    gpus["cuda:0"] = 12 * GIB
+    choice = choose_devices("auto", None, None)
+    assert (choice.devices, choice.split_mode, choice.tensor_split) == (["cuda:0"], None, None)
+    assert choice.notice == "devices: cuda:0 (12.0 GiB free) (--device names others)"
+
+
+def test_several_gpus_share_by_their_free_memory(gpus: dict[str, int]) -> None:
+    pytest.importorskip("triton")
+    gpus |= {"cuda:0": 24 * GIB, "cuda:1": 8 * GIB}
+    choice = choose_devices("auto", None, None)
+    assert choice.devices == ["cuda:0", "cuda:1"]
+    assert choice.split_mode == "tensor"
+    assert list(choice.tensor_split or ()) == [24 * GIB, 8 * GIB]
+    assert choice.notice is not None
+    assert "--split-mode" in choice.notice
+    own = choose_devices("auto", "layer", (1, 1))
+    assert (own.split_mode, own.tensor_split) == ("layer", (1, 1))
+
+
+def test_what_was_named_is_left_alone(gpus: dict[str, int]) -> None:
+    gpus["cuda:0"] = GIB
+    assert choose_devices("cpu,cpu", "tensor", (3, 1)).notice is None
+    assert choose_devices("auto", None, None, backend="reference").devices == "cpu"
+
+
+def test_a_gpu_without_triton_is_not_used_and_the_reason_is_said(
+    gpus: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus["cuda:0"] = GIB
+    monkeypatch.setattr(defaults.importlib.util, "find_spec", lambda _: None)
+    choice = choose_devices("auto", None, None)
+    assert choice.devices == "cpu"
+    assert "needs Triton" in (choice.notice or "")
+
+
+@pytest.mark.parametrize(
+    ("asked", "devices", "expected"),
+    [
+        ((None, None), ["cuda:0"], (2048, 128)),
+        ((None, None), ["cuda:0", "cuda:1"], (2048, 128)),
+        ((None, None), ["cpu"], (512, 8)),
+        ((None, None), ["cuda:0", "cpu"], (512, 8)),
+        ((64, 3), ["cuda:0"], (64, 3)),
+    ],
+)
+def test_batches_suit_the_devices(
+    asked: tuple[Any, Any], devices: list[str], expected: tuple[int, int]
+) -> None:
+    assert batch_sizes(*asked, devices) == expected
+
+
+# --- the context ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return LLAMA.write(tmp_path_factory.mktemp("model") / "llama.gguf")
+
+
+def context(
+    path: Path, n_ctx: int | None, kind: str = "f16", n_parallel: int = 2, **limits: Any
+) -> ContextChoice:
+    spec, crew = read_spec(path), make_crew("cpu")
+    params, config = read_params(spec), CacheConfig(get_cache_type(kind), get_cache_type(kind), **limits)
+    return choose_context(
+        n_ctx,
+        lambda n: split_model(spec, params, crew, config, n_ctx=n, rotate=True),
+        params,
+        [get_backend("auto")],
+        config,
+        n_batch=32,
+        n_parallel=n_parallel,
+    )
+
+
+def tokens_held(choice: ContextChoice) -> int:
+    return choice.fit.plan.groups[0].n_blocks * choice.fit.plan.config.block_size
+
+
+def bytes_of(choice: ContextChoice) -> int:
+    return choice.fit.plan.n_bytes(0)
+
+
+def test_the_context_is_what_the_model_was_trained_for(path: Path) -> None:
+    choice = context(path, None)
+    assert choice.n_ctx == choice.split.options.n_ctx == 2048
+    assert tokens_held(choice) == 2 * 2048
+    assert choice.notice is None
+
+
+def test_a_context_that_was_asked_for_is_taken(path: Path) -> None:
+    choice = context(path, 100)
+    assert choice.n_ctx == choice.split.options.n_ctx == 100
+    assert tokens_held(choice) == 2 * 128
+
+
+def test_it_is_cut_to_what_fits_and_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = bytes_of(context(path, 512, n_parallel=1))
+    monkeypatch.setattr(defaults, "host_bytes", lambda: 16 * one)
+    choice = context(path, None)
+    assert choice.n_ctx == choice.split.options.n_ctx == 512
+    assert tokens_held(choice) == 512
+    assert bytes_of(choice) <= one
+    assert choice.notice is not None
+    assert "the context is 512 tokens: the model's 2048 do not fit" in choice.notice
+    assert "-ctk q8_0" in choice.notice
+    smaller = context(path, None, "q8_0")
+    assert 512 < smaller.n_ctx < 2048
+    assert f"it would be {smaller.n_ctx}" in choice.notice
+
+
+def test_limits_of_the_cache_cut_the_context(path: Path) -> None:
+    choice = context(path, None, max_tokens=640)
+    assert choice.n_ctx == 640
+    assert tokens_held(choice) == 640
+
+
+def test_an_llm_with_defaults_says_what_it_chose(path: Path) -> None:
+    with LLM(path) as llm:
+        assert llm.n_ctx == 2048
+        assert llm.chosen_devices is None or llm.chosen_devices.startswith("devices: ")
+        assert llm.warm_up is not None
+    with LLM(path, devices="cpu", n_ctx=64) as llm:
+        assert llm.chosen_devices is None
