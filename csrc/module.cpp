@@ -258,12 +258,12 @@ NB_MODULE(_core, m) {
     nb::class_<Batch>(m, "Batch", "Where a batch reads and writes in one group of cache layers.")
         .def(nb::init<>())
         .def("set", &set_batch, "slots"_a, "sequences"_a);
-    nb::class_<Group>(m, "Group", "Where programs of several devices meet.")
+    nb::class_<Group>(m, "Group", "Where programs of several devices exchange data.")
         .def(nb::init<int>(), "n_devices"_a)
         .def_prop_ro("n_devices", &Group::n_devices)
         .def("abort", &Group::abort)
         .def("reset", &Group::reset);
-    nb::exception<HungUp>(m, "HungUpError");
+    nb::exception<Aborted>(m, "HungUpError");
     bind_program(m);
     nb::class_<Team>(m, "Team", "Runs the programs of several devices at the same time; the first on the caller's thread.")
         .def(nb::init<int>(), "n_devices"_a)

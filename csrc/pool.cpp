@@ -60,7 +60,7 @@ void Pool::Free::operator()(uint8_t* p) const { std::free(p); }
 
 Pool::Pool(int n_threads, const std::string& instruction_set, std::vector<int> cores, AttendanceLimits limits)
     : kernels_(kernels_for(instruction_set)), n_threads_(n_threads), cores_(std::move(cores)),
-      seats_(std::max(n_threads, 0)), attendance_(std::max(n_threads, 0), limits), barrier_(n_threads) {
+      states_(std::max(n_threads, 0)), attendance_(std::max(n_threads, 0), limits), barrier_(n_threads) {
     if (n_threads < 1) throw std::invalid_argument("a pool needs at least one thread");
     for (int t = 0; t < n_threads; t++) {
         auto* memory = static_cast<uint8_t*>(std::aligned_alloc(64, kScratchBytes));
@@ -78,14 +78,14 @@ Pool::~Pool() {
 }
 
 void Pool::call(int thread) {
-    seats_[thread].n_calls.fetch_add(1, std::memory_order_acq_rel);
-    seats_[thread].n_calls.notify_one();
+    states_[thread].n_calls.fetch_add(1, std::memory_order_acq_rel);
+    states_[thread].n_calls.notify_one();
 }
 
 void Pool::assign_ranks() {
     int rank = 0;
     for (int t = 0; t < n_threads_; t++)
-        if (attendance_.is_present(t)) seats_[t].rank = rank++;
+        if (attendance_.is_present(t)) states_[t].rank = rank++;
     barrier_.resize(rank);
 }
 
@@ -93,7 +93,7 @@ void Pool::run(const Work& work) {
     const CoreBinding binding = bind_caller();
     work_ = &work;
     position_ = 0;
-    seats_[0].is_measured = false;
+    states_[0].is_measured = false;
     called_at_ = is_measuring() ? now_ns() : 0;
     if (called_at_) start_measuring(0, called_at_);
     for (int t = 1; t < n_threads_; t++)
@@ -104,17 +104,17 @@ void Pool::run(const Work& work) {
 
 void Pool::serve(int thread) {
     if (thread < static_cast<int>(cores_.size())) bind_to_core(cores_[thread]);
-    Seat& seat = seats_[thread];
+    ThreadState& state = states_[thread];
     bool is_away = false;
     for (uint32_t n_seen = 0;; n_seen++) {
         int64_t waited = kStayAwakeNs;
         if (is_away)
-            seat.n_calls.wait(n_seen, std::memory_order_acquire);  // sleeps at once: another program uses the core
+            state.n_calls.wait(n_seen, std::memory_order_acquire);  // sleeps at once: another program uses the core
         else
-            waited = await_change(seat.n_calls, n_seen);
+            waited = await_change(state.n_calls, n_seen);
         if (is_closing_.load(std::memory_order_acquire)) return;
-        seat.n_dismissals_seen = seat.n_dismissals.load(std::memory_order_relaxed);
-        seat.is_measured = false;
+        state.n_dismissals_seen = state.n_dismissals.load(std::memory_order_relaxed);
+        state.is_measured = false;
         // If the thread is late without having slept, another program used its core. The time to wake up does not
         // count.
         if (is_measuring()) start_measuring(thread, waited < kStayAwakeNs && called_at_ ? called_at_ : now_ns());
@@ -123,7 +123,7 @@ void Pool::serve(int thread) {
     }
 }
 
-bool Pool::meet(int thread, int64_t position) {
+bool Pool::rendezvous(int thread, int64_t position) {
     if (n_threads_ == 1) return true;
     if (attendance_.n_present() == 1) {
         if (attendance_.is_trial_due(now_ns())) review(position);
@@ -133,7 +133,7 @@ bool Pool::meet(int thread, int64_t position) {
         if (is_measuring() || attendance_.n_present() < n_threads_) review(position);
     });
     // Compares counts, because a late thread may already have been called again.
-    return seats_[thread].n_dismissals.load(std::memory_order_relaxed) == seats_[thread].n_dismissals_seen;
+    return states_[thread].n_dismissals.load(std::memory_order_relaxed) == states_[thread].n_dismissals_seen;
 }
 
 template <class OnLast>
@@ -147,22 +147,22 @@ void Pool::wait_at_barrier(int thread, int64_t min_wall, OnLast&& on_last) {
 }
 
 void Pool::start_measuring(int thread, int64_t start) {
-    Seat& seat = seats_[thread];
-    seat.is_measured = true;
-    seat.start = start;
-    seat.cpu_start = thread_cpu_ns();
+    ThreadState& state = states_[thread];
+    state.is_measured = true;
+    state.start = start;
+    state.cpu_start = thread_cpu_ns();
 }
 
 // Reports the loss since the last report, if that is at least `min_wall` ago: reading the CPU time is a system call.
 void Pool::measure(int thread, int64_t min_wall) {
-    Seat& seat = seats_[thread];
+    ThreadState& state = states_[thread];
     const int64_t now = now_ns();
-    if (!seat.is_measured) return start_measuring(thread, now);
-    const int64_t wall = now - seat.start;
+    if (!state.is_measured) return start_measuring(thread, now);
+    const int64_t wall = now - state.start;
     if (wall < min_wall) return;
-    const int64_t cpu_start = seat.cpu_start;
+    const int64_t cpu_start = state.cpu_start;
     start_measuring(thread, now);
-    attendance_.report(thread, wall, wall - (seat.cpu_start - cpu_start));
+    attendance_.report(thread, wall, wall - (state.cpu_start - cpu_start));
 }
 
 // Runs on one thread while the other threads that take part are at the barrier.
@@ -173,7 +173,7 @@ void Pool::review(int64_t position) {
     if (!change) return;
     assign_ranks();
     if (!change->is_back) {
-        seats_[change->thread].n_dismissals.fetch_add(1, std::memory_order_relaxed);
+        states_[change->thread].n_dismissals.fetch_add(1, std::memory_order_relaxed);
         return;
     }
     measure_for(kMeasureFor);

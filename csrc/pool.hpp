@@ -34,7 +34,7 @@ private:
 // If other programs use the cores, some of the pool's threads do not take part, see attendance.hpp.
 class Pool {
 public:
-    // One thread's work in a call, from `position` on (0, or where it joined). Returns false if `meet` dismissed it.
+    // One thread's work in a call, from `position` on (0, or where it joined). Returns false if `rendezvous` dismissed it.
     using Work = std::function<bool(int thread, int64_t position)>;
 
     // `cores`: the core of each thread, the caller's included. Empty: threads are not bound to cores.
@@ -61,12 +61,12 @@ public:
 
     // The worker of a thread. Its number is its rank among the threads that take part.
     Worker worker(int thread, std::atomic<int64_t>* next) const {
-        return {seats_[thread].rank, attendance_.n_present(), next, scratch_[thread].get()};
+        return {states_[thread].rank, attendance_.n_present(), next, scratch_[thread].get()};
     }
 
     // Barrier of all threads that take part in a call; threads that join here begin at `position`. False: this thread
     // is dismissed and must return from its work; the call continues without it.
-    bool meet(int thread, int64_t position);
+    bool rendezvous(int thread, int64_t position);
 
     // Measures the threads' losses to other programs for `duration` nanoseconds, also without a long wait before.
     void measure_for(int64_t duration) { measure_until_.store(now_ns() + duration, std::memory_order_relaxed); }
@@ -78,7 +78,7 @@ public:
 
 private:
     // State of one thread, on its own cache line.
-    struct alignas(64) Seat {
+    struct alignas(64) ThreadState {
         std::atomic<uint32_t> n_calls{0};       // calls to take part
         std::atomic<uint32_t> n_dismissals{0};  // dismissals from a call, at a barrier
         uint32_t n_dismissals_seen = 0;
@@ -101,7 +101,7 @@ private:
     const int n_threads_;
     const std::vector<int> cores_;
     std::vector<std::unique_ptr<uint8_t[], Free>> scratch_;
-    std::vector<Seat> seats_;
+    std::vector<ThreadState> states_;
     Attendance attendance_;
     Barrier barrier_;
     const Work* work_ = nullptr;

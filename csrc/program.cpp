@@ -12,13 +12,13 @@ void Program::add(Step step, double work) {
     steps_.push_back({std::move(step), is_shared, std::make_unique<std::atomic<int64_t>>(0)});
 }
 
-void Program::add_meeting(std::function<bool()> meet) {
-    add([this, meet](const Worker&) { if (!meet()) has_failed_.store(true); }, 0);
+void Program::add_rendezvous(std::function<bool()> rendezvous) {
+    add([this, rendezvous](const Worker&) { if (!rendezvous()) has_failed_.store(true); }, 0);
 }
 
 void Program::add_all_reduce(std::shared_ptr<Group> group, int device, const float* x, float* out, int64_t n) {
     constexpr int64_t kChunk = 4096;
-    add_meeting([=] { return group->show(device, x); });
+    add_rendezvous([=] { return group->show(device, x); });
     const auto sum = [this, group, out, n_all = n, rows = rows_](const Worker& worker) {
         int64_t n = n_all;
         rescale(n, n_rows(rows), rows.n_planned);
@@ -33,11 +33,11 @@ void Program::add_all_reduce(std::shared_ptr<Group> group, int device, const flo
         }
     };
     add([this, sum](const Worker& worker) { if (!has_failed_.load()) sum(worker); }, static_cast<double>(n) * 0.3);
-    add_meeting([=] { return group->leave(); });
+    add_rendezvous([=] { return group->leave(); });
 }
 
 void Program::add_exchange(std::shared_ptr<Group> group, int device, const float* x, std::vector<Piece> pieces) {
-    add_meeting([=] { return group->show(device, x); });
+    add_rendezvous([=] { return group->show(device, x); });
     add([this, group, pieces = std::move(pieces)](const Worker& worker) {
         if (has_failed_.load()) return;
         for (const Piece& piece : pieces) {  // on the first thread
@@ -47,7 +47,7 @@ void Program::add_exchange(std::shared_ptr<Group> group, int device, const float
             kernels().copy(copy, {0, 1, &next, worker.scratch});
         }
     }, 0);
-    add_meeting([=] { return group->leave(); });
+    add_rendezvous([=] { return group->leave(); });
 }
 
 void Program::run(int64_t n_tokens, int64_t n_outputs) {
@@ -66,7 +66,7 @@ void Program::run_batch() {
         const CoreBinding binding = pool_->bind_caller();
         for (auto& entry : steps_) entry.step({0, 1, entry.next.get(), pool_->worker(0, nullptr).scratch});
     }
-    if (has_failed_.load()) throw HungUp();
+    if (has_failed_.load()) throw Aborted();
 }
 
 bool Program::run_thread(int thread, size_t first) {
@@ -77,7 +77,7 @@ bool Program::run_thread(int thread, size_t first) {
         else if (thread == 0)
             entry.step({0, 1, entry.next.get(), pool_->worker(0, nullptr).scratch});
         const bool is_next_shared = i + 1 < steps_.size() && steps_[i + 1].is_shared;
-        if ((entry.is_shared || is_next_shared) && !pool_->meet(thread, static_cast<int64_t>(i) + 1)) return false;
+        if ((entry.is_shared || is_next_shared) && !pool_->rendezvous(thread, static_cast<int64_t>(i) + 1)) return false;
     }
     return true;
 }

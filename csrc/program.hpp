@@ -14,8 +14,8 @@
 
 namespace motley {
 
-struct HungUp : std::runtime_error {
-    HungUp() : std::runtime_error("another device of the group has failed") {}
+struct Aborted : std::runtime_error {
+    Aborted() : std::runtime_error("another device of the group has failed") {}
 };
 
 class Program {
@@ -55,14 +55,14 @@ public:
     void add_exchange(std::shared_ptr<Group> group, int device, const float* x, std::vector<Piece> pieces);
 
     void add_send(std::shared_ptr<Group> group, int device, int target, const float* x, int64_t n) {
-        add_meeting([=] { return group->send(device, target, x, n); });
+        add_rendezvous([=] { return group->send(device, target, x, n); });
     }
     void add_receive(std::shared_ptr<Group> group, int device, int source, float* out) {
-        add_meeting([=] { return group->receive(source, device, out); });
+        add_rendezvous([=] { return group->receive(source, device, out); });
     }
 
     // Runs a batch with these numbers of tokens and outputs, at most the planned ones; -1: the planned ones. Throws
-    // HungUp if another device of a group has failed.
+    // Aborted if another device of a group has failed.
     void run(int64_t n_tokens = -1, int64_t n_outputs = -1);
 
     // Sets the batch's sizes for programs that are started together (team.hpp).
@@ -83,7 +83,7 @@ private:
         std::unique_ptr<std::atomic<int64_t>> next;
     };
     bool run_thread(int thread, size_t first);
-    void add_meeting(std::function<bool()> meet);
+    void add_rendezvous(std::function<bool()> rendezvous);
 
     int64_t n_rows(const RowCount& rows) const {
         return rows.kind == kAllRows || n_actual_[rows.kind] < 0 ? rows.n_planned : n_actual_[rows.kind];

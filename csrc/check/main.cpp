@@ -22,6 +22,6 @@ int main() {
     check_changing_threads();
     std::puts("threads leave and come back");
     check_group();
-    std::puts("devices meet");
+    std::puts("devices in a group");
     return 0;
 }

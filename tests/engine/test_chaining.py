@@ -15,15 +15,15 @@ import torch
 
 from motley import LLM
 from motley.engine import Engine, Request, SamplingParams
-from motley.engine.choosing import HostChooser, Pending, Turn
+from motley.engine.choosing import ChoiceRow, HostChooser, Pending
 from motley.runtime import Runner
 
 
 class ChainingChooser(HostChooser):
     """Chooses at once, and keeps the tokens "on the device"; an error is a token below 0, as there."""
 
-    def choose(self, logits: torch.Tensor, turns: Sequence[Turn]) -> Pending:
-        found = super().choose(logits, turns).tokens()
+    def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
+        found = super().choose(logits, rows).tokens()
         ids = [token if isinstance(token, int) else 0 for token in found]
         return Pending(lambda: found, torch.tensor(ids, dtype=torch.int32))
 

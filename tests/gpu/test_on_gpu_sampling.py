@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "engine"))
 from draws import follow, probabilities
 
 from motley import LLM
-from motley.engine.choosing import GpuChooser, HostChooser, Turn
+from motley.engine.choosing import ChoiceRow, GpuChooser, HostChooser
 from motley.engine.sampling import SamplingParams, build_sampler
 from motley.errors import RequestError
 
@@ -40,14 +40,14 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("spread", [0.5, 2.0, 5.0])
 def test_it_chooses_what_the_cpu_chooses(spread: float) -> None:
     """Of rows of a real vocabulary's size. Where two scores are closer than float32 can tell they may differ."""
-    n_vocab, turns = 128_256, []
+    n_vocab, rows = 128_256, []
     for i in range(96):
         sampler = build_sampler(SamplingParams(seed=i, **SETTINGS[i % len(SETTINGS)]))
-        turns.append(Turn(sampler, [3, 5, 5, 100 + i, 7], i))
+        rows.append(ChoiceRow(sampler, [3, 5, 5, 100 + i, 7], i))
     generator = torch.Generator().manual_seed(int(spread * 10))
     logits = spread * torch.randn(96, n_vocab, generator=generator)
-    expected = HostChooser().choose(logits.clone(), turns).tokens()
-    found = GpuChooser(torch.device("cuda:0")).choose(logits.cuda(), turns).tokens()
+    expected = HostChooser().choose(logits.clone(), rows).tokens()
+    found = GpuChooser(torch.device("cuda:0")).choose(logits.cuda(), rows).tokens()
     different = [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b]
     assert len(different) <= 1, different
 
@@ -58,16 +58,16 @@ def test_draws_follow_the_distribution(setting: dict[str, Any], temperature: flo
     row, n = torch.linspace(-1, 2, 30), 20_000
     sampler = build_sampler(SamplingParams(seed=3, **setting | {"temperature": 0.9}))
     chooser = GpuChooser(torch.device("cuda:0"))
-    turns = [Turn(sampler, (), index) for index in range(n)]
-    drawn = chooser.choose(row.repeat(n, 1).cuda(), turns).tokens()
+    rows = [ChoiceRow(sampler, (), index) for index in range(n)]
+    drawn = chooser.choose(row.repeat(n, 1).cuda(), rows).tokens()
     assert follow(drawn, probabilities(row.double().numpy(), temperature)) == is_right
 
 
 def test_a_broken_row_is_an_error_of_its_own() -> None:
     logits = torch.zeros(3, 5000, device="cuda:0")
     logits[1, 4999] = math.nan
-    turns = [Turn(build_sampler(SamplingParams(seed=1)), (), 0) for _ in range(3)]
-    first, error, last = GpuChooser(torch.device("cuda:0")).choose(logits, turns).tokens()
+    rows = [ChoiceRow(build_sampler(SamplingParams(seed=1)), (), 0) for _ in range(3)]
+    first, error, last = GpuChooser(torch.device("cuda:0")).choose(logits, rows).tokens()
     assert isinstance(error, RequestError)
     assert isinstance(first, int)
     assert isinstance(last, int)

@@ -5,7 +5,7 @@ Needs Triton, so it is imported where a GPU is used, and nowhere else.
 
 from motley.backends.cuda.compiling import Compiler, Job, Manifest, Target, can_compile_ahead, recording
 from motley.backends.cuda.kernels.sample import NONE_LEFT
-from motley.backends.cuda.sampler import DeviceSampler, Wish
+from motley.backends.cuda.sampler import DeviceSampler, RowSettings
 
 __all__ = [
     "NONE_LEFT",
@@ -13,8 +13,8 @@ __all__ = [
     "DeviceSampler",
     "Job",
     "Manifest",
+    "RowSettings",
     "Target",
-    "Wish",
     "can_compile_ahead",
     "recording",
 ]

@@ -1,8 +1,8 @@
 """Chooses the next token of each request from the logits of a batch, on the device of the logits.
 
     chooser = chooser_for(device)
-    pending = chooser.choose(logits, turns)    # a GPU begins; the host may do something else meanwhile
-    for turn, found in zip(turns, pending.tokens(), strict=True): …    # a token id, or the request's own error
+    pending = chooser.choose(logits, rows)    # a GPU begins; the host may do something else meanwhile
+    for row, found in zip(rows, pending.tokens(), strict=True): …    # a token id, or the request's own error
 
 On the CPU this uses `sampling`, on a GPU `backends.gpu`, with the same random numbers. Both draw from the same
 distribution; if two scores are equal or differ by less than float32's precision, they may choose differently.
@@ -35,7 +35,7 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChoiceRow:
     """A request that gets a token in this step."""
 
     sampler: Sampler
@@ -44,7 +44,7 @@ class Turn:
 
 
 class Chooser(Protocol):
-    def choose(self, logits: torch.Tensor, turns: Sequence[Turn]) -> Pending:
+    def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
         """Starts to choose a token for each row of `logits`. May overwrite `logits`."""
         ...
 
@@ -57,13 +57,12 @@ def chooser_for(device: torch.device) -> Chooser:
 class HostChooser:
     """Chooses on the CPU, as `sampling` specifies."""
 
-    def choose(self, logits: torch.Tensor, turns: Sequence[Turn]) -> Pending:
-        lists = shortlist(logits, [turn.sampler for turn in turns], [turn.history for turn in turns])
+    def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
+        lists = shortlist(logits, [row.sampler for row in rows], [row.history for row in rows])
 
         def found() -> list[Found]:
             return [
-                _or_error(turn.sampler.pick, each, turn.index)
-                for turn, each in zip(turns, lists, strict=True)
+                _or_error(row.sampler.pick, each, row.index) for row, each in zip(rows, lists, strict=True)
             ]
 
         return Pending(found)
@@ -79,13 +78,13 @@ class GpuChooser:
         self._host = HostChooser()
         self._few_rows = _FEW_ROWS
 
-    def choose(self, logits: torch.Tensor, turns: Sequence[Turn]) -> Pending:
-        if len(turns) <= self._few_rows and all(_has_short_list(turn) for turn in turns):
-            return self._host.choose(logits, turns)
-        from motley.backends.gpu import Wish
+    def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
+        if len(rows) <= self._few_rows and all(_has_short_list(row) for row in rows):
+            return self._host.choose(logits, rows)
+        from motley.backends.gpu import RowSettings
 
-        wishes = [
-            Wish(
+        settings = [
+            RowSettings(
                 temperature=params.temperature,
                 top_k=params.top_k,
                 top_p=params.top_p,
@@ -94,27 +93,27 @@ class GpuChooser:
                 repeat=params.repeat_penalty,
                 frequency=params.frequency_penalty,
                 presence=params.presence_penalty,
-                key=turn.sampler.key,
-                index=turn.index,
-                edits=_edits(turn),
+                key=row.sampler.key,
+                index=row.index,
+                edits=_edits(row),
             )
-            for turn in turns
-            for params in (turn.sampler.params,)
+            for row in rows
+            for params in (row.sampler.params,)
         ]
-        pending = self._sampler.launch(logits, wishes)
+        pending = self._sampler.launch(logits, settings)
         return Pending(
-            lambda: [_or_error(_token, number) for number in pending.ids()], self._sampler.chosen(len(turns))
+            lambda: [_or_error(_token, number) for number in pending.ids()], self._sampler.chosen(len(rows))
         )
 
 
-def _has_short_list(turn: Turn) -> bool:
-    params = turn.sampler.params
+def _has_short_list(row: ChoiceRow) -> bool:
+    params = row.sampler.params
     return not params.is_greedy and 0 < params.top_k <= _SHORT_LIST
 
 
-def _edits(turn: Turn) -> dict[int, tuple[int, float]]:
+def _edits(row: ChoiceRow) -> dict[int, tuple[int, float]]:
     """By token id: (how often penalties count the token, its bias)."""
-    bias, recent = turn.sampler.params.logit_bias, turn.sampler.recent(turn.history)
+    bias, recent = row.sampler.params.logit_bias, row.sampler.recent(row.history)
     if not bias and not recent:
         return {}
     edits = {token: (count, bias.get(token, 0.0)) for token, count in Counter(recent).items()}

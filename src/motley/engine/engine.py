@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from motley.engine.choosing import Chooser, Found, Pending, Turn, chooser_for
+from motley.engine.choosing import ChoiceRow, Chooser, Found, Pending, chooser_for
 from motley.engine.effort import Efforts
 from motley.engine.params import SamplingParams
 from motley.engine.request import CANCELLED, ContextShift, Request, TextStream
@@ -180,7 +180,7 @@ class Engine:
             return step, [], []
         if self._chooser is None:
             self._chooser = chooser_for(logits.device)
-        chosen = self._chooser.choose(logits, [Turn(r.sampler, r.tokens, r.n_generated) for r in ready])
+        chosen = self._chooser.choose(logits, [ChoiceRow(r.sampler, r.tokens, r.n_generated) for r in ready])
         self._ahead = self._plan_ahead()  # a GPU is still computing
         self._begin_ahead(chosen, ready)
         return step, ready, chosen.tokens()

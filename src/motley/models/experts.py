@@ -25,8 +25,8 @@ def _routed(layer: LayerBuilder, x: Tensor, experts: ExpertParams, function: str
     n_experts, n_ff, n_embd = experts.n_experts, experts.n_ff, x.shape[1]
     logits = layer.linear(x, "ffn_gate_inp", n_experts, layer.role())
     bias = [layer.vector("exp_probs_b.bias", n_experts)] if layer.has("exp_probs_b.bias") else []
-    n_most = layer.model.batch.n_experts or experts.n_used
-    route = Route(n_most, experts.score, experts.n_groups, experts.n_groups_used)
+    max_experts = layer.model.batch.n_experts or experts.n_used
+    route = Route(max_experts, experts.score, experts.n_groups, experts.n_groups_used)
     ids = route(logits, layer.model.n_expert_used, *bias, name=layer.label("ffn_expert_ids"))
     weigh = RouteWeights(experts.score, experts.normalizes, experts.scale)
     weights = weigh(logits, ids, name=layer.label("ffn_expert_weights"))

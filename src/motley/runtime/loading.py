@@ -89,7 +89,7 @@ class _Loader:
             if isinstance(loaded, PackedTensor) and _share_memory(loaded.data, whole.data):
                 _read_ahead(self._spec, op.source)
             else:
-                _forget(self._spec, op.source)
+                _release_source(self._spec, op.source)
         return self._memo[key]
 
 
@@ -97,7 +97,7 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def _forget(spec: ModelSpec, name: str) -> None:
+def _release_source(spec: ModelSpec, name: str) -> None:
     """Releases a copied tensor's pages of the mapped file; reading the tensor maps them again."""
     if sys.platform == "linux":
         _advise(spec, name, mmap.MADV_DONTNEED)

@@ -79,12 +79,12 @@ class Runner:
         """
         extents = [Extent(c.sequence, c.start, c.n_tokens) for c in batch.chunks]
         inputs = {"positions": batch.positions(), "output_rows": batch.output_rows()}
-        n_most = 0
+        max_experts = 0
         if self._experts is not None:
             inputs[N_EXPERT_USED] = batch.n_experts(self._experts.n_used)
-            n_most = _most_experts(max(inputs[N_EXPERT_USED], default=0), self._experts)
+            max_experts = _max_experts(max(inputs[N_EXPERT_USED], default=0), self._experts)
         return PlacedBatch(
-            BatchShape(batch.n_tokens, batch.n_outputs, batch.n_layers, n_most),
+            BatchShape(batch.n_tokens, batch.n_outputs, batch.n_layers, max_experts),
             {name: _int32(numbers) for name, numbers in inputs.items()},
             tuple(group_batches(manager, extents)),
         )
@@ -190,7 +190,7 @@ def _graph_of(split: ModelSplit, device: int, shape: BatchShape) -> Graph:
     return split.share(device, shape).graph
 
 
-def _most_experts(n_used: int, experts: ExpertParams) -> int:
+def _max_experts(n_used: int, experts: ExpertParams) -> int:
     """`BatchShape.n_experts` for a batch whose tokens use up to `n_used`: powers of two, so that plans are few."""
     if n_used <= experts.n_used:
         return 0

@@ -147,11 +147,11 @@ def inert_batch(
 
 
 def _rehearse_sampling(logits: torch.Tensor) -> None:
-    from motley.backends.gpu import DeviceSampler, Wish
+    from motley.backends.gpu import DeviceSampler, RowSettings
 
     if logits.device.type == "cuda":
-        wish = Wish(0.8, 40, edits={0: (1, 0.0)})
-        DeviceSampler(logits.device).launch(logits, [wish] * len(logits))
+        row_settings = RowSettings(0.8, 40, edits={0: (1, 0.0)})
+        DeviceSampler(logits.device).launch(logits, [row_settings] * len(logits))
 
 
 def _description(split: ModelSplit, cache: CachePlan) -> list[object]:

@@ -37,7 +37,7 @@ from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
 from motley.backends.cuda.planes import WeightPlanes, to_planes
-from motley.backends.cuda.sampler import DeviceSampler, Wish
+from motley.backends.cuda.sampler import DeviceSampler, RowSettings
 from motley.backends.cuda.support import GATE_FUNCTIONS
 from motley.formats import PackedTensor, get_format
 from motley.graph.ops import SIGMOID, SOFTMAX, Route, RouteWeights
@@ -153,8 +153,8 @@ def product_cases(kind: str) -> Iterator[Case]:
 
 
 def sampling_cases() -> Iterator[Case]:
-    sampler, wish = DeviceSampler(torch.device("cpu")), Wish(0.8, 40, edits={3: (1, 0.5)})
-    yield "sample", partial(sampler.launch, torch.zeros(2, 128256), [wish, wish])
+    sampler, row_settings = DeviceSampler(torch.device("cpu")), RowSettings(0.8, 40, edits={3: (1, 0.5)})
+    yield "sample", partial(sampler.launch, torch.zeros(2, 128256), [row_settings, row_settings])
 
 
 def expert_cases(kind: str) -> Iterator[Case]:

@@ -20,7 +20,7 @@ import motley
 from motley.backends import get_backend
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.compiling import Compiler, Job, Target, recording
-from motley.backends.cuda.sampler import DeviceSampler, Wish
+from motley.backends.cuda.sampler import DeviceSampler, RowSettings
 from motley.gguf import read_spec
 from motley.kvcache.arena import GroupBatch, SequenceTable
 from motley.kvcache.types import get_cache_type
@@ -72,15 +72,15 @@ def rehearse(n_parallel: int, batches: list[list[int]]) -> tuple[dict[Job, None]
     with recording(known):
         for shape, longest in rehearsals(N_BATCH, n_parallel):
             logits = runner.run(inert_batch(shape, longest, fit.plan), [0] * shape.n_tokens, ())
-            sampler.launch(logits, [Wish(0.8, 40, edits={0: (1, 0.0)})] * len(logits))
+            sampler.launch(logits, [RowSettings(0.8, 40, edits={0: (1, 0.0)})] * len(logits))
     print(f"{len(known)} kernels")
     unknown = 0
     for rows in batches:
         met: dict[Job, None] = {}
         with recording(met):
             logits = runner.run(placed(rows), [1] * sum(rows), ())
-            wishes = [Wish(0.7, 0, 0.9, edits={i: (1, 0.5)}) for i in range(len(logits))]
-            sampler.launch(logits, wishes)
+            settings = [RowSettings(0.7, 0, 0.9, edits={i: (1, 0.5)}) for i in range(len(logits))]
+            sampler.launch(logits, settings)
         for job in met.keys() - known.keys():
             print(f"a batch of {rows} compiles {job.name}: {job.data}")
             unknown += 1

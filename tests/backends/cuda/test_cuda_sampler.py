@@ -23,9 +23,9 @@ from draws import follow, probabilities
 from motley.backends.cuda.kernels import noise as noise_kernel
 from motley.backends.cuda.kernels import sample as kernels
 from motley.backends.cuda.kernels.noise import noise_of, noise_of_run
-from motley.backends.cuda.sampler import CHUNK, DeviceSampler, Wish
+from motley.backends.cuda.sampler import CHUNK, DeviceSampler, RowSettings
 from motley.engine import noise
-from motley.engine.choosing import Found, GpuChooser, HostChooser, Turn
+from motley.engine.choosing import ChoiceRow, Found, GpuChooser, HostChooser
 from motley.engine.sampling import SamplingParams, build_sampler
 from motley.errors import RequestError
 
@@ -66,12 +66,14 @@ def random_rows(n_rows: int, seed: int, spread: float = 2.0, n_vocab: int = VOCA
     return spread * torch.randn(n_rows, n_vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def turns_of(settings: Sequence[dict[str, Any]], seed: int = 0, history: Sequence[int] = ()) -> list[Turn]:
+def turns_of(
+    settings: Sequence[dict[str, Any]], seed: int = 0, history: Sequence[int] = ()
+) -> list[ChoiceRow]:
     samplers = [build_sampler(SamplingParams(seed=seed + i, **setting)) for i, setting in enumerate(settings)]
-    return [Turn(sampler, history, i) for i, sampler in enumerate(samplers)]
+    return [ChoiceRow(sampler, history, i) for i, sampler in enumerate(samplers)]
 
 
-def both(logits: torch.Tensor, turns: Sequence[Turn]) -> tuple[list[Found], list[Found]]:
+def both(logits: torch.Tensor, turns: Sequence[ChoiceRow]) -> tuple[list[Found], list[Found]]:
     expected = HostChooser().choose(logits.clone(), turns).tokens()
     return expected, InterpretedChooser().choose(logits.clone(), turns).tokens()
 
@@ -117,8 +119,10 @@ def test_it_chooses_what_the_cpu_chooses(seed: int) -> None:
 
 
 def test_all_ways_to_find_candidates_are_used_here() -> None:
-    wishes = [Wish(s["temperature"], **{k: v for k, v in s.items() if k != "temperature"}) for s in SETTINGS]
-    assert {wish.mode(VOCAB) for wish in wishes} == set(range(6))
+    settings = [
+        RowSettings(s["temperature"], **{k: v for k, v in s.items() if k != "temperature"}) for s in SETTINGS
+    ]
+    assert {row_settings.mode(VOCAB) for row_settings in settings} == set(range(6))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -171,7 +175,7 @@ def test_draws_follow_the_distribution(setting: dict[str, Any], temperature: flo
     """With filters and without; a wrong temperature is found out."""
     row, n = torch.linspace(-1, 1, 4), 60
     sampler = build_sampler(SamplingParams(seed=3, **setting | {"temperature": 0.5}))
-    turns = [Turn(sampler, (), index) for index in range(n)]
+    turns = [ChoiceRow(sampler, (), index) for index in range(n)]
     drawn = InterpretedChooser().choose(row.repeat(n, 1), turns).tokens()
     assert follow(drawn, probabilities(row.double().numpy(), temperature)) == is_right
 

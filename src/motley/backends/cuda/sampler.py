@@ -22,7 +22,7 @@ _BLOCK = 1024  # candidates that a program reads at a time
 
 
 @dataclass(frozen=True)
-class Wish:
+class RowSettings:
     """Sampling parameters of one row. The field names are those of `motley.engine.SamplingParams`."""
 
     temperature: float
@@ -62,17 +62,17 @@ class DeviceSampler:
         self._n_rows = self._n_chunks = 0
         self._allocate_numbers(1024)
 
-    def launch(self, logits: torch.Tensor, wishes: Sequence[Wish]) -> Pending:
+    def launch(self, logits: torch.Tensor, settings: Sequence[RowSettings]) -> Pending:
         """Start sampling a token for each row of `logits` (rows, vocab) float32. Edits change the logits in place."""
         with torch.cuda.device(self._device) if self._is_gpu else nullcontext():  # for kernel launches
-            return self._launch(logits, wishes)
+            return self._launch(logits, settings)
 
-    def _launch(self, logits: torch.Tensor, wishes: Sequence[Wish]) -> Pending:
-        assert logits.shape[0] == len(wishes)
+    def _launch(self, logits: torch.Tensor, settings: Sequence[RowSettings]) -> Pending:
+        assert logits.shape[0] == len(settings)
         assert logits.dtype == torch.float32
         assert logits.stride(1) == 1
         n_rows, n_vocab = logits.shape
-        n_edits = self._stage(wishes, n_vocab)
+        n_edits = self._stage(settings, n_vocab)
         self._make_room(n_rows, triton.cdiv(n_vocab, CHUNK))
         rows, edits = self._there, self._there[n_rows * ROW_WORDS :]
         if n_edits:
@@ -101,18 +101,18 @@ class DeviceSampler:
         """The last batch's ids on the device, int32. The next batch can use them without a copy to the host."""
         return self._chosen[:n_rows]
 
-    def _stage(self, wishes: Sequence[Wish], n_vocab: int) -> int:
+    def _stage(self, settings: Sequence[RowSettings], n_vocab: int) -> int:
         """Copy all rows' parameters and edits to the device. Returns the number of edits."""
-        n_edits = sum(len(wish.edits) for wish in wishes)
-        n_words = ROW_WORDS * len(wishes) + EDIT_WORDS * n_edits
+        n_edits = sum(len(wanted.edits) for wanted in settings)
+        n_words = ROW_WORDS * len(settings) + EDIT_WORDS * n_edits
         if n_words > len(self._here):
             self._allocate_numbers(2 * n_words)
         if self._copied is not None:
             self._copied.synchronize()  # the last batch's copy from pinned memory is complete
         words: npt.NDArray[np.int32] = self._here.numpy()
-        _write_rows(words[: ROW_WORDS * len(wishes)].reshape(-1, ROW_WORDS), wishes, n_vocab)
+        _write_rows(words[: ROW_WORDS * len(settings)].reshape(-1, ROW_WORDS), settings, n_vocab)
         if n_edits:
-            _write_edits(words[ROW_WORDS * len(wishes) : n_words].reshape(-1, EDIT_WORDS), wishes)
+            _write_edits(words[ROW_WORDS * len(settings) : n_words].reshape(-1, EDIT_WORDS), settings)
         self._there[:n_words].copy_(self._here[:n_words], non_blocking=True)
         return n_edits
 
@@ -148,25 +148,25 @@ class Pending:
         return self._ids.tolist()
 
 
-def _write_rows(words: npt.NDArray[np.int32], wishes: Sequence[Wish], n_vocab: int) -> None:
+def _write_rows(words: npt.NDArray[np.int32], settings: Sequence[RowSettings], n_vocab: int) -> None:
     numbers = words.view(np.float32)
-    for row, wish in enumerate(wishes):
+    for row, wanted in enumerate(settings):
         numbers[row, :7] = (
-            wish.temperature, wish.top_p, math.log(wish.min_p) if wish.min_p > 0 else -math.inf, wish.typical_p,
-            wish.repeat, wish.frequency, wish.presence,
+            wanted.temperature, wanted.top_p, math.log(wanted.min_p) if wanted.min_p > 0 else -math.inf,
+            wanted.typical_p, wanted.repeat, wanted.frequency, wanted.presence,
         )  # fmt: skip
-        low, high = wish.key & 0xFFFFFFFF, wish.key >> 32
+        low, high = wanted.key & 0xFFFFFFFF, wanted.key >> 32
         words.view(np.uint32)[row, 7:12] = (
-            wish.top_k if wish.top_k < n_vocab else 0, low, high, wish.index & 0xFFFFFFFF, wish.mode(n_vocab)
+            wanted.top_k if wanted.top_k < n_vocab else 0, low, high, wanted.index & 0xFFFFFFFF, wanted.mode(n_vocab)
         )  # fmt: skip
 
 
-def _write_edits(words: npt.NDArray[np.int32], wishes: Sequence[Wish]) -> None:
+def _write_edits(words: npt.NDArray[np.int32], settings: Sequence[RowSettings]) -> None:
     start = 0
-    for row, wish in enumerate(wishes):
-        stop = start + len(wish.edits)
+    for row, wanted in enumerate(settings):
+        stop = start + len(wanted.edits)
         words[start:stop, 0] = row
-        words[start:stop, 1] = list(wish.edits)
-        words[start:stop, 2] = [count for count, _ in wish.edits.values()]
-        words.view(np.float32)[start:stop, 3] = [bias for _, bias in wish.edits.values()]
+        words[start:stop, 1] = list(wanted.edits)
+        words[start:stop, 2] = [count for count, _ in wanted.edits.values()]
+        words.view(np.float32)[start:stop, 3] = [bias for _, bias in wanted.edits.values()]
         start = stop

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from motley.formats import FORMATS, PackedTensor
 from motley.graph.ops.matmul import cuts_whole_blocks
-from motley.graph.ops.rows import only_own
+from motley.graph.ops.rows import mask_unowned
 from motley.graph.tensor import I32, Op, Sample, Shape, Tensor, Way, draw, mirrored
 from motley.graph.values import Value, dense
 from motley.ownership import PARTIAL, Split, State, Word
@@ -224,7 +224,7 @@ class ExpertFfn(Op):
 
     def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
         x, ids, *rest = inputs
-        return self(x, only_own(ids, way.inputs[3], 0, device), *rest, name=name)
+        return self(x, mask_unowned(ids, way.inputs[3], 0, device), *rest, name=name)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         n_experts, k = 5, 2

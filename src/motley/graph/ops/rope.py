@@ -34,10 +34,10 @@ class Yarn:
     def ramp(self, n_dims: int, base: float) -> torch.Tensor:
         """The original frequency's share of the blend for each pair, 0 … 1. (n_dims / 2,)"""
 
-        def dim_that_turns(times: float) -> float:
+        def dim_of_rotations(times: float) -> float:
             return n_dims * math.log(self.original_context / (times * 2 * math.pi)) / (2 * math.log(base))
 
-        low, high = dim_that_turns(self.beta_fast), dim_that_turns(self.beta_slow)
+        low, high = dim_of_rotations(self.beta_fast), dim_of_rotations(self.beta_slow)
         if self.rounds:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, n_dims - 1)

@@ -46,7 +46,7 @@ class LocalIds(Op):
         yield Sample(LocalIds(word, rng.randrange(3)), (draw_ids(rng, 5, max(len(word), 1)),))
 
 
-def only_own(ids: Tensor, state: State, axis: int, device: int) -> Tensor:
+def mask_unowned(ids: Tensor, state: State, axis: int, device: int) -> Tensor:
     """`ids` as local ids of `device` if the indexed tensor is split along `axis`; otherwise `ids` unchanged."""
     is_cut = isinstance(state, Split) and state.axis == axis
     return LocalIds(state.word, device)(ids) if isinstance(state, Split) and is_cut else ids
@@ -88,7 +88,7 @@ class GetRows(Op):
 
     def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
         table, ids = inputs
-        return self(table, only_own(ids, way.inputs[0], 0, device), name=name)
+        return self(table, mask_unowned(ids, way.inputs[0], 0, device), name=name)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         rows = rng.randint(1, 9)
@@ -131,7 +131,7 @@ class SetRows(Op):
 
     def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
         table, ids, rows = inputs
-        return self(table, only_own(ids, way.inputs[0], 0, device), rows, name=name)
+        return self(table, mask_unowned(ids, way.inputs[0], 0, device), rows, name=name)
 
     def samples(self, rng: random.Random) -> Iterator[Sample]:
         n = rng.randint(0, 4)
