@@ -214,7 +214,7 @@ def test_types_of_k_and_v_can_be_said_apart(path: Path) -> None:
 def test_what_cannot_be_measured_is_refused(path: Path) -> None:
     for flags, message in (
         (["-n", "0", "-p", "0"], "nothing to measure"),
-        (["-d", "x"], "no list of numbers"),
+        (["-d", "x"], "is not a list of numbers"),
         (["--types", "f16", "-ctk", "q8_0"], "beside -ctk"),
         (["--shape", "llama-15m"], "two models"),
     ):

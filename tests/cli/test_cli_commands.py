@@ -37,7 +37,7 @@ print(CliRunner().invoke(app, ["--help"]).stdout)
 def test_an_unknown_command_is_refused(motley: Callable[..., Result]) -> None:
     result = motley("runn")
     assert result.exit_code == 2
-    assert "No such command 'runn'" in result.output
+    assert "error: no such command 'runn'\nhint: did you mean 'run'? motley --help" in result.output
 
 
 def test_the_package_gives_what_it_promises_and_nothing_else() -> None:

@@ -40,35 +40,44 @@ PromptTokens = Annotated[
     str, typer.Option("-p", "--n-prompt", metavar="N,…", help="Prompt lengths; 0: none.")
 ]
 NewTokens = Annotated[str, typer.Option("-n", "--n-gen", metavar="N,…", help="Tokens to decode; 0: none.")]
-Depths = Annotated[str, typer.Option("-d", "--n-depth", metavar="N,…", help="Tokens of context before that.")]
-Repetitions = Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Times each, after a warm-up.")]
+Depths = Annotated[str, typer.Option("-d", "--n-depth", metavar="N,…", help="Tokens already in the context.")]
+Repetitions = Annotated[
+    int, typer.Option("-r", "--repetitions", metavar="N", min=1, help="Runs of each test, after a warm-up.")
+]
 Types = Annotated[
     str | None,
-    typer.Option("--types", metavar="TYPE,…", help="KV cache types; K/V where they differ. Default: f16."),
+    typer.Option(
+        "--types", metavar="TYPE,…", help="KV cache types; K/V if they differ: q8_0/q4_0. Default: f16."
+    ),
 ]
 KTypes = Annotated[
     str | None,
-    typer.Option("-ctk", "--cache-type-k", metavar="TYPE,…", help="K's types alone, each with each of V's."),
+    typer.Option(
+        "-ctk",
+        "--cache-type-k",
+        metavar="TYPE,…",
+        help="Types of keys, each combined with each type of values.",
+    ),
 ]
 VTypes = Annotated[
     str | None,
-    typer.Option("-ctv", "--cache-type-v", metavar="TYPE,…", help="V's types alone, each with each of K's."),
+    typer.Option(
+        "-ctv",
+        "--cache-type-v",
+        metavar="TYPE,…",
+        help="Types of values, each combined with each type of keys.",
+    ),
 ]
 ShapeName = Annotated[
     str | None,
     typer.Option("--shape", metavar="NAME", help=f"Random weights instead of a file: {', '.join(SHAPES)}."),
 ]
 Weights = Annotated[
-    str, typer.Option("--weights", metavar="FORMAT,…", help="With --shape: formats of the matrices.")
+    str, typer.Option("--weights", metavar="FORMAT,…", help="With --shape: formats of the weights.")
 ]
 Layers = Annotated[
-    int | None, typer.Option("--layers", min=1, help="With --shape: only so many layers. Default: all.")
-]
-BatchTokens = Annotated[
     int | None,
-    typer.Option(
-        "-b", "--batch-size", min=1, help="Prompt tokens per pass. Default: 2048 on GPUs, 512 on a CPU."
-    ),
+    typer.Option("--layers", metavar="N", min=1, help="With --shape: the number of layers. Default: all."),
 ]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Decode speed over depth, as SVG.")]
 
@@ -127,23 +136,28 @@ def bench(
     k_types: KTypes = None,
     v_types: VTypes = None,
     repetitions: Repetitions = 3,
-    n_batch: BatchTokens = None,
     chosen: CrewOptions = CrewOptions(),
     plot: Plot = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure speed: prompt and decoding, at depths of context, by weight format and KV cache type.
+    """Measure the speed of prompts and of decoding, by context depth, weight format and KV cache type.
 
-    Decoding is bound by memory: the last column says how much of the bandwidth measured in the same run it uses,
-    counting weights and cached keys and values once for each token. Depth is filled with random keys and values.
+    Decoding is limited by memory bandwidth. The last column shows how much of the bandwidth measured in the same run it
+    uses, if weights and cached keys and values are read once per token. The context holds random keys and values.
 
     \b
     [bold]motley bench model.gguf -p 512 -n 64 -d 0,8192 --types f16,q8_0,q4_0[/]
     [bold]motley bench --shape llama-1b --weights Q8_0,Q4_0 -d 0,4096 --plot speed.svg[/]
     """
-    with reporting_errors(debug):
+    with reporting_errors(debug, as_json=as_json):
         check_writable(plot)
+        if shape is not None and (model or model_flag):
+            raise ConfigError(
+                f"two models: {model or model_flag} and --shape {shape}", hint="give one of them"
+            )
+        files = _files(shape, layers, weights, resolve_model(model, model_flag))
+        chosen = chosen.placed(next(iter(files.values())))
         crew, devices = chosen_crew(
             chosen.device,
             chosen.split_mode,
@@ -158,13 +172,8 @@ def bench(
             _pairs(types, k_types, v_types),
             _workloads(n_prompt, n_gen, depths),
             repetitions,
-            batch_sizes(n_batch, 1, [device.name for device in crew.devices])[0],
+            batch_sizes(chosen.n_batch, 1, [device.name for device in crew.devices])[0],
         )
-        if shape is not None and (model or model_flag):
-            raise ConfigError(
-                f"two models: {model or model_flag} and --shape {shape}", hint="give one of them"
-            )
-        files = _files(shape, layers, weights, resolve_model(model, model_flag))
         bandwidth = read_bandwidth(crew, chosen.threads)
         rows = _measure(files, trial, chosen, bandwidth)
         name = shape or next(iter(files.values())).name
@@ -269,7 +278,7 @@ def _pairs(types: str | None, k_types: str | None, v_types: str | None) -> list[
     if k_types is None and v_types is None:
         return [_pair(text) for text in (types or "f16").split(",")]
     if types is not None:
-        raise ConfigError("--types is given beside -ctk or -ctv", hint="say it one way")
+        raise ConfigError("--types is given beside -ctk or -ctv", hint="use one or the other")
     return list(product((k_types or "f16").split(","), (v_types or "f16").split(",")))
 
 
@@ -287,5 +296,5 @@ def _numbers(flag: str, text: str) -> list[int]:
     except ValueError:
         numbers = [-1]
     if min(numbers) < 0:
-        raise ConfigError(f"{flag} {text!r} is no list of numbers", hint="for example 0,4096")
+        raise ConfigError(f"{flag} {text!r} is not a list of numbers", hint="for example 0,4096")
     return numbers

@@ -15,6 +15,7 @@ from motley.errors import ConfigError, MotleyError
 from motley.llm import LLM
 from motley.text.template import KEY as CHAT_TEMPLATE
 
+CHAT_TOKENS = 4096  # of one answer, unless -n says otherwise: a small model may never stop by itself
 HELP = """\
 /help   this list
 /clear  forget what was said

@@ -10,9 +10,9 @@ from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from motley import __version__
+from motley.cli.command import Command, Group
 from motley.errors import ConfigError
 
 # The module of each command, and the first line of its help.
@@ -29,11 +29,11 @@ COMMANDS = {
     ),
     "kv": (
         "motley.cli.kv:kv",
-        "Show what the KV cache would be: blocks, bytes on each device, and what each type costs.",
+        "Show the KV cache of a model before it is loaded: blocks, bytes on each device, and what each type costs.",
     ),
     "bench": (
         "motley.cli.bench:bench",
-        "Measure speed: prompt and decoding, at depths of context, by weight format and KV cache type.",
+        "Measure the speed of prompts and of decoding, by context depth, weight format and KV cache type.",
     ),
     "devices": (
         "motley.cli.devices:devices",
@@ -45,7 +45,7 @@ COMMANDS = {
     ),
     "explain": (
         "motley.cli.explain:explain_command",
-        "Show how a model would be split over devices, and why they would talk.",
+        "Show how a model would be split over devices, and why they would communicate.",
     ),
     "kv-quality": (
         "motley.cli.kv_quality:kv_quality",
@@ -59,7 +59,7 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-class _OnDemand(TyperGroup):
+class _OnDemand(Group):
     """Loads commands on demand: torch takes seconds to import, and --help, --version or a typo do not need it."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -76,7 +76,7 @@ def load_command(name: str) -> Any:
     finally:
         gc.enable()
     alone = typer.Typer(add_completion=False, **_SETTINGS)
-    alone.command(name)(command)
+    alone.command(name, cls=Command)(command)
     return typer.main.get_command(alone)
 
 
@@ -116,7 +116,7 @@ def main() -> None:
     try:
         app(prog_name="motley")
     except OSError as error:  # standard output cannot be written: for example, the disk is full
-        from motley.cli.console import USER_ERROR, report  # torch is imported already
+        from motley.cli.report import USER_ERROR, report
 
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or flushing the rest fails again at exit
         where, hint = (

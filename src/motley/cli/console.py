@@ -17,18 +17,32 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.text import Text
 
+from motley.cli.report import INTERRUPTED, USER_ERROR, in_flags, printable, report, say, stderr
 from motley.engine import Completion
 from motley.engine.request import CANCELLED
 from motley.errors import DeviceError, MotleyError
 from motley.units import show_bytes
 
-# Exit codes.
-USER_ERROR = 2  # the same as for a flag that does not exist
-INTERRUPTED = 130  # as in a shell: 128 + SIGINT
-
+_TOO_LITTLE = DeviceError(
+    "this machine has too little memory for that", hint="try a smaller -c, batch or KV cache"
+)
 _PIPE_WIDTH = 160  # columns of a table if standard output is not a terminal
+
+
+__all__ = [
+    "INTERRUPTED",
+    "USER_ERROR",
+    "loading_bar",
+    "printable",
+    "report",
+    "reporting_errors",
+    "say",
+    "show_figures",
+    "stderr",
+    "stdout",
+    "steps_bar",
+]
 
 
 def stdout() -> Console:
@@ -37,40 +51,17 @@ def stdout() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
 
 
-def stderr() -> Console:
-    """A console on the current sys.stderr; long lines are not wrapped."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
-
-
-def say(text: str, *, style: str = "dim") -> None:
-    """Prints one line to standard error."""
-    stderr().print(Text(text, style=style))
-
-
-def report(error: MotleyError) -> None:
-    """Prints the error on one line, and its hint on the next."""
-    console = stderr()
-    console.print(Text.assemble(("error: ", "bold red"), error.message))
-    if error.hint:
-        console.print(Text.assemble(("hint: ", "bold cyan"), error.hint))
-
-
 @contextmanager
-def reporting_errors(debug: bool) -> Iterator[None]:
-    """Ends the command with two lines on standard error and exit code 2 on a MotleyError or MemoryError."""
+def reporting_errors(debug: bool, *, as_json: bool = False) -> Iterator[None]:
+    """Ends the command with two lines on standard error and exit code 2 on a MotleyError or MemoryError. `as_json`: the
+    error is also an object on standard output.
+    """
     try:
         yield
-    except MotleyError as error:
+    except (MotleyError, MemoryError) as error:
         if debug:
             traceback.print_exc()
-        report(error)
-        raise typer.Exit(USER_ERROR) from None
-    except MemoryError:
-        if debug:
-            traceback.print_exc()
-        report(
-            DeviceError("this machine has too little memory for that", hint="a smaller -c, batch or KV cache")
-        )
+        report(in_flags(_TOO_LITTLE if isinstance(error, MemoryError) else error), as_json=as_json)
         raise typer.Exit(USER_ERROR) from None
 
 
@@ -110,11 +101,6 @@ def steps_bar(title: str, n_steps: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=n_steps)
         yield lambda so_far: progress.update(task, advance=1, description=f"{title}, {so_far}")
-
-
-def printable(text: str) -> str:
-    """`text` with its control characters escaped, so that a terminal shows them and does not execute them."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def show_figures(completion: Completion, memory: Mapping[str, int]) -> None:

@@ -22,7 +22,7 @@ def devices(as_json: options.Json = False, debug: options.Debug = False) -> None
     [bold]motley devices[/]
     [bold]motley run --device cuda:0,cpu model.gguf[/]   uses two of them
     """
-    with reporting_errors(debug):
+    with reporting_errors(debug, as_json=as_json):
         found = inventory()
     if as_json:
         typer.echo(json.dumps([each.as_json() for each in found]))

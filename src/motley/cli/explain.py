@@ -14,7 +14,9 @@ from rich.text import Text
 
 from motley.cli import options
 from motley.cli.console import reporting_errors, stdout
+from motley.cli.grouping import with_groups
 from motley.cli.inputs import check_writable, resolve_model, write_file
+from motley.cli.loading import DeviceOptions
 from motley.cli.picture import draw
 from motley.gguf import read_spec
 from motley.kvcache.types import get_cache_type
@@ -30,15 +32,11 @@ All = Annotated[
 ]
 
 
+@with_groups
 def explain_command(
     model: options.Model = None,
     model_flag: options.ModelFlag = None,
-    device: options.Device = "cpu",
-    split_mode: options.SplitMode = None,
-    tensor_split: options.TensorSplit = None,
-    device_memory: options.DeviceMemory = None,
-    split_experts: options.SplitExperts = "auto",
-    ctx_size: options.CtxSize = 0,
+    chosen: DeviceOptions = DeviceOptions(),
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
     kv_rotation: options.KvRotation = True,
@@ -47,23 +45,31 @@ def explain_command(
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show how a model would be split over devices, and why they would talk.
+    """Show how a model would be split over devices, and why they would communicate.
 
-    Layer by layer: how each tensor lies, bytes on each device, and each collective with its reason and its bytes
-    for one token. No weights are loaded.
+    Layer by layer: the state of each tensor, its bytes on each device, and each collective with its reason and its
+    bytes per token. No weights are loaded.
 
     \b
     [bold]motley explain model.gguf --device cpu,cpu -sm tensor -ts 3,1[/]
     [bold]motley explain model.gguf --device cpu,cpu,cpu -sm layer --svg split.svg[/]
     [bold]motley explain model.gguf --device cpu,cpu -sm tensor -ctk q8_0 -ctv q4_0 --all[/]  with K and V rotated
     """
-    with reporting_errors(debug):
+    with reporting_errors(debug, as_json=as_json):
         check_writable(svg)
-        spec = read_spec(resolve_model(model, model_flag))
+        path = resolve_model(model, model_flag)
+        spec = read_spec(path)
         params = read_params(spec)
-        crew, _ = chosen_crew(device, split_mode, tensor_split, device_memory, split_experts)
+        chosen = chosen.placed(path)
+        crew, _ = chosen_crew(
+            chosen.device,
+            chosen.split_mode,
+            chosen.tensor_split,
+            chosen.device_memory,
+            chosen.split_experts,
+        )
         cache = CacheConfig(get_cache_type(cache_type_k), get_cache_type(cache_type_v))
-        n_ctx = ctx_size or default_context(params)
+        n_ctx = chosen.ctx_size or default_context(params)
         contents = explain(split_model(spec, params, crew, cache, n_ctx=n_ctx, rotate=kv_rotation))
         if svg is not None:
             write_file(svg, draw(contents))

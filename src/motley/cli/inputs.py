@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -49,6 +50,18 @@ def resolve_text(prompt: str | None, file: Path | None) -> str | None:
         raise ConfigError(
             f"{file} is not UTF-8: {error.reason} at byte {error.start}", hint="convert it to UTF-8 first"
         ) from error
+
+
+def unescape(text: str | None) -> str | None:
+    r"""`text` with \n, \r, \t, \", \', \\ and \xHH read as in llama.cpp; other backslashes stay."""
+    if text is None:
+        return None
+    simple = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
+    return re.sub(
+        r"\\(?:x([0-9a-fA-F]{2})|(.))",
+        lambda found: chr(int(found[1], 16)) if found[1] else simple.get(found[2], found[0]),
+        text,
+    )
 
 
 def check_writable(file: Path | None) -> None:

@@ -37,7 +37,7 @@ def inspect(
     [bold]motley inspect model.gguf --tensors[/]
     [bold]motley inspect model.gguf --json | jq .parameters[/]
     """
-    with reporting_errors(debug):
+    with reporting_errors(debug, as_json=as_json):
         contents = describe(read_spec(resolve_model(model, model_flag)))
     if as_json:
         typer.echo(json.dumps(contents, ensure_ascii=False))

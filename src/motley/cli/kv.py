@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
 
 import typer
 from rich import box
@@ -30,33 +30,28 @@ from motley.runtime import (
 from motley.runtime.defaults import choose_context, chosen_crew
 from motley.units import parse_bytes, show_bytes
 
-Parallel = Annotated[int, typer.Option("-np", "--parallel", help="Sequences at the same time.", min=1)]
-BatchSize = Annotated[
-    int, typer.Option("-b", "--batch-size", help="Tokens per pass; windows need room for them.", min=1)
-]
+_N_BATCH = 512  # tokens per step: layers with a window need room for them
 
 
 @with_groups
 def kv(
     model: options.Model = None,
     model_flag: options.ModelFlag = None,
-    parallel: Parallel = 1,
-    batch_size: BatchSize = 512,
     chosen: LoadOptions = LoadOptions(),
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show what the KV cache would be: blocks, bytes on each device, and what each type costs.
+    """Show the KV cache of a model before it is loaded: blocks, bytes on each device, and what each type costs.
 
-    The types are compared for one context length, and for the longest context in the same bytes. No weights are loaded.
+    Types are compared by the bytes of one context, and by the longest context in the same number of bytes.
 
     \b
     [bold]motley kv model.gguf -c 32768[/]                            at the default, f16
     [bold]motley kv model.gguf -c 32768 -ctk q8_0 -ctv q4_0[/]        with quantized types
     [bold]motley kv model.gguf --device cpu,cpu --device-memory 8GiB,4GiB[/]
     """
-    with reporting_errors(debug):
-        figures, devices = _plan(model, model_flag, chosen, parallel, batch_size)
+    with reporting_errors(debug, as_json=as_json):
+        figures, devices = _plan(resolve_model(model, model_flag), chosen)
     if as_json:
         contents = asdict(figures) | {"devices": [asdict(device) for device in devices]}
         typer.echo(json.dumps(contents, ensure_ascii=False))
@@ -64,10 +59,9 @@ def kv(
         _show(Console(highlight=False), figures, devices)
 
 
-def _plan(
-    model: options.Model, model_flag: options.ModelFlag, chosen: LoadOptions, parallel: int, batch_size: int
-) -> tuple[CacheFigures, list[DeviceFigures]]:
-    spec = read_spec(resolve_model(model, model_flag))
+def _plan(path: Path, chosen: LoadOptions) -> tuple[CacheFigures, list[DeviceFigures]]:
+    spec = read_spec(path)
+    chosen = chosen.placed(path)
     params = read_params(spec)
     limit = chosen.kv_cache_bytes
     config = CacheConfig(
@@ -93,8 +87,8 @@ def _plan(
         params,
         backends,
         config,
-        n_batch=batch_size,
-        n_parallel=parallel,
+        n_batch=chosen.n_batch or _N_BATCH,
+        n_parallel=chosen.parallel or 1,
     )
     split, fit = context.split, context.fit
     reserved = [fit.plan.n_bytes(device) for device in range(len(crew))]

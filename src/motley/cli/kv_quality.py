@@ -49,24 +49,31 @@ class Rotation(Enum):
 
 Types = Annotated[
     str,
-    typer.Option("--types", metavar="TYPES", help="By comma; K/V where they differ: f16,q8_0,q8_0/q4_0."),
+    typer.Option("--types", metavar="TYPE,…", help="KV cache types; K/V if they differ: q8_0/q4_0."),
 ]
 Baseline = Annotated[
-    str, typer.Option("--baseline", metavar="TYPE", help="The cache that the others are compared with.")
+    str, typer.Option("--baseline", metavar="TYPE", help="The type that others are compared with.")
 ]
 Rotated = Annotated[
-    Rotation, typer.Option("--rotation", help="Measure quantized types rotated, not rotated, or both.")
+    Rotation,
+    typer.Option(
+        "--rotation",
+        metavar="both|on|off",
+        help="Measure quantized types with rotation, without it, or both.",
+    ),
 ]
 WithRecall = Annotated[
     bool | None,
     typer.Option(
         "--recall/--no-recall",
-        help="Hide sentences in passages of the text that fill the context, and ask for them. "
-        "Default: only for the bundled model, which has learnt to answer.",
+        help="Hide sentences in the text and ask for them. Default: only for the bundled model, which was trained to "
+        "answer.",
         show_default=False,
     ),
 ]
-Needles = Annotated[int, typer.Option("--needles", min=1, help="How many hidden sentences to ask for.")]
+Needles = Annotated[
+    int, typer.Option("--needles", metavar="N", min=1, help="How many hidden sentences to ask for.")
+]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the result as SVG.")]
 
 
@@ -105,7 +112,7 @@ def kv_quality(
     [bold]motley kv-quality model.gguf -f wiki.test.raw -c 2048 --plot kv.svg[/]
     [bold]motley kv-quality model.gguf -f wiki.test.raw --types q8_0,q8_0/q4_0[/]
     """
-    with reporting_errors(debug):
+    with reporting_errors(debug, as_json=as_json):
         text = resolve_text(prompt, file)
         if text is None:
             raise ConfigError("there is no text to measure", hint="add -f FILE")
@@ -136,7 +143,7 @@ def kv_quality(
 def _measure(
     path: Path, evaluation: Evaluation, choices: list[CacheChoice], baseline: CacheChoice, chosen: CrewOptions
 ) -> Report:
-    arguments = chosen.arguments()
+    arguments = chosen.placed(path).arguments()
     del arguments["n_ctx"]  # the evaluation sets it
     with steps_bar("Measuring", evaluation.n_steps * (1 + len(choices))) as advance:
         return measure_types(path, evaluation, choices, baseline=baseline, advance=advance, **arguments)

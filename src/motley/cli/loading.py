@@ -1,49 +1,87 @@
-"""Loads a model for a command, with a progress bar."""
+"""The flags that several commands share, and how a command loads a model: with a progress bar, and with notices."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from motley.cli import options
 from motley.cli.console import loading_bar, say
+from motley.cli.placement import Places, place_layers
 from motley.llm import LLM
 from motley.units import show_bytes
 
-_OWN = {"verbose"}  # flags that `motley.LLM` does not have
+_OWN = {"verbose", "gpu_layers", "main_gpu", "ubatch_size"}  # flags that `motley.LLM` does not have
 # The names in `motley.LLM` of flags that have another name here.
-_LLM_NAMES = {"ctx_size": "n_ctx", "threads": "n_threads", "device": "devices"}
+_LLM_NAMES = {
+    "ctx_size": "n_ctx",
+    "threads": "n_threads",
+    "device": "devices",
+    "batch_size": "n_batch",
+    "parallel": "n_parallel",
+}
 
 
 @dataclass(frozen=True)
-class CrewOptions:
-    """The flags for the devices and the split of a model."""
+class DeviceOptions:
+    """The flags for devices, and for the split of a model over them."""
 
     ctx_size: options.CtxSize = 0
-    backend: options.Backend = "auto"
-    threads: options.Threads = None
     device: options.Device = "auto"
+    gpu_layers: options.GpuLayers = None
+    main_gpu: options.MainGpu = None
     split_mode: options.SplitMode = None
     tensor_split: options.TensorSplit = None
     device_memory: options.DeviceMemory = None
     split_experts: options.SplitExperts = "auto"
+
+    def placed(self, path: Path) -> Self:
+        """The same with -ngl and -mg as devices and proportions, for the model in `path`."""
+        asked = Places(self.device, self.split_mode, self.tensor_split)
+        places = place_layers(path, asked, self.gpu_layers, self.main_gpu)
+        if places.notice is not None:
+            say(f"note: {places.notice}")
+        return replace(
+            self,
+            device=places.device,
+            split_mode=places.split_mode,
+            tensor_split=places.tensor_split,
+            gpu_layers=None,
+            main_gpu=None,
+        )
+
+
+@dataclass(frozen=True)
+class CrewOptions(DeviceOptions):
+    """The flags for the devices and for how a model runs on them."""
+
+    batch_size: options.BatchSize = None
+    ubatch_size: options.UBatchSize = None
+    backend: options.Backend = "auto"
+    threads: options.Threads = None
     n_expert_used: options.NExpertUsed = None
     n_layer_exit: options.NLayerExit = None
     verbose: options.Verbose = False
+
+    @property
+    def n_batch(self) -> int | None:
+        """-b or -ub; the smaller one of both."""
+        return min((n for n in (self.batch_size, self.ubatch_size) if n is not None), default=None)
 
     def arguments(self) -> dict[str, Any]:
         """The flags as keyword arguments of `motley.LLM`."""
         values = {
             _LLM_NAMES.get(f.name, f.name): getattr(self, f.name) for f in fields(self) if f.name not in _OWN
         }
-        return values | {"n_ctx": self.ctx_size or None}
+        return values | {"n_ctx": self.ctx_size or None, "n_batch": self.n_batch}
 
 
 @dataclass(frozen=True)
 class LoadOptions(CrewOptions):
     """All flags that `motley.LLM` takes: those of `CrewOptions` and those of the KV cache."""
 
+    parallel: options.Parallel = None
     cache_type_k: options.CacheTypeK = "f16"
     cache_type_v: options.CacheTypeV = "f16"
     kv_rotation: options.KvRotation = True
@@ -55,9 +93,11 @@ class LoadOptions(CrewOptions):
 
 
 def load(path: Path, chosen: LoadOptions) -> LLM:
+    """Loads the model. Unless -np says otherwise it has memory for one sequence, as a command runs one."""
+    arguments = chosen.placed(path).arguments()
+    arguments["n_parallel"] = chosen.parallel or 1
     with loading_bar(f"Loading {path.name}") as (progress, compiling):
-        # A command runs one sequence, and reserves memory for one.
-        llm = LLM(path, n_parallel=1, progress=progress, compiling=compiling, **chosen.arguments())
+        llm = LLM(path, progress=progress, compiling=compiling, **arguments)
     if llm.chosen_devices is not None:
         say(llm.chosen_devices)
     for notice in llm.notices:

@@ -1,4 +1,8 @@
-"""The flags of all commands. A flag that llama.cpp also has has the same name."""
+"""The flags of all commands. A flag that llama.cpp also has has the same name.
+
+Flags that several commands share are grouped in `loading.py` and `sampling.py`: add one here and there, and every
+command that takes the group has it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,8 @@ _MODEL = "Model"
 Model = Annotated[
     Path | None,
     typer.Argument(
-        metavar="MODEL", help="A .gguf file (the first one, if there are parts). Default: the bundled model."
+        metavar="MODEL",
+        help="A .gguf file; of a model in several files, the first one. Default: the bundled model.",
     ),
 ]
 ModelFlag = Annotated[
@@ -30,33 +35,73 @@ CtxSize = Annotated[
     _flag(
         "-c",
         "--ctx-size",
-        text="Tokens of context; 0: as the model was trained, cut to what fits (perplexity, kv-quality: 512; "
-        "bench: what it needs).",
+        text="Context size in tokens. Default: the model's own, or as much of it as fits (perplexity and kv-quality: "
+        "512; bench: what the test needs).",
         panel=_MODEL,
+        metavar="N",
         min=0,
+    ),
+]
+BatchSize = Annotated[
+    int | None,
+    _flag(
+        "-b",
+        "--batch-size",
+        text="Prompt tokens per step. Default: 2048 on GPUs, 512 on a CPU.",
+        panel=_MODEL,
+        metavar="N",
+        min=1,
+    ),
+]
+UBatchSize = Annotated[
+    int | None,
+    _flag(
+        "-ub",
+        "--ubatch-size",
+        text="The same as -b; if both are given, the smaller number is used.",
+        panel=_MODEL,
+        metavar="N",
+        min=1,
+    ),
+]
+Parallel = Annotated[
+    int | None,
+    _flag(
+        "-np",
+        "--parallel",
+        text="Sequences that share the cache at the same time. Default: one.",
+        panel=_MODEL,
+        metavar="N",
+        min=1,
     ),
 ]
 Backend = Annotated[
     str,
     _flag(
         "--backend",
-        text="What computes on the CPU. auto: the best there is; cpu: native kernels; cpu-exact: the same with float32 "
-        "activations; reference: slow, and right by definition.",
+        text="What computes on the CPU: cpu (native kernels), cpu-exact (the same with float32 activations), reference "
+        "(slow, but exact by definition) or auto (the fastest available).",
         panel=_MODEL,
         metavar="NAME",
     ),
 ]
 Threads = Annotated[
     int | None,
-    _flag("-t", "--threads", text="CPU threads, over all devices. Default: all cores.", panel=_MODEL, min=1),
+    _flag(
+        "-t",
+        "--threads",
+        text="CPU threads, shared by all devices. Default: one per core.",
+        panel=_MODEL,
+        metavar="N",
+        min=1,
+    ),
 ]
-
 Verbose = Annotated[
     bool,
     _flag(
         "-v",
         "--verbose",
-        text="Say what was chosen and compiled while loading: kernels, and how weights are read.",
+        text="Show which kernels were chosen and how weights are read, and statistics after each answer.",
         panel=_MODEL,
     ),
 ]
@@ -70,11 +115,33 @@ Device = Annotated[
     _flag(
         "-dev",
         "--device",
-        text="Devices that share the model, by comma: cpu, cuda:0; auto: all GPUs, or the CPU; the same one "
-        "twice makes two virtual devices. "
-        "cpu:0-7, cpu:0+2+4 and cpu:node0 keep to those cores, with a thread on each.",
+        text="Comma-separated devices that share the model: cpu, cuda:0. auto: all GPUs, or the CPU if there are none. "
+        "The same device twice makes two virtual devices. cpu:0-7, cpu:0+2+4 and cpu:node0 use those cores only, with "
+        "one thread on each.",
         panel=_CREW,
         metavar="NAMES",
+    ),
+]
+GpuLayers = Annotated[
+    str | None,
+    _flag(
+        "-ngl",
+        "--gpu-layers",
+        "--n-gpu-layers",
+        text="Layers on the GPUs; the CPU takes the rest. Default: all of them.",
+        panel=_CREW,
+        metavar="N",
+    ),
+]
+MainGpu = Annotated[
+    int | None,
+    _flag(
+        "-mg",
+        "--main-gpu",
+        text="Use only this GPU, unless the model is split over several.",
+        panel=_CREW,
+        metavar="N",
+        min=0,
     ),
 ]
 SplitMode = Annotated[
@@ -82,11 +149,10 @@ SplitMode = Annotated[
     _flag(
         "-sm",
         "--split-mode",
-        text="none: the first device only; layer: whole layers each; tensor: a part of every tensor each. "
-        "Default: layer, for several devices.",
+        text="none: use the first device only; layer: give each device whole layers; tensor: give each device a part "
+        "of every tensor. Default: layer, if --device names several devices.",
         panel=_CREW,
         metavar="MODE",
-        show_default=False,
     ),
 ]
 TensorSplit = Annotated[
@@ -94,29 +160,26 @@ TensorSplit = Annotated[
     _flag(
         "-ts",
         "--tensor-split",
-        text="Proportions, by comma: 3,1. Default: as the memory budgets, or equal.",
+        text="Comma-separated proportions, such as 3,1. Default: in proportion to --device-memory, or equal.",
         panel=_CREW,
         metavar="N,N,…",
-        show_default=False,
     ),
 ]
 DeviceMemory = Annotated[
     str | None,
     _flag(
         "--device-memory",
-        text="What each device may use at most, by comma: 2GiB,1GiB.",
+        text="The most memory each device may use, comma-separated: 2GiB,1GiB.",
         panel=_CREW,
         metavar="SIZES",
-        show_default=False,
     ),
 ]
-
 SplitExperts = Annotated[
     str,
     _flag(
         "--split-experts",
-        text="How tensor mode shares out experts. ffn: a part of every expert each; whole: whole experts each; auto: "
-        "what meets the proportions better.",
+        text="How tensor mode distributes experts. ffn: each device gets a part of every expert; whole: each device "
+        "gets whole experts; auto: whichever is closer to the proportions.",
         panel=_CREW,
         metavar="WAY",
     ),
@@ -128,20 +191,20 @@ NExpertUsed = Annotated[
     int | None,
     _flag(
         "--n-expert-used",
-        text="Experts that each token uses. Default: as many as the file says.",
+        text="Experts used per token. Default: as the model file says.",
         panel=_MODEL,
+        metavar="N",
         min=1,
-        show_default=False,
     ),
 ]
 NLayerExit = Annotated[
     int | None,
     _flag(
         "--n-layer-exit",
-        text="Run only the first so many layers, then the output. Default: all.",
+        text="Run only the first N layers, then the output. Default: all layers.",
         panel=_MODEL,
+        metavar="N",
         min=1,
-        show_default=False,
     ),
 ]
 
@@ -174,8 +237,9 @@ KvBlockSize = Annotated[
     int,
     _flag(
         "--kv-block-size",
-        text="Tokens in a block: a power of two, on a GPU at least 16.",
+        text="Tokens per block: a power of two; on a GPU at least 16.",
         panel=_CACHE,
+        metavar="N",
         min=1,
     ),
 ]
@@ -183,27 +247,26 @@ KvCacheTokens = Annotated[
     int | None,
     _flag(
         "--kv-cache-tokens",
-        text="A hard limit in tokens, whatever -c says.",
+        text="The most tokens the cache may hold, whatever -c says.",
         panel=_CACHE,
+        metavar="N",
         min=1,
-        show_default=False,
     ),
 ]
 KvCacheBytes = Annotated[
     str | None,
     _flag(
         "--kv-cache-bytes",
-        text="A hard limit in bytes over all devices: 2GiB.",
+        text="The most memory the cache may use on all devices together: 2GiB.",
         panel=_CACHE,
         metavar="SIZE",
-        show_default=False,
     ),
 ]
 KvDemandPaged = Annotated[
     bool,
     _flag(
         "--kv-cache-demand-paged",
-        text="Take memory when blocks are first written, and give it back when they are freed.",
+        text="Allocate memory when blocks are first written, and release it when they are freed.",
         panel=_CACHE,
     ),
 ]
@@ -211,7 +274,7 @@ PrefixCache = Annotated[
     bool,
     _flag(
         "--prefix-cache/--no-prefix-cache",
-        text="Keep finished prompts to be found again, until their room is needed.",
+        text="Keep what was computed for earlier prompts and reuse it, until its memory is needed.",
         panel=_CACHE,
     ),
 ]
@@ -223,7 +286,10 @@ File = Annotated[
     Path | None,
     _flag("-f", "--file", text="Read the text from a file; -: from standard input.", metavar="FILE"),
 ]
-Chunks = Annotated[int | None, _flag("--chunks", text="Read only the first so many chunks.", min=1)]
+Escape = Annotated[
+    bool, _flag("-e", "--escape", text=r"Read \n, \t, \\ and other escapes in -p, -sys and -r.")
+]
+Chunks = Annotated[int | None, _flag("--chunks", text="Use only the first N chunks.", metavar="N", min=1)]
 SystemPrompt = Annotated[
     str | None,
     _flag("-sys", "--system-prompt", text="How the model should behave in a chat.", metavar="TEXT"),
@@ -233,46 +299,77 @@ Conversation = Annotated[
     _flag(
         "-cnv/-no-cnv",
         "--conversation/--no-conversation",
-        text="Use the model's chat template, and after -p go on chatting; or only continue the text. "
-        "Default: the template, if there is one, for one answer to -p.",
-        show_default=False,
+        text="Use the model's chat template and keep chatting after -p; or only continue the text. "
+        "Default: one answer to -p, through the template if the model has one.",
     ),
 ]
-SingleTurn = Annotated[bool, _flag("-st", "--single-turn", text="Leave after one answer.")]
+SingleTurn = Annotated[bool, _flag("-st", "--single-turn", text="Exit after one answer.")]
 Predict = Annotated[
-    int,
+    int | None,
     _flag(
-        "-n", "--predict", "--n-predict", text="At most so many new tokens; -1: until the context is full."
+        "-n",
+        "--predict",
+        "--n-predict",
+        text="The most tokens to generate; -1: no limit but the context. Default: no limit for -p, 4096 for each "
+        "answer of a chat.",
+        metavar="N",
     ),
 ]
 ReversePrompt = Annotated[
     list[str] | None,
-    _flag("-r", "--reverse-prompt", text="Stop before this text. May be repeated.", metavar="TEXT"),
+    _flag("-r", "--reverse-prompt", text="Stop at this text. Can be repeated.", metavar="TEXT"),
 ]
 ContextShift = Annotated[
     bool,
-    _flag("--context-shift", text="Go on when the context is full: forget half of it, the oldest first."),
+    _flag(
+        "--context-shift/--no-context-shift",
+        text="When the context is full, drop the older half of it and continue.",
+    ),
 ]
 Keep = Annotated[
-    int, _flag("--keep", text="Tokens at the start that a context shift keeps; -1: the whole prompt.", min=-1)
+    int,
+    _flag(
+        "--keep",
+        text="Tokens at the start that --context-shift keeps; -1: the whole prompt.",
+        metavar="N",
+        min=-1,
+    ),
 ]
-IgnoreEos = Annotated[bool, _flag("--ignore-eos", text="Go on when the model says that it has finished.")]
+IgnoreEos = Annotated[bool, _flag("--ignore-eos", text="Continue when the model says that it has finished.")]
 
 # --- sampling -----------------------------------------------------------------------------------------------
 
 _SAMPLING = "Sampling"
 
 Temp = Annotated[
-    float, _flag("--temp", "--temperature", text="0: always the likeliest token.", panel=_SAMPLING)
+    float,
+    _flag(
+        "--temp",
+        "--temperature",
+        text="Randomness; 0: always the likeliest token.",
+        panel=_SAMPLING,
+        metavar="X",
+    ),
 ]
-TopK = Annotated[int, _flag("--top-k", text="Choose among the k likeliest; 0: all.", panel=_SAMPLING)]
+TopK = Annotated[
+    int, _flag("--top-k", text="Choose among the N likeliest tokens; 0: all.", panel=_SAMPLING, metavar="N")
+]
 TopP = Annotated[
-    float, _flag("--top-p", text="Choose among the likeliest that make up p; 1: all.", panel=_SAMPLING)
+    float,
+    _flag(
+        "--top-p",
+        text="Choose among the likeliest tokens that together have this probability; 1: all.",
+        panel=_SAMPLING,
+        metavar="P",
+    ),
 ]
 MinP = Annotated[
     float,
     _flag(
-        "--min-p", text="Drop what is less than p times as likely as the best; 0: nothing.", panel=_SAMPLING
+        "--min-p",
+        text="Drop tokens less than P times as likely as the best; 0: none.",
+        panel=_SAMPLING,
+        metavar="P",
     ),
 ]
 Typical = Annotated[
@@ -280,32 +377,55 @@ Typical = Annotated[
     _flag(
         "--typical",
         "--typical-p",
-        text="Choose among the most typical that make up p; 1: all.",
+        text="Choose among the most typical tokens that together have this probability; 1: all.",
         panel=_SAMPLING,
+        metavar="P",
     ),
 ]
 RepeatPenalty = Annotated[
-    float, _flag("--repeat-penalty", text="Divide the odds of what was just said; 1: off.", panel=_SAMPLING)
+    float,
+    _flag(
+        "--repeat-penalty",
+        text="Make recent tokens less likely; 1: off.",
+        panel=_SAMPLING,
+        metavar="X",
+    ),
 ]
 RepeatLastN = Annotated[
     int,
     _flag(
-        "--repeat-last-n", text="How far the penalties look back; 0: off, -1: to the start.", panel=_SAMPLING
+        "--repeat-last-n",
+        text="How many tokens the penalties look back; 0: off, -1: the whole context.",
+        panel=_SAMPLING,
+        metavar="N",
     ),
 ]
 PresencePenalty = Annotated[
-    float, _flag("--presence-penalty", text="Subtract for having been said; 0: off.", panel=_SAMPLING)
+    float,
+    _flag(
+        "--presence-penalty",
+        text="Subtract this from the logits of tokens that occurred; 0: off.",
+        panel=_SAMPLING,
+        metavar="X",
+    ),
 ]
 FrequencyPenalty = Annotated[
-    float, _flag("--frequency-penalty", text="Subtract for each time it was said; 0: off.", panel=_SAMPLING)
+    float,
+    _flag(
+        "--frequency-penalty",
+        text="Subtract this for each time that a token occurred; 0: off.",
+        panel=_SAMPLING,
+        metavar="X",
+    ),
 ]
 Seed = Annotated[
     int,
     _flag(
         "-s",
         "--seed",
-        text="The same seed gives the same answer; -1: another one each time.",
+        text="The same seed gives the same answer; -1: a different one each time.",
         panel=_SAMPLING,
+        metavar="N",
     ),
 ]
 
@@ -319,10 +439,14 @@ DisplayPrompt = Annotated[
         "--display-prompt/--no-display-prompt",
         text="Print a text before its continuation. Default: on a terminal.",
         panel=_OUTPUT,
-        show_default=False,
     ),
 ]
 Json = Annotated[
-    bool, _flag("--json", text="One JSON object on standard output, nothing else.", panel=_OUTPUT)
+    bool,
+    _flag(
+        "--json",
+        text="Print one JSON object to standard output, also for an error.",
+        panel=_OUTPUT,
+    ),
 ]
 Debug = Annotated[bool, _flag("--debug", text="Show where an error comes from.", panel=_OUTPUT)]

@@ -42,7 +42,7 @@ def perplexity(
     [bold]motley perplexity model.gguf -f wiki.test.raw[/]
     [bold]motley perplexity model.gguf -f wiki.test.raw -c 2048 -ctk q8_0[/]
     """
-    with reporting_errors(debug):
+    with reporting_errors(debug, as_json=as_json):
         text = resolve_text(prompt, file)
         if text is None:
             raise ConfigError("there is no text to measure", hint="add -f FILE")

@@ -9,10 +9,10 @@ from dataclasses import asdict
 import typer
 
 from motley.cli import options
-from motley.cli.chat import Conversation, chat
+from motley.cli.chat import CHAT_TOKENS, Conversation, chat
 from motley.cli.console import INTERRUPTED, reporting_errors, show_figures
 from motley.cli.grouping import with_groups
-from motley.cli.inputs import resolve_model, resolve_text
+from motley.cli.inputs import resolve_model, resolve_text, unescape
 from motley.cli.loading import LoadOptions, load
 from motley.cli.sampling import SamplingOptions
 from motley.engine import SamplingParams
@@ -29,7 +29,8 @@ def run(
     system_prompt: options.SystemPrompt = None,
     conversation: options.Conversation = None,
     single_turn: options.SingleTurn = False,
-    predict: options.Predict = -1,
+    predict: options.Predict = None,
+    escape: options.Escape = False,
     reverse_prompt: options.ReversePrompt = None,
     ignore_eos: options.IgnoreEos = False,
     context_shift: options.ContextShift = False,
@@ -50,20 +51,25 @@ def run(
     [bold]motley run[/]                                       talk to the bundled model
     [bold]motley run -p "Once upon a time" -n 100[/]          let it continue a text
     [bold]motley run model.gguf -p "Why is the sky blue?"[/]  ask your own model
-    [bold]motley run model.gguf -sys "Be brief." --temp 0[/]  chat without chance
-    [bold]motley run model.gguf -p Once --context-shift[/]    a story that need not end
-    [bold]motley run model.gguf -f question.txt --json[/]     for a program to read
+    [bold]motley run model.gguf -sys "Be brief." --temp 0[/]  chat with fixed answers
+    [bold]motley run model.gguf -p Once --context-shift[/]    a story without an end
+    [bold]motley run model.gguf -f question.txt --json[/]     output for programs
     """
-    with reporting_errors(debug):
+    with reporting_errors(debug, as_json=as_json):
+        if escape:
+            prompt, system_prompt, *stops = map(unescape, (prompt, system_prompt, *(reverse_prompt or ())))
+            reverse_prompt = [stop for stop in stops if stop is not None]
+        text = resolve_text(prompt, file)
+        is_talk = text is None or (bool(conversation) and not single_turn)
+        limit = CHAT_TOKENS if predict is None and is_talk else predict
         params = SamplingParams(
             **sampling.arguments(),
-            max_tokens=None if predict == -1 else predict,
+            max_tokens=None if limit == -1 else limit,
             stop=tuple(reverse_prompt or ()),
             ignore_eos=ignore_eos,
             context_shift=context_shift,
             n_keep=keep,
         )
-        text = resolve_text(prompt, file)
         if as_json and text is None:
             raise ConfigError("--json needs a prompt", hint="add -p TEXT or -f FILE")
         path = resolve_model(model, model_flag)
@@ -71,7 +77,7 @@ def run(
             talk = Conversation(llm, params, system=system_prompt, use_template=conversation)
             if as_json and text is not None:
                 _print_json(talk, path.name, text)
-            elif text is None or (conversation and not single_turn):
+            elif text is None or is_talk:
                 chat(talk, opening=text, single_turn=single_turn)
             else:
                 _print_once(talk, text, display_prompt)

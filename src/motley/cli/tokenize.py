@@ -41,7 +41,7 @@ def tokenize(
     [bold]motley tokenize model.gguf -p "Hello, world"[/]
     [bold]cat book.txt | motley tokenize model.gguf --ids[/]
     """
-    with reporting_errors(debug):
+    with reporting_errors(debug, as_json=as_json):
         path = resolve_model(model, model_flag)
         text = resolve_text(prompt, file)
         tokenizer = Tokenizer.from_spec(read_spec(path))

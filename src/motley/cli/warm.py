@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from motley.cli import options
 from motley.cli.console import loading_bar, reporting_errors, say
 from motley.cli.grouping import with_groups
@@ -13,32 +9,28 @@ from motley.cli.inputs import resolve_model
 from motley.cli.loading import LoadOptions
 from motley.llm import LLM
 
-Parallel = Annotated[
-    int | None, typer.Option("-np", "--parallel", help="Requests at the same time. Default: as LLM.", min=1)
-]
-
 
 @with_groups
 def warm(
     model: options.Model = None,
     model_flag: options.ModelFlag = None,
-    parallel: Parallel = None,
     chosen: LoadOptions = LoadOptions(),
     debug: options.Debug = False,
 ) -> None:
     """Compile a model's kernels for this machine's GPUs ahead of its first use.
 
-    Triton keeps them in its cache folder. Give the cache types, the devices and the requests that will be used.
+    Triton keeps them in its cache folder. Give the cache types, the devices and the -np that you will use.
 
     \b
     [bold]motley warm model.gguf --device cuda:0 -ctk q8_0 -ctv q8_0[/]
     """
     with reporting_errors(debug):
         path = resolve_model(model, model_flag)
+        placed = chosen.placed(path)
         with loading_bar(f"Loading {path.name}") as (progress, compiling):
-            for n_parallel in dict.fromkeys((parallel, 1)):  # `motley run` has one request
-                arguments = chosen.arguments() | {"progress": progress, "compiling": compiling}
-                with LLM(path, n_parallel=n_parallel, **arguments) as llm:
+            for n_parallel in dict.fromkeys((chosen.parallel, 1)):  # `motley run` has one request
+                arguments = placed.arguments() | {"n_parallel": n_parallel}
+                with LLM(path, progress=progress, compiling=compiling, **arguments) as llm:
                     say(str(llm.warm_up))
                     for name, seconds in llm.warm_up.kernels if chosen.verbose else ():
                         say(f"  {name} {seconds:.2f} s")

@@ -132,7 +132,9 @@ def _shares(
         # Exponents go through float: a huge one becomes infinity, not an integer of a million digits.
         shares = tuple(Fraction(float(v)) if "e" in v.lower() else Fraction(v) for v in values)
     except (ValueError, OverflowError, ZeroDivisionError):
-        raise ConfigError(f"tensor split {asked!r} is no list of numbers", hint="for example 3,1") from None
+        raise ConfigError(
+            f"tensor split {asked!r} is not a list of numbers", hint="for example 3,1"
+        ) from None
     if len(shares) != n_devices:
         raise ConfigError(
             f"tensor split {asked!r} has {len(shares)} numbers, but the number of devices is {n_devices}",
