@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from motley.backends import Backend, backend_for, get_backend
+from motley.backends import Backend, backend_for, backend_for_heads, get_backend
 from motley.engine import Engine
 from motley.engine.effort import Efforts
 from motley.errors import ConfigError
 from motley.gguf import ModelSpec, read_spec
 from motley.kvcache.manager import CacheManager
-from motley.models import DecoderParams, read_params
+from motley.models import DecoderParams, check_tensors, read_params
 from motley.runtime import (
     CacheConfig,
     CacheFit,
@@ -103,9 +103,17 @@ def load_model(
     )
     names = [device.name for device in crew.devices]
     n_batch, n_parallel = batch_sizes(options.n_batch, options.n_parallel, names)
-    backends = [backend_for(device.name, options.backend) for device in crew.devices]
+    for name in dict.fromkeys(names):
+        backend_for(name, options.backend)  # what a device lacks is said before the file is read
     spec = read_spec(model)
     params = read_params(spec)
+    unused = check_tensors(spec, params)
+    chosen_backends = [
+        backend_for_heads(name, options.backend, params.head_dim, params.n_heads // params.n_kv_heads)
+        for name in names
+    ]
+    backends = [backend for backend, _ in chosen_backends]
+    slow = dict.fromkeys(notice for _, notice in chosen_backends)
     for device, backend in zip(crew.devices, backends, strict=True):
         _require_cache(device.name, backend, cache)
     efforts = _efforts(params, options)
@@ -147,7 +155,7 @@ def load_model(
         efforts=efforts,
     )
     said = notices(spec, params, cache, backends, n_ctx=n_ctx, rotates=options.kv_rotation)
-    said = said if context.notice is None else (context.notice, *said)
+    said = tuple(notice for notice in (context.notice, unused, *slow, *said) if notice is not None)
     details = tuple(
         f"{device.name}: {detail}"
         for device, runs in zip(crew.devices, backends, strict=True)

@@ -43,6 +43,21 @@ def backend_for(device: str, name: str) -> Backend:
     return CudaBackend(device)
 
 
+def backend_for_heads(device: str, name: str, head_dim: int, group: int) -> tuple[Backend, str | None]:
+    """The backend that runs `device` (see `backend_for`) for heads of `head_dim`, `group` of them for each KV head.
+
+    If the native kernels cannot do it, "auto" means the reference, with a sentence about it; another backend that
+    cannot is a ConfigError.
+    """
+    backend = backend_for(device, name)
+    reason = backend.refuses_heads(head_dim, group)
+    if reason is None:
+        return backend, None
+    if name == "auto" and not device.startswith("cuda"):
+        return ReferenceBackend(), f"{device} runs on --backend reference, which is slow: {reason}"
+    raise ConfigError(f"{device}: {reason}", hint="--backend reference runs it, slowly")
+
+
 __all__ = [
     "BACKENDS",
     "Backend",
@@ -54,6 +69,7 @@ __all__ = [
     "ReferenceBackend",
     "Rendezvous",
     "backend_for",
+    "backend_for_heads",
     "get_backend",
     "is_available",
     "join",

@@ -124,6 +124,10 @@ class Backend(ABC):
     def kernels(self) -> Sequence[Kernel]:
         """Candidates in order of preference."""
 
+    def refuses_heads(self, head_dim: int, group: int) -> str | None:
+        """Why it cannot attend with heads of `head_dim`, `group` of them for each KV head; None if it can."""
+        return None
+
     def refuses_cache(self, k_type: str, v_type: str, block_size: int) -> str | None:
         """Why it cannot attend over such a cache; None if it can."""
         return None

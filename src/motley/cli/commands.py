@@ -25,7 +25,7 @@ COMMANDS = {
     "tokenize": ("motley.cli.tokenize:tokenize", "Show the tokens of a text: one line each, id and piece."),
     "inspect": (
         "motley.cli.inspect:inspect",
-        "Show what a model file holds: metadata, parameters, bytes by type, tensors.",
+        "Show what a model file contains, and whether Motley runs it: metadata, bytes by type, tensors.",
     ),
     "kv": (
         "motley.cli.kv:kv",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -10,11 +11,15 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from motley.backends import backend_for_heads
 from motley.cli import options
 from motley.cli.console import printable, reporting_errors, stdout
 from motley.cli.inputs import resolve_model
-from motley.gguf import read_spec
+from motley.errors import MotleyError
+from motley.gguf import ModelSpec, read_spec
 from motley.gguf.inspect import Description, TensorRow, TypeRow, describe
+from motley.models import DecoderParams, check_tensors, read_params
+from motley.text import ChatTemplate, Tokenizer
 from motley.units import show_bytes
 
 _VALUE_CHARS = 200  # of a metadata value: more than a line shows, less than a chat template
@@ -29,37 +34,76 @@ def inspect(
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show what a model file holds: metadata, parameters, bytes by type, tensors.
+    """Show what a model file contains, and whether Motley runs it: metadata, bytes by type, tensors.
 
-    Nothing is loaded, but everything is checked.
+    No weights are loaded, but sizes, tensors, vocabulary and chat template are checked as `motley run` does.
 
     \b
     [bold]motley inspect model.gguf --tensors[/]
     [bold]motley inspect model.gguf --json | jq .parameters[/]
     """
     with reporting_errors(debug, as_json=as_json):
-        contents = describe(read_spec(resolve_model(model, model_flag)))
+        spec = read_spec(resolve_model(model, model_flag))
+        contents, found = describe(spec), examine(spec)
     if as_json:
-        typer.echo(json.dumps(contents, ensure_ascii=False))
+        typer.echo(json.dumps({**contents, **asdict(found)}, ensure_ascii=False))
         return
     console = stdout()
-    console.print(_summary(contents))
+    console.print(_summary(contents, found))
     console.print(_metadata_table(contents["metadata"]))
     console.print(_type_table(contents["types"]))
     if tensors:
         console.print(_tensor_table(contents["tensors"]))
 
 
-def _summary(contents: Description) -> Table:
+@dataclass(frozen=True)
+class Findings:
+    """Whether Motley runs a file, and what is wrong or remarkable about it."""
+
+    runs: bool
+    problem: str | None = None  # as `motley run` says it
+    hint: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def examine(spec: ModelSpec) -> Findings:
+    """Checks all that `motley run` checks before it loads weights: sizes, tensors, vocabulary, chat template."""
+    notes = []
+    try:
+        params = read_params(spec)
+        notes.append(check_tensors(spec, params))
+        notes.append(backend_for_heads("cpu", "auto", *_heads(params))[1])
+        Tokenizer.from_spec(spec)
+    except MotleyError as error:
+        return Findings(False, error.message, error.hint)
+    try:
+        ChatTemplate.from_spec(spec)
+    except MotleyError as error:
+        notes.append(f"its chat template does not work: {error.message}")
+    return Findings(True, notes=tuple(note for note in notes if note is not None))
+
+
+def _heads(params: DecoderParams) -> tuple[int, int]:
+    return params.head_dim, params.n_heads // params.n_kv_heads
+
+
+def _summary(contents: Description, found: Findings) -> Table:
     table = Table.grid(padding=(0, 2))
     rows = {
         "model": contents["name"] or "unnamed",
         "architecture": contents["architecture"] or "unknown",
+        "runs": "yes" if found.runs else "no",
         "parameters": f"{_count(contents['parameters'])} ({contents['parameters']:,})",
         "weights": f"{show_bytes(contents['bytes'])}, {contents['bits_per_weight']:.2f} bits per parameter",
     }
     for name, value in rows.items():
         table.add_row(Text(name, style="bold"), _text(value))
+        if name == "runs":
+            for label, text in (("why not", found.problem), ("hint", found.hint)):
+                if text is not None:
+                    table.add_row(Text(label, style="bold red"), Text(printable(text)))
+            for note in found.notes:
+                table.add_row(Text("note", style="bold"), Text(printable(note)))
     for file in contents["files"]:
         described = (
             f"{file['path']} ({show_bytes(file['bytes'])}, GGUF {file['version']}, {file['tensors']} tensors)"

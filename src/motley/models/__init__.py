@@ -16,6 +16,7 @@ from motley.models.builder import (
     ModelBuilder,
     rotation_size,
 )
+from motley.models.checking import require_layers, unused_notice, unused_tensors
 from motley.models.params import DecoderParams, ExpertParams
 
 ARCHITECTURES: dict[str, Callable[[ModelBuilder], Tensor]] = {
@@ -41,12 +42,24 @@ def read_params(spec: ModelSpec) -> DecoderParams:
             f"{spec.path}: architecture {spec.architecture!r} is not supported",
             hint=f"supported: {', '.join(sorted(ARCHITECTURES))}",
         )
-    return DecoderParams.from_spec(spec, _SCORES.get(spec.architecture, ""))
+    params = DecoderParams.from_spec(spec, _SCORES.get(spec.architecture, ""))
+    require_layers(spec)
+    return params
 
 
 def build_graph(spec: ModelSpec, params: DecoderParams, batch: BatchShape, options: GraphOptions) -> Graph:
     """The model's graph for batches of one shape, as if for one device."""
     return Graph.of(ARCHITECTURES[spec.architecture](ModelBuilder(spec, params, batch, options)))
+
+
+def check_tensors(spec: ModelSpec, params: DecoderParams) -> str | None:
+    """The sentence about tensors that the model does not read; None if it reads all.
+
+    Raises ModelError if a tensor is missing, has another shape, or would be needed for right answers and is not read.
+    """
+    smallest, options = BatchShape(1, 1), GraphOptions(params.n_ctx_train)
+    names = unused_tensors(spec, lambda: build_graph(spec, params, smallest, options), params.n_layers)
+    return unused_notice(names)
 
 
 __all__ = [
@@ -57,6 +70,7 @@ __all__ = [
     "ExpertParams",
     "GraphOptions",
     "build_graph",
+    "check_tensors",
     "read_params",
     "rotation_size",
 ]

@@ -9,6 +9,8 @@ from motley.errors import ModelError
 from motley.gguf import ModelSpec, TensorInfo
 from motley.graph.ops import SIGMOID, SOFTMAX, Rope, Yarn
 
+_MAX_COUNT = 2**31 - 1  # of layers, heads, dims or tokens: a larger number is a defect of the file
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -189,8 +191,9 @@ def read_count(spec: ModelSpec, key: str, default: int | None = None) -> int:
     if len(values) != 1:
         raise ModelError(f"{spec.path}: {key} differs from layer to layer ({sorted(values)}): not supported")
     (count,) = values
-    if count < 1:
-        raise ModelError(f"{spec.path}: {key} is {count}, but must be at least 1")
+    if not 1 <= count <= _MAX_COUNT:
+        limit = "at least 1" if count < 1 else f"at most {_MAX_COUNT}"
+        raise ModelError(f"{spec.path}: {key} is {count}, but must be {limit}")
     return count
 
 

@@ -14,7 +14,7 @@ from motley.backends.base import Backend, Executable, Joint, LoadedWeight, Rende
 from motley.backends.cpu.addresses import Memory, Scratch
 from motley.backends.cpu.cache import BatchSlot
 from motley.backends.cpu.compiler import Compiler, can_compile
-from motley.backends.cpu.kernels import NativeKernel
+from motley.backends.cpu.kernels import NativeKernel, heads_reason
 from motley.backends.cpu.memory import lay_out_stages
 from motley.backends.cpu.native import NativeRendezvous, core
 from motley.backends.cpu.patterns import PatternChooser
@@ -62,6 +62,9 @@ class CpuBackend(Backend):
     @property
     def kernels(self) -> Sequence[Kernel]:
         return NativeKernel(), ReferenceKernel()
+
+    def refuses_heads(self, head_dim: int, group: int) -> str | None:
+        return heads_reason(head_dim, group)
 
     def bucket(self, n_rows: int) -> int:
         """Few plans: the rows that a batch does not have are not computed, they only take memory."""

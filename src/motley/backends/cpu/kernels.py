@@ -157,10 +157,15 @@ def _attention(node: Tensor) -> str | None:
     if not all(isinstance(sink.op, Weight) for sink in sinks):
         return "the sinks are no weight"
     kv_heads, dim = cache.shape
+    return heads_reason(dim, q.shape[1] // kv_heads if kv_heads else 0)
+
+
+def heads_reason(dim: int, group: int) -> str | None:
+    """Why the native kernels do not attend with `group` heads of `dim` for each KV head; None if they do."""
     if dim > MAX_HEAD_DIM:
-        return f"heads of {dim} dims are longer than {MAX_HEAD_DIM}"
-    if kv_heads and q.shape[1] // kv_heads > MAX_GROUP:
-        return f"more than {MAX_GROUP} query heads for a KV head"
+        return f"heads of {dim} dims, but native kernels have at most {MAX_HEAD_DIM}"
+    if group > MAX_GROUP:
+        return f"{group} query heads for each KV head, but native kernels have at most {MAX_GROUP}"
     return None
 
 
@@ -190,7 +195,7 @@ def _expert_ffn(node: Tensor) -> str | None:
 
 def _cache_store(node: Tensor) -> str | None:
     dim = node.inputs[0].shape[1]
-    return None if dim <= MAX_HEAD_DIM else f"heads of {dim} dims are longer than {MAX_HEAD_DIM}"
+    return heads_reason(dim, 0)
 
 
 _PREDICATES: dict[type[Op], Callable[[Tensor], str | None]] = {

@@ -1,0 +1,62 @@
+"""Whether a file's tensors and its metadata describe the same model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+
+from motley.errors import ModelError
+from motley.gguf import ModelSpec
+from motley.graph import Graph
+from motley.graph.ops import Weight
+
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_MAX_LISTED = 3  # names in a message
+# Tensors of layers that have no influence on the answer: older files store constants of RoPE.
+_CONSTANTS = ("attn_rot_embd.weight", "rope_freqs.weight")
+
+
+def require_layers(spec: ModelSpec) -> None:
+    """ModelError if block_count differs from the number of layers that have tensors."""
+    key = f"{spec.architecture}.block_count"
+    n_blocks = spec.metadata.int(key, default=0)
+    layers = {int(found[1]) for name in spec.tensors if (found := _LAYER.match(name))}
+    n_found = max(layers, default=-1) + 1
+    if n_found != n_blocks and n_blocks > 0:
+        raise ModelError(
+            f"{spec.path}: {key} is {n_blocks}, but the file has tensors of {n_found} layers",
+            hint="the file is damaged or incomplete: download or convert it again",
+        )
+
+
+def unused_tensors(spec: ModelSpec, build: Callable[[], Graph], n_layers: int) -> tuple[str, ...]:
+    """Names of tensors that the model does not read. ModelError if a layer has some: answers would be wrong.
+
+    `build` makes the model's graph. Layers after the first `n_layers` (multi-token prediction) are not counted.
+    """
+    used = {node.op.source for node in build().weights if isinstance(node.op, Weight)}
+    rest = [name for name in spec.tensors if name not in used and not name.startswith("rope_")]
+    in_layers = [name for name in rest if _matters(name, n_layers)]
+    if in_layers:
+        raise ModelError(
+            f"{spec.path}: {spec.architecture!r} models have no {_listed(in_layers)}: without them the answers would "
+            "be wrong",
+            hint="this variant of the architecture is not supported",
+        )
+    return tuple(name for name in rest if not _LAYER.match(name))
+
+
+def unused_notice(names: Collection[str]) -> str | None:
+    """The sentence about tensors that are not read."""
+    return f"the file has tensors that are not used: {_listed(names)}" if names else None
+
+
+def _matters(name: str, n_layers: int) -> bool:
+    found = _LAYER.match(name)
+    return found is not None and int(found[1]) < n_layers and found[2] not in _CONSTANTS
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = [repr(name) for name in names][:_MAX_LISTED]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
