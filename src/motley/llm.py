@@ -322,6 +322,18 @@ class LLM:
             salt,
         )
 
+    # Its parts, for the server
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; only what it allows to other threads may be called. RequestError if the LLM is closed."""
+        return self._open_engine()
+
+    @property
+    def service(self) -> EngineService:
+        """The service whose thread owns the engine."""
+        return self._service
+
     # Its life
 
     def close(self) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from motley.cli import options
 from motley.cli.console import loading_bar, say
-from motley.cli.placement import Places, place_layers
-from motley.llm import LLM
 from motley.units import show_bytes
+
+if TYPE_CHECKING:
+    from motley.llm import LLM
 
 _OWN = {"verbose", "gpu_layers", "main_gpu", "ubatch_size"}  # flags that `motley.LLM` does not have
 # The names in `motley.LLM` of flags that have another name here.
@@ -38,6 +39,8 @@ class DeviceOptions:
 
     def placed(self, path: Path) -> Self:
         """The same with -ngl and -mg as devices and proportions, for the model in `path`."""
+        from motley.cli.placement import Places, place_layers  # here for the same reason as in `load`
+
         asked = Places(self.device, self.split_mode, self.tensor_split)
         places = place_layers(path, asked, self.gpu_layers, self.main_gpu)
         if places.notice is not None:
@@ -94,6 +97,8 @@ class LoadOptions(CrewOptions):
 
 def load(path: Path, chosen: LoadOptions) -> LLM:
     """Loads the model. Unless -np says otherwise it has memory for one sequence, as a command runs one."""
+    from motley.llm import LLM  # here, as `motley serve` reads these flags in a process without torch
+
     arguments = chosen.placed(path).arguments()
     arguments["n_parallel"] = chosen.parallel or 1
     with loading_bar(f"Loading {path.name}") as (progress, compiling):

@@ -1,12 +1,24 @@
-"""Requests, the scheduler, sampling, and the service that runs them: from prompts to tokens."""
+"""Requests, the scheduler, sampling, and the service that runs them: from prompts to tokens.
 
-from motley.engine.engine import Engine
-from motley.engine.params import SamplingParams
-from motley.engine.raw import RawSequence
-from motley.engine.request import Completion, Request, Timings
-from motley.engine.service import EngineService
-from motley.engine.streams import AsyncStream, Stream
+Names are imported when they are first used: parameters and results need no torch, and the server's front must not have it.
+"""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_MODULES = {
+    "AsyncStream": "streams",
+    "Completion": "request",
+    "Engine": "engine",
+    "EngineService": "service",
+    "RawSequence": "raw",
+    "Request": "request",
+    "SamplingParams": "params",
+    "Stream": "streams",
+    "Timings": "request",
+}
 __all__ = [
     "AsyncStream",
     "Completion",
@@ -18,3 +30,17 @@ __all__ = [
     "Stream",
     "Timings",
 ]
+
+if TYPE_CHECKING:
+    from motley.engine.engine import Engine
+    from motley.engine.params import SamplingParams
+    from motley.engine.raw import RawSequence
+    from motley.engine.request import Completion, Request, Timings
+    from motley.engine.service import EngineService
+    from motley.engine.streams import AsyncStream, Stream
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'motley.engine' has no attribute {name!r}")
+        return getattr(import_module(f"motley.engine.{_MODULES[name]}"), name)

@@ -59,6 +59,7 @@ class Engine:
         self.scheduler = Scheduler(cache, n_batch=n_batch, n_parallel=n_parallel)
         self.n_vocab = n_vocab
         self.efforts = efforts or Efforts(n_layers=1)
+        self.after_turn: Callable[[], object] = lambda: None  # called after each turn: messages, then a step
         self.n_guests = 0  # raw sequences that end by themselves: requests wait until their blocks are free
         self._tokenizer = tokenizer
         self._n_ctx = n_ctx

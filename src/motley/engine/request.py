@@ -196,6 +196,11 @@ class TextStream:
     def all(self) -> str:
         return "".join(self._pieces)
 
+    @property
+    def stop_found(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.found
+
     def push(self, token: int) -> str:
         """The text that has become final with this token."""
         return self._checked(self._detokenizer.push(token))

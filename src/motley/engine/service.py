@@ -171,7 +171,9 @@ class _Loop:
         while self._handle_messages():
             if self._engine.can_step:
                 self._step()
+            self._engine.after_turn()
         self._engine.close(closed_error())
+        self._engine.after_turn()
 
     def _step(self) -> None:
         try:

@@ -12,9 +12,6 @@ from motley.errors import GGUFError, ModelError
 from motley.formats import Format, get_format
 from motley.gguf.cursor import DAMAGED, Cursor
 
-# The name's length, a byte of it, the number of dimensions, one dimension, type, offset.
-LEAST_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
-
 _MAX_DIMS = 4
 
 

@@ -20,6 +20,7 @@ class StopChecker:
             raise RequestError("a stop string is empty", hint="leave it out; it would stop at once")
         self._held = ""
         self._stopped = False
+        self.found: str | None = None  # the stop string that ended the text
 
     def push(self, piece: str) -> tuple[str, bool]:
         """The text that can be shown now, and whether a stop string has been met."""
@@ -28,10 +29,11 @@ class StopChecker:
         if not self._stops:
             return piece, False
         text = self._held + piece
-        hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        hits = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
             self._held, self._stopped = "", True
-            return text[: min(hits)[1]], True
+            _, at, self.found = min(hits)
+            return text[:at], True
         n_held = self._n_held(text)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held], False

@@ -95,6 +95,13 @@ class ChatTemplate:
             raise TemplateError(f"{KEY} is not a string")
         return cls(source, bos=bos, eos=eos)
 
+    @classmethod
+    def from_source(
+        cls, source: str, metadata: Mapping[str, object], *, stops: Sequence[str] = ()
+    ) -> ChatTemplate:
+        """A template that is not the file's, with the file's special tokens."""
+        return cls(source, bos=_token_text(metadata, "bos"), eos=_token_text(metadata, "eos"), stops=stops)
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],

@@ -1,0 +1,168 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from motley.server.api.llama import Shape as LlamaShape
+from motley.server.api.llama import make_jobs, read_n, show_progress
+from motley.server.errors import invalid, not_supported
+from motley.server.fields import Fields
+from motley.server.front import FINGERPRINT, Front, new_id
+from motley.server.jobs import End, Job, Piece
+from motley.server.prompts import read_prompts
+from motley.server.replies import DONE, JSON, Answer, Run, answers_of, stream_of
+from motley.server.sampling import Sampling, read_sampling
+from motley.server.shape import OPENAI_FINISH, LiveTimings, probabilities, timings, usage
+
+
+async def complete(front: Front, request: Request) -> Response:
+    body = await front.body(request)
+    if body.raw("suffix"):
+        raise not_supported("suffix is not supported; use /infill")
+    prompts, _ = await read_prompts(body.raw("prompt"), front.model, front.settings.limits)
+    sampling = read_sampling(body, front.model, front.settings, n_probs=_read_logprobs(body))
+    jobs = make_jobs(front, body, prompts, sampling, read_n(body, front))
+    shape = Shape(front, body, sampling)
+    if body.bool("stream"):
+        return await stream_of(
+            request, front.engine, jobs, shape.chunks, stalled_seconds=front.settings.limits.stalled_seconds
+        )
+    answers = await answers_of(request, front.engine, jobs)
+    return JSON(shape.complete(answers, jobs))
+
+
+def _read_logprobs(body: Fields) -> int:
+    """Here `logprobs` is a number; 0 asks for the chosen token's only. Chat's form is understood, too."""
+    given = body.raw("logprobs")
+    if given is None or given is False:
+        return 0
+    n_top = body.int("top_logprobs", 1) if given is True else body.int("logprobs")
+    if n_top is None or not 0 <= n_top <= 20:
+        raise invalid("logprobs must be from 0 to 20", param="logprobs")
+    return max(1, n_top)
+
+
+class Shape:
+    """Answers in the form of text completions."""
+
+    def __init__(self, front: Front, body: Fields, sampling: Sampling) -> None:
+        self._front = front
+        self._body = body
+        self._sampling = sampling
+        self._echoes = body.bool("echo")
+        self._is_verbose = body.bool("verbose") or front.settings.is_verbose
+        options = body.object("stream_options") or {}
+        self._has_usage = bool(options.get("include_usage"))
+        self._has_timings = body.bool("timings_per_token")
+        self._head = {
+            "created": int(time.time()),
+            "model": front.settings.model_name,
+            "system_fingerprint": FINGERPRINT,
+            "object": "text_completion",
+            "id": new_id("cmpl-"),
+        }
+        self._tail = orjson.dumps(self._head)[1:]
+
+    def complete(self, answers: list[Answer], jobs: list[Job]) -> dict[str, Any]:
+        ends = [answer.end for answer in answers]
+        result: dict[str, Any] = {
+            "choices": [
+                {
+                    "text": self._prompt_of(job) + answer.text,
+                    "index": index,
+                    "logprobs": self._logprobs(answer.tokens, answer.logprobs),
+                    "finish_reason": OPENAI_FINISH[answer.end.reason],
+                }
+                for index, (answer, job) in enumerate(zip(answers, jobs, strict=True))
+            ],
+            **self._head,
+            "usage": usage_of_prompts(ends, jobs),
+            "timings": timings(ends[0]),
+        }
+        if self._is_verbose:
+            shape = LlamaShape(self._front, self._body, self._sampling)
+            result["__verbose"] = shape.final(answers[0], jobs[0], 0)
+        return result
+
+    async def chunks(self, run: Run) -> AsyncIterator[bytes]:
+        live = [LiveTimings() for _ in run.jobs]
+        ends: list[End] = []
+        if self._echoes:
+            yield b"".join(self._chunk(i, self._prompt_of(job)) for i, job in enumerate(run.jobs))
+        async for events in run.batches():
+            out = []
+            for each in events:
+                index = each.index
+                if isinstance(each, Piece):
+                    live[index].tokens(len(each.tokens))
+                    more = {"timings": live[index].show()} if self._has_timings else {}
+                    out.append(
+                        self._chunk(
+                            index, each.text, logprobs=self._logprobs(each.tokens, each.logprobs or []), **more
+                        )
+                    )
+                elif isinstance(each, End):
+                    ends.append(each)
+                    more = {} if self._has_usage else {"usage": usage([each]), "timings": timings(each)}
+                    out.append(self._chunk(index, "", finish=OPENAI_FINISH[each.reason], **more))
+                else:
+                    out.append(self._chunk(index, "", prompt_progress=show_progress(each)))
+            yield b"".join(out)
+        if self._has_usage:
+            ends.sort(key=lambda end: end.index)
+            head = orjson.dumps(
+                {"choices": [], "usage": usage_of_prompts(ends, run.jobs), "timings": timings(ends[0])}
+            )
+            yield b"data: " + head[:-1] + b"," + self._tail + b"\n\n"
+        yield DONE
+
+    def _chunk(
+        self, index: int, text: str, *, finish: str | None = None, logprobs: Any = None, **more: Any
+    ) -> bytes:
+        choice = {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish}
+        return b"data: " + orjson.dumps({"choices": [choice], **more})[:-1] + b"," + self._tail + b"\n\n"
+
+    def _logprobs(self, tokens: list[int], logprobs: list[Any]) -> dict[str, Any] | None:
+        """llama-server's form (`content`), and OpenAI's old one beside it."""
+        if not self._sampling.n_probs:
+            return None
+        content = probabilities(self._front.model, tokens, logprobs)
+        return {
+            "content": content,
+            "tokens": [entry["token"] for entry in content],
+            "token_logprobs": [entry["logprob"] for entry in content],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in content],
+            "text_offset": _offsets([entry["token"] for entry in content]),
+        }
+
+    def _prompt_of(self, job: Job) -> str:
+        return self._front.model.tokenizer.decode(job.tokens) if self._echoes else ""
+
+
+def usage_of_prompts(ends: list[End], jobs: list[Job]) -> dict[str, Any]:
+    """`usage` over several prompts: choices of one prompt count it once."""
+    first: dict[int, End] = {}
+    for end, job in zip(ends, jobs, strict=True):
+        first.setdefault(id(job.tokens), end)
+    total = usage(ends)
+    n_prompt = sum(end.n_prompt for end in first.values())
+    return total | {
+        "prompt_tokens": n_prompt,
+        "total_tokens": n_prompt + total["completion_tokens"],
+        "prompt_tokens_details": {"cached_tokens": sum(end.n_cached for end in first.values())},
+    }
+
+
+def _offsets(texts: list[str]) -> list[int]:
+    offsets, position = [], 0
+    for text in texts:
+        offsets.append(position)
+        position += len(text)
+    return offsets

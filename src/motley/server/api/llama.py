@@ -1,0 +1,200 @@
+"""POST /completion: llama-server's own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from motley.server.errors import invalid
+from motley.server.fields import Fields
+from motley.server.front import Front
+from motley.server.jobs import End, Job, Piece, Progress
+from motley.server.prompts import read_prompts, require_room
+from motley.server.replies import JSON, Answer, Run, answers_of, event, stream_of
+from motley.server.sampling import Sampling, for_choice, generation_settings, read_sampling
+from motley.server.shape import LiveTimings, probabilities, stop_type, timings
+
+
+async def complete(front: Front, request: Request) -> Response:
+    body = await front.body(request)
+    model = front.model
+    prompts, is_list = await read_prompts(body.raw("prompt"), model, front.settings.limits)
+    return await complete_prompts(front, request, body, prompts, is_list)
+
+
+async def complete_prompts(
+    front: Front, request: Request, body: Fields, prompts: list[tuple[int, ...]], is_list: bool
+) -> Response:
+    sampling = read_sampling(body, front.model, front.settings)
+    n_choices = read_n(body, front, "n_cmpl")
+    jobs = make_jobs(front, body, prompts, sampling, n_choices)
+    shape = Shape(front, body, sampling)
+    if body.bool("stream"):
+        return await stream_of(
+            request, front.engine, jobs, shape.chunks, stalled_seconds=front.settings.limits.stalled_seconds
+        )
+    answers = await answers_of(request, front.engine, jobs)
+    results = [shape.final(answer, job, index) for index, (answer, job) in enumerate(zip(answers, jobs, strict=True))]
+    return JSON(results if is_list or n_choices > 1 else results[0])
+
+
+def read_n(body: Fields, front: Front, *names: str) -> int:
+    """How many choices; 400 beyond the limit."""
+    n = next((n for name in (*names, "n") if (n := body.int(name)) is not None), 1)
+    if not 1 <= n <= front.settings.limits.n_choices:
+        raise invalid(f"n must be from 1 to {front.settings.limits.n_choices}", param="n")
+    return n
+
+
+def make_jobs(
+    front: Front,
+    body: Fields,
+    prompts: list[tuple[int, ...]],
+    sampling: Sampling,
+    n_choices: int = 1,
+    *,
+    continues_prompt: bool = True,
+) -> list[Job]:
+    """A job for each choice of each prompt."""
+    for tokens in prompts:
+        require_room(tokens, front.n_ctx)
+    if len(prompts) * n_choices > front.settings.limits.n_prompts:
+        raise invalid(f"{len(prompts)} prompts with {n_choices} choices; at most {front.settings.limits.n_prompts}")
+    return [
+        Job(
+            tokens,
+            for_choice(sampling, choice),
+            continues_prompt=continues_prompt,
+            tells_progress=body.bool("return_progress") and body.bool("stream"),
+            id_slot=body.int("id_slot", -1) or 0,
+            is_mute=sampling.is_mute,
+        )
+        for tokens in prompts
+        for choice in range(n_choices)
+    ]
+
+
+def is_truncated(front: Front, sampling: Sampling, end: End) -> bool:
+    """Whether the context, and not the request, ended the answer; or tokens were dropped from it."""
+    if end.n_prompt + end.n_new > front.n_ctx:
+        return True
+    return end.reason == "length" and not 0 <= sampling.n_predict <= end.n_new
+
+
+class Shape:
+    """Results of /completion in llama-server's form."""
+
+    def __init__(self, front: Front, body: Fields, sampling: Sampling) -> None:
+        self._front = front
+        self._sampling = sampling
+        self._is_stream = body.bool("stream")
+        self._returns_tokens = body.bool("return_tokens")
+        self._fields = body.list("response_fields") or []
+        self._has_timings = body.bool("timings_per_token")
+
+    def final(self, answer: Answer, job: Job, index: int) -> dict[str, Any]:
+        """The complete result."""
+        end, front = answer.end, self._front
+        text = answer.text
+        result: dict[str, Any] = {
+            "index": index,
+            "content": "" if self._is_stream else text,
+            "tokens": answer.tokens if self._returns_tokens and not self._is_stream else [],
+            "id_slot": end.id_slot,
+            "stop": True,
+            "model": front.settings.model_name,
+            "tokens_predicted": end.n_new,
+            "tokens_evaluated": end.n_prompt,
+            "generation_settings": generation_settings(
+                self._sampling,
+                front.model,
+                stream=self._is_stream,
+                timings_per_token=self._has_timings,
+            ),
+            "prompt": front.model.show(job.tokens),
+            "has_new_line": "\n" in text,
+            "truncated": is_truncated(front, self._sampling, end),
+            "stop_type": stop_type(end),
+            "stopping_word": end.stop or "",
+            "tokens_cached": end.n_prompt + max(0, end.n_new - 1),
+            "timings": timings(end),
+        }
+        if self._sampling.n_probs and not self._is_stream:
+            result["completion_probabilities"] = probabilities(front.model, answer.tokens, answer.logprobs)
+        return _selected(result, self._fields) if self._fields else result
+
+    async def chunks(self, run: Run) -> AsyncIterator[bytes]:
+        answers = [Answer() for _ in run.jobs]
+        live = [LiveTimings() for _ in run.jobs]
+        async for events in run.batches():
+            out = []
+            for each in events:
+                answers[each.index].add(each)
+                if isinstance(each, End):
+                    out.append(event(self.final(answers[each.index], run.jobs[each.index], each.index)))
+                elif isinstance(each, Piece):
+                    live[each.index].tokens(len(each.tokens))
+                    out.append(event(self._partial(each, answers[each.index], live[each.index], run)))
+                else:
+                    live[each.index].progress(each.n_cached, each.n_processed, each.seconds)
+                    out.append(event(self._progress(each, live[each.index], run)))
+            yield b"".join(out)
+
+    def _partial(self, piece: Piece, so_far: Answer, live: LiveTimings, run: Run) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "index": piece.index,
+            "content": piece.text,
+            "tokens": piece.tokens,
+            "stop": False,
+            "id_slot": self._front.engine.slots.of(run.tickets[piece.index].number),
+            "tokens_predicted": len(so_far.tokens),
+            "tokens_evaluated": len(run.jobs[piece.index].tokens),
+        }
+        if self._has_timings:
+            result["timings"] = live.show()
+        if self._sampling.n_probs:
+            result["completion_probabilities"] = probabilities(
+                self._front.model, piece.tokens, piece.logprobs or []
+            )
+        return result
+
+    def _progress(self, progress: Progress, live: LiveTimings, run: Run) -> dict[str, Any]:
+        result = {
+            "index": progress.index,
+            "content": "",
+            "tokens": [],
+            "stop": False,
+            "id_slot": self._front.engine.slots.of(run.tickets[progress.index].number),
+            "tokens_predicted": 0,
+            "tokens_evaluated": progress.n_prompt,
+            "prompt_progress": show_progress(progress),
+        }
+        if self._has_timings:
+            result["timings"] = live.show()
+        return result
+
+
+def show_progress(progress: Progress) -> dict[str, Any]:
+    return {
+        "total": progress.n_prompt,
+        "cache": progress.n_cached,
+        "processed": progress.n_processed,
+        "time_ms": round(1000 * progress.seconds),
+    }
+
+
+def _selected(result: dict[str, Any], fields: list[Any]) -> dict[str, Any]:
+    """Only these fields; "a/b" takes b out of a."""
+    selected = {}
+    for field in fields:
+        value: Any = result
+        for name in str(field).split("/"):
+            if not isinstance(value, dict) or name not in value:
+                break
+            value = value[name]
+        else:
+            selected[str(field)] = value
+    return selected

@@ -1,0 +1,161 @@
+"""The engine process: loads a model, runs the front's requests, and sends one message a step.
+
+Started by `engine_client` with the number of its socket. It ends when the front closes the socket, or says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from motley.errors import MotleyError
+from motley.server.calls import CALLS
+from motley.server.collector import Collector, describe_error
+from motley.server.params_wire import params_from_wire
+from motley.server.wire import Channel, Message
+
+if TYPE_CHECKING:
+    from motley.engine.request import Request
+    from motley.llm import LLM
+
+_PROGRESS_EVERY = 0.1  # seconds
+_CALL_THREADS = 4
+_DRAIN = 1.0  # seconds for the last messages
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the front, which ends this process
+    _die_with_parent()
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    messages = channel.receive()
+    first = next(messages, None)
+    if first is None:
+        return
+    try:
+        llm = _load(first, channel)
+    except MotleyError as error:
+        channel.send({"op": "refused", "error": describe_error(error)})
+        channel.drain(_DRAIN)
+        sys.exit(2)
+    worker = Worker(llm, channel)
+    channel.send({"op": "ready", "info": worker.info()})
+    gc.collect()
+    gc.freeze()  # what loading made stays: the collector need not look at it again
+    for message in messages:
+        if message["op"] == "stop":
+            break
+        worker.handle(message)
+    channel.drain(_DRAIN)
+    os._exit(0)  # the front has gone or wants the end: nothing here has to be put in order
+
+
+def _load(message: Message, channel: Channel) -> LLM:
+    from motley.llm import LLM
+
+    def telling(what: str) -> Callable[[int, int], None]:
+        last = [0.0]
+
+        def tell(done: int, total: int) -> None:
+            now = time.monotonic()
+            if now - last[0] > _PROGRESS_EVERY or done == total:
+                last[0] = now
+                channel.send({"op": "loading", "what": what, "done": done, "total": total})
+
+        return tell
+
+    return LLM(
+        message["model"], progress=telling("bytes"), compiling=telling("kernels"), **message["arguments"]
+    )
+
+
+class Worker:
+    """Turns messages into requests of the engine. `handle` is called by one thread."""
+
+    def __init__(self, llm: LLM, channel: Channel) -> None:
+        self._llm = llm
+        self._channel = channel
+        self._collector = Collector(llm.engine, channel.send)
+        self._requests: dict[int, Request] = {}
+        self._lock = threading.Lock()
+        self._calls = ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="motley-call")
+        llm.engine.after_turn = self._after_turn
+
+    def info(self) -> Message:
+        """What the front tells clients about the model."""
+        llm = self._llm
+        memory = llm.memory()
+        return {
+            "n_ctx": llm.n_ctx,
+            "n_parallel": llm.engine.scheduler.n_parallel,
+            "n_batch": llm.engine.scheduler.n_batch,
+            "n_vocab": llm.engine.n_vocab,
+            "n_params": sum(tensor.n_values for tensor in llm.spec.tensors.values()),
+            "size": sum(tensor.nbytes for tensor in llm.spec.tensors.values()),
+            "memory": memory,
+            "devices": llm.device_memory(),
+            "load_seconds": llm.load_seconds,
+            "notices": [*filter(None, [llm.chosen_devices]), *llm.notices],
+            "details": list(llm.details),
+            "stats": self._collector.stats(),
+        }
+
+    def handle(self, message: Message) -> None:
+        match message["op"]:
+            case "add":
+                self._add(message)
+            case "cancel":
+                with self._lock:
+                    request = self._requests.get(message["id"])
+                if request is not None:
+                    self._llm.service.cancel(request)
+            case "call":
+                self._calls.submit(self._call, message)
+
+    def _add(self, message: Message) -> None:
+        number = message["id"]
+        try:
+            params = params_from_wire(message["params"])
+            request = self._llm.engine.new_request(
+                message["tokens"], params, continues_prompt=message["continues"]
+            )
+            self._collector.attach(number, request, tells_progress=message["progress"])
+            with self._lock:
+                self._requests[number] = request
+            self._channel.send({"op": "accepted", "id": number})
+            self._llm.service.submit(request)
+        except Exception as error:  # of this request only
+            self._channel.send({"op": "rejected", "id": number, "error": describe_error(error)})
+
+    def _after_turn(self) -> None:
+        """Engine thread."""
+        for number in self._collector.flush():
+            with self._lock:
+                self._requests.pop(number, None)
+
+    def _call(self, message: Message) -> None:
+        answer: Message = {"op": "answer", "id": message["id"]}
+        try:
+            answer["result"] = CALLS[message["name"]](self._llm, **message["arguments"])
+        except Exception as error:
+            answer["error"] = describe_error(error)
+        self._channel.send(answer)
+
+
+def _die_with_parent() -> None:
+    """Linux: the kernel ends this process with the front, however that ends."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+if __name__ == "__main__":
+    main()

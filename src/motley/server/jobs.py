@@ -1,0 +1,95 @@
+"""The internal request type: what every API becomes, and what comes back for it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from motley.engine.params import SamplingParams
+from motley.server.errors import ApiError
+
+_MAX_UNREAD = 20_000  # pieces that a deaf reader may leave before its request is cancelled
+
+
+@dataclass(frozen=True)
+class Job:
+    """One answer to be generated."""
+
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    continues_prompt: bool = True  # the answer's leading space belongs to the text
+    tells_progress: bool = False
+    id_slot: int = -1
+    is_mute: bool = False  # only the prompt is wanted: nothing of the answer is passed on
+
+
+class Piece(NamedTuple):
+    """What a step added to an answer."""
+
+    index: int  # of the job in its mailbox
+    text: str
+    tokens: list[int]
+    logprobs: list[Any] | None = None  # for each token, if asked for
+
+
+class Progress(NamedTuple):
+    """How much of a prompt is computed."""
+
+    index: int
+    n_prompt: int
+    n_cached: int
+    n_processed: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class End:
+    """How an answer ended."""
+
+    index: int
+    reason: str  # "stop", "length", "cancelled", "failed"
+    stop: str | None  # the stop string
+    n_prompt: int
+    n_cached: int
+    n_new: int
+    queued_seconds: float
+    prompt_seconds: float
+    new_seconds: float
+    n_preemptions: int
+    n_retries: int
+    id_slot: int
+    error: ApiError | None
+
+
+Event = Piece | Progress | End
+
+
+class Mailbox:
+    """What the engine sends for the jobs of one HTTP request. One reader; nobody waits for it."""
+
+    def __init__(self, n_jobs: int) -> None:
+        self.n_open = n_jobs
+        self._events: list[Event] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_overfull(self) -> bool:
+        return len(self._events) > _MAX_UNREAD
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        if isinstance(event, End):
+            self.n_open -= 1
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Event]:
+        """All events since the last call, at least one; an empty list when all jobs have ended."""
+        while not self._events:
+            if not self.n_open:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        events, self._events = self._events, []
+        return events

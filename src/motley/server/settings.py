@@ -1,0 +1,65 @@
+"""All that `motley serve` was told, as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from motley.engine.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for."""
+
+    body_bytes: int = 64 * 2**20
+    n_choices: int = 128
+    n_prompts: int = 256
+    n_probs: int = 1000  # of llama-server's; OpenAI's top_logprobs ends at 20
+    n_messages: int = 10_000
+    n_tools: int = 512
+    n_stops: int = 256
+    stop_chars: int = 4096
+    n_biases: int = 100_000
+    grammar_chars: int = 2**20
+    schema_depth: int = 64
+    kwargs_chars: int = 64 * 2**10
+    body_seconds: float = 60.0  # to receive a body
+    stalled_seconds: float = 120.0  # a reader that takes nothing for so long is dropped
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Flags of the server. Those of the model are `engine_arguments`."""
+
+    model: Path
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_keys: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    defaults: SamplingParams = SamplingParams()
+    n_predict: int = -1  # the most tokens of an answer; -1: no limit
+    chat_template: str | None = None
+    reasoning_format: str = "auto"
+    reasoning: str = "auto"
+    has_metrics: bool = False
+    has_slots: bool = True
+    has_page: bool = True
+    slot_save_path: Path | None = None
+    pooling: str | None = None
+    only_embeddings: bool = False
+    cors_origins: tuple[str, ...] = ("*",)
+    is_verbose: bool = False
+    logs_prompts: bool = False
+    restarts: bool = False
+    max_queue: int = 1024  # requests that wait beside those that run
+    limits: Limits = Limits()
+
+    @property
+    def model_name(self) -> str:
+        """The id that clients see: the first alias by the alphabet, or the file's name."""
+        return min(self.aliases) if self.aliases else self.model.name

@@ -1,0 +1,99 @@
+"""Parts of replies that several APIs share: timings, usage, probabilities."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from motley.server.jobs import End
+from motley.server.model import FrontModel
+
+OPENAI_FINISH = {"stop": "stop", "length": "length", "cancelled": "stop", "failed": "stop"}
+
+
+def timings(end: End) -> dict[str, Any]:
+    """llama-server's `timings`. Rates count the steps after the first token; they are never null."""
+    n_prompt, prompt_ms = end.n_prompt - end.n_cached, 1000 * end.prompt_seconds
+    return _timings(end.n_cached, n_prompt, prompt_ms, end.n_new, 1000 * end.new_seconds)
+
+
+def _timings(n_cached: int, n_prompt: int, prompt_ms: float, n_new: int, new_ms: float) -> dict[str, Any]:
+    n_later = max(0, n_new - 1)
+    return {
+        "cache_n": n_cached,
+        "prompt_n": n_prompt,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / n_prompt if n_prompt else 0.0,
+        "prompt_per_second": 1000 * n_prompt / prompt_ms if prompt_ms else 0.0,
+        "predicted_n": n_new,
+        "predicted_ms": new_ms,
+        "predicted_per_token_ms": new_ms / n_later if n_later else 0.0,
+        "predicted_per_second": 1e3 / new_ms * n_later if new_ms else 0.0,
+    }
+
+
+class LiveTimings:
+    """The timings of an answer that still runs, as far as the front sees them."""
+
+    def __init__(self) -> None:
+        self._n_cached = self._n_processed = self._n_prompt = 0
+        self._prompt_ms = 0.0
+        self._n_new = 0
+        self._started = time.perf_counter()
+        self._first = 0.0
+
+    def progress(self, n_cached: int, n_processed: int, seconds: float) -> None:
+        self._n_cached, self._n_prompt = n_cached, n_processed - n_cached
+        self._prompt_ms = 1000 * seconds
+
+    def tokens(self, n_tokens: int) -> None:
+        now = time.perf_counter()
+        if not self._first:
+            self._first = now
+            self._prompt_ms = self._prompt_ms or 1000 * (now - self._started)
+        self._n_new += n_tokens
+
+    def show(self) -> dict[str, Any]:
+        new_ms = 1000 * (time.perf_counter() - self._first) if self._first else 0.0
+        return _timings(self._n_cached, self._n_prompt, self._prompt_ms, self._n_new, new_ms)
+
+
+def usage(ends: list[End]) -> dict[str, Any]:
+    """OpenAI's `usage`; choices of one prompt count it once."""
+    n_prompt, n_new = ends[0].n_prompt, sum(end.n_new for end in ends)
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_new,
+        "total_tokens": n_prompt + n_new,
+        "prompt_tokens_details": {"cached_tokens": ends[0].n_cached},
+    }
+
+
+def stop_type(end: End) -> str:
+    """How llama-server calls the reason of the end."""
+    if end.reason == "length":
+        return "limit"
+    if end.reason == "stop":
+        return "eos" if end.stop is None else "word"
+    return "none"
+
+
+def token_bytes(model: FrontModel, token: int) -> bytes:
+    return model.tokenizer.token_bytes(token)
+
+
+def token_text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def probabilities(model: FrontModel, tokens: list[int], logprobs: list[Any]) -> list[dict[str, Any]]:
+    """For each token its log probability and the likeliest ones: OpenAI's form with llama-server's ids."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        data = token_bytes(model, token)
+        return {"id": token, "token": token_text(data), "bytes": list(data), "logprob": logprob}
+
+    return [
+        entry(token, logprob) | {"top_logprobs": [entry(other, value) for other, value in top]}
+        for token, (logprob, top) in zip(tokens, logprobs, strict=False)
+    ]

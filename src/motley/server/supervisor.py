@@ -1,0 +1,141 @@
+"""The life of the server: its socket, the engine process, signals, and the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from motley.errors import ConfigError, MotleyError
+from motley.server.engine_client import EngineClient
+from motley.server.front import Front, make_app
+from motley.server.settings import ServerSettings
+
+_log = logging.getLogger("motley.server")
+
+OK, REFUSED, ENGINE_DIED = 0, 2, 3  # exit codes
+_FINISH_SECONDS = 3  # for running requests after SIGTERM; then they are cancelled
+_AFTER_DEATH = 0.5  # seconds in which requests still get a 503
+_MAX_HEADERS = 64 * 2**10
+
+
+def serve(settings: ServerSettings) -> int:
+    """Runs the server until a signal; returns the exit code."""
+    listening = _listen(settings.host, settings.port)
+    try:
+        return asyncio.run(_serve(settings, listening))
+    finally:
+        listening.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(1024)
+        listening.setblocking(False)
+        return listening
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            hint="another --port (0: any free one) or --host",
+        ) from None
+
+
+class _Server(uvicorn.Server):
+    """Signals are handled by `_serve`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(settings: ServerSettings, listening: socket.socket) -> int:
+    arguments = dict(settings.engine_arguments)
+    engine = EngineClient(
+        settings.model, arguments, max_queue=settings.max_queue, restarts=settings.restarts
+    )
+    front = Front(settings, engine)
+    config = uvicorn.Config(
+        make_app(front),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=_FINISH_SECONDS,
+        timeout_keep_alive=75,
+        h11_max_incomplete_event_size=_MAX_HEADERS,
+    )
+    server = _Server(config)
+    loop = asyncio.get_running_loop()
+
+    def leave() -> None:
+        if server.should_exit:
+            server.force_exit = True  # the second signal
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, leave)
+    engine.on_ready = lambda: _say_ready(front, listening)
+    await engine.start()
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    reading = asyncio.create_task(front.read_model())
+    watching = asyncio.create_task(_watch(engine, server))
+    code = OK
+    try:
+        await asyncio.wait({serving, reading}, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done() and (error := reading.exception()) is not None:
+            if not isinstance(error, MotleyError):
+                raise error
+            _report(str(error))
+            code, server.should_exit = REFUSED, True
+        gc.collect()
+        gc.freeze()
+        await serving
+    finally:
+        watching.cancel()
+        await engine.stop()
+    if engine.ended.is_set():
+        code = REFUSED if engine.refusal is not None else ENGINE_DIED
+    return code
+
+
+async def _watch(engine: EngineClient, server: uvicorn.Server) -> None:
+    """Ends the server when the engine has ended."""
+    await engine.ended.wait()
+    if engine.refusal is not None:
+        _report(engine.refusal.message)
+    else:
+        _report(f"the engine process has ended (exit code {engine.exit_code})")
+        await asyncio.sleep(_AFTER_DEATH)
+    server.should_exit = True
+
+
+def _say_ready(front: Front, listening: socket.socket) -> None:
+    for notice in front.engine.info.get("notices", ()):
+        _log.info("note: %s", notice)
+    _say(f"motley serves {front.settings.model_name} on {address_of(listening)}")
+
+
+def address_of(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _report(text: str) -> None:
+    _say(f"error: {text}")
