@@ -18,6 +18,10 @@ from motley.errors import ConfigError
 # The module of each command, and the first line of its help.
 COMMANDS = {
     "run": ("motley.cli.run:run", "Answer a prompt, or chat when there is none."),
+    "serve": (
+        "motley.cli.serve:serve",
+        "Serve a model over HTTP: the APIs of OpenAI, Anthropic and llama-server.",
+    ),
     "perplexity": (
         "motley.cli.perplexity:perplexity",
         "Measure how well a model predicts a text: lower is better, 1 is perfect.",

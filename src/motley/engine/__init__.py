@@ -1,6 +1,6 @@
 """Requests, the scheduler, sampling, and the service that runs them: from prompts to tokens.
 
-Names are imported when they are first used: parameters and results need no torch, and the server's front must not have it.
+Names are imported when they are first used: parameters and results need no torch.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from motley.gguf.cursor import Cursor
 from motley.gguf.metadata import Metadata
 from motley.gguf.values import LEAST_KEY_BYTES, read_values
 
-# Of an entry in the tensor table: the name's length, a byte of it, the number of dimensions, one dimension, type, offset.
+# An entry of the tensor table has: its name's length, a byte of it, dimensions, one dimension, type, offset.
 LEAST_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 
 _MAGIC = b"GGUF"

@@ -17,7 +17,15 @@ from motley.text.marked import MarkedText, join
 
 _PREFILL = "an assistant's message at the end is continued; "
 # Variables of a template that a request may not replace.
-_RESERVED = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "bos_token", "eos_token"}
+_RESERVED = {
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "tokenize",
+    "chat_template",
+    "bos_token",
+    "eos_token",
+}
 # How thinking begins and ends, by what a template contains.
 _THINKING = (
     ("<think>", "</think>"),
@@ -45,8 +53,8 @@ async def read_chat(
     clean = clean_messages(given, model, settings)
     tools = read_tools(body.raw("tools") if tools is None else tools, settings)
     kwargs = _read_kwargs(body, settings)
-    prefill, continues = "", body.bool("continue_final_message")
-    adds_prompt = body.bool("add_generation_prompt", not continues)
+    prefill, continues = "", body.flag("continue_final_message")
+    adds_prompt = body.flag("add_generation_prompt", not continues)
     if continues and adds_prompt:
         raise invalid("add_generation_prompt and continue_final_message exclude each other")
     if clean and clean[-1]["role"] == "assistant" and (adds_prompt or continues):
@@ -94,7 +102,11 @@ def read_tools(tools: Any, settings: ServerSettings) -> list[dict[str, Any]] | N
     clean = []
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
             raise invalid(f"tools[{index}] has no function with a name", param="tools")
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, dict):
@@ -119,7 +131,9 @@ def text_of(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise invalid(f"{where}.content must be text or a list of parts, not {show(content)}", param="messages")
+        raise invalid(
+            f"{where}.content must be text or a list of parts, not {show(content)}", param="messages"
+        )
     texts = []
     for part in content:
         if isinstance(part, str):
@@ -189,7 +203,7 @@ def _arguments(arguments: Any) -> Any:
 
 
 def _read_kwargs(body: Fields, settings: ServerSettings) -> dict[str, Any]:
-    kwargs = dict(body.object("chat_template_kwargs") or {})
+    kwargs = dict(body.mapping("chat_template_kwargs") or {})
     if len(orjson.dumps(kwargs)) > settings.limits.kwargs_chars:
         raise invalid("chat_template_kwargs is too large", param="chat_template_kwargs")
     if forbidden := _RESERVED & kwargs.keys():

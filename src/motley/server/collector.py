@@ -38,7 +38,7 @@ class Collector:
         self._watched[outbox] = None
 
     def flush(self) -> list[int]:
-        """Sends one message with all that is new; called after each turn of the engine. Returns the requests that ended."""
+        """Sends one message with all that is new. Returns the requests that ended. Called after each turn."""
         ended: list[int] = []
         message: dict[str, Any] = {}
         if self._watched:

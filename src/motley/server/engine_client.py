@@ -90,7 +90,10 @@ class EngineClient:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self._process = subprocess.Popen(
-            [*self._command, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            [*self._command, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C is for the front, which ends this process
         )
         theirs.close()
         ours.setblocking(False)
@@ -259,7 +262,7 @@ class EngineClient:
         self._finish(
             ticket,
             End(
-                index=ticket.index,
+                choice=ticket.index,
                 reason=end["reason"],
                 stop=end["stop"],
                 n_prompt=end["prompt_tokens"],
@@ -278,7 +281,19 @@ class EngineClient:
     def _fail(self, ticket: Ticket, error: ApiError) -> None:
         n_prompt = len(ticket.job.tokens)
         end = End(
-            ticket.index, "failed", None, n_prompt, 0, 0, 0.0, 0.0, 0.0, 0, 0, self.slots.of(ticket.number), error
+            ticket.index,
+            "failed",
+            None,
+            n_prompt,
+            0,
+            0,
+            0.0,
+            0.0,
+            0.0,
+            0,
+            0,
+            self.slots.of(ticket.number),
+            error,
         )
         if not ticket.accepted.done():
             ticket.accepted.set_exception(error)

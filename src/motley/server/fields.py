@@ -24,7 +24,7 @@ class Fields:
         """The first of these fields that is there; None without one."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
-    def bool(self, name: str, default: bool = False) -> bool:
+    def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name)
         if value is None:
             return default
@@ -32,7 +32,7 @@ class Fields:
             raise self.wrong(name, value, "true or false")
         return value
 
-    def int(self, name: str, default: int | None = None) -> int | None:
+    def integer(self, name: str, default: int | None = None) -> int | None:
         value = self.values.get(name)
         if value is None:
             return default
@@ -42,7 +42,7 @@ class Fields:
             raise self.wrong(name, value, "an integer")
         return value
 
-    def float(self, name: str, default: float | None = None) -> float | None:
+    def number(self, name: str, default: float | None = None) -> float | None:
         value = self.values.get(name)
         if value is None:
             return default
@@ -50,7 +50,7 @@ class Fields:
             raise self.wrong(name, value, "a number")
         return float(value)
 
-    def str(self, name: str, default: str | None = None) -> str | None:
+    def text(self, name: str, default: str | None = None) -> str | None:
         value = self.values.get(name)
         if value is None:
             return default
@@ -58,13 +58,13 @@ class Fields:
             raise self.wrong(name, value, "a string")
         return value
 
-    def list(self, name: str) -> list[Any] | None:
+    def items(self, name: str) -> list[Any] | None:
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):
             raise self.wrong(name, value, "a list")
         return value
 
-    def object(self, name: str) -> dict[str, Any] | None:
+    def mapping(self, name: str) -> dict[str, Any] | None:
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(name, value, "an object")

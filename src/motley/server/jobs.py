@@ -27,7 +27,7 @@ class Job:
 class Piece(NamedTuple):
     """What a step added to an answer."""
 
-    index: int  # of the job in its mailbox
+    choice: int  # the number of the job in its mailbox
     text: str
     tokens: list[int]
     logprobs: list[Any] | None = None  # for each token, if asked for
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 class Progress(NamedTuple):
     """How much of a prompt is computed."""
 
-    index: int
+    choice: int
     n_prompt: int
     n_cached: int
     n_processed: int
@@ -47,7 +47,7 @@ class Progress(NamedTuple):
 class End:
     """How an answer ended."""
 
-    index: int
+    choice: int
     reason: str  # "stop", "length", "cancelled", "failed"
     stop: str | None  # the stop string
     n_prompt: int

@@ -72,7 +72,12 @@ class Metrics:
             ("gauge", "predicted_tokens_seconds", "Generated tokens per second.", new_rate),
             ("gauge", "requests_processing", "Requests that run.", n_busy),
             ("gauge", "requests_deferred", "Requests that wait.", n_deferred),
-            ("gauge", "n_busy_slots_per_decode", "Requests in a step.", _rate(self.n_new + self.n_requests, n_steps)),
+            (
+                "gauge",
+                "n_busy_slots_per_decode",
+                "Requests in a step.",
+                _rate(self.n_new + self.n_requests, n_steps),
+            ),
         ):
             lines += _lines(_PREFIX + name, kind, text, value)
         lines += self._own(stats)
@@ -81,7 +86,9 @@ class Metrics:
     def _own(self, stats: dict[str, Any]) -> list[str]:
         lines: list[str] = []
         lines += _lines("motley:requests_total", "counter", "Requests that ended.", self.n_requests)
-        lines += _lines("motley:requests_cancelled_total", "counter", "Requests whose client left.", self.n_cancelled)
+        lines += _lines(
+            "motley:requests_cancelled_total", "counter", "Requests whose client left.", self.n_cancelled
+        )
         lines += _lines("motley:requests_failed_total", "counter", "Requests that failed.", self.n_failed)
         cache = stats.get("cache", {})
         for index, group in enumerate(cache.get("groups", ())):

@@ -20,12 +20,21 @@ _LONG = 2_000  # characters: longer texts are tokenized in a thread, so that the
 
 # Tokens for infilling: their keys in a file, and the texts that vocabularies give them.
 _FIM = {
-    "pre": (("fim_pre", "prefix"), ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "▁<PRE>", "<｜fim▁begin｜>", "<|code_prefix|>")),
-    "suf": (("fim_suf", "suffix"), ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "▁<SUF>", "<｜fim▁hole｜>", "<|code_suffix|>")),
-    "mid": (("fim_mid", "middle"), ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "▁<MID>", "<｜fim▁end｜>", "<|code_middle|>")),
-    "rep": (("fim_rep",), ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
-    "sep": (("fim_sep",), ("<|file_sep|>",)),
-}  # fmt: skip
+    "pre": (
+        ("fim_pre", "prefix"),
+        "<|fim_prefix|> <fim-prefix> <fim_prefix> <PRE> ▁<PRE> <｜fim▁begin｜> <|code_prefix|>",
+    ),
+    "suf": (
+        ("fim_suf", "suffix"),
+        "<|fim_suffix|> <fim-suffix> <fim_suffix> <SUF> ▁<SUF> <｜fim▁hole｜> <|code_suffix|>",
+    ),
+    "mid": (
+        ("fim_mid", "middle"),
+        "<|fim_middle|> <fim-middle> <fim_middle> <MID> ▁<MID> <｜fim▁end｜> <|code_middle|>",
+    ),
+    "rep": (("fim_rep",), "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"),
+    "sep": (("fim_sep",), "<|file_sep|>"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class FrontModel:
         found = {}
         for name, (keys, texts) in _FIM.items():
             ids = [self.metadata.int(f"tokenizer.ggml.{key}_token_id", None) for key in keys]
-            ids += [self.tokenizer.token_id(text) for text in texts]
+            ids += [self.tokenizer.token_id(text) for text in texts.split()]
             token = next((token for token in ids if token is not None), None)
             if token is not None:
                 found[name] = token

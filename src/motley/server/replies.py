@@ -89,7 +89,7 @@ class Run:
         answers = [Answer() for _ in self.jobs]
         async for events in self.batches():
             for each in events:
-                answers[each.index].add(each)
+                answers[each.choice].add(each)
         return answers
 
 
@@ -160,9 +160,7 @@ class EventStream(Response):
                     async with asyncio.timeout(self._stalled_seconds):
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except ApiError as error:
-            await send(
-                {"type": "http.response.body", "body": self._on_error(error), "more_body": True}
-            )
+            await send({"type": "http.response.body", "body": self._on_error(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -17,8 +17,23 @@ _KNOWN = {field.name for field in fields(SamplingParams)}
 _RANDOM_SEED = 2**32 - 1  # what llama-server shows for "another one each time"
 
 _FLOATS = (
-    *("temperature", "top_p", "min_p", "typical_p", "repeat_penalty", "presence_penalty", "frequency_penalty"),
-    *("dynatemp_range", "dynatemp_exponent", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base"),
+    *(
+        "temperature",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "repeat_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ),
+    *(
+        "dynatemp_range",
+        "dynatemp_exponent",
+        "xtc_probability",
+        "xtc_threshold",
+        "dry_multiplier",
+        "dry_base",
+    ),
     *("mirostat_tau", "mirostat_eta", "top_n_sigma", "adaptive_target", "adaptive_decay"),
 )
 _INTS = (
@@ -81,11 +96,11 @@ def read_sampling(body: Fields, model: FrontModel, settings: ServerSettings, *, 
     values: dict[str, Any] = {}
     shown: dict[str, Any] = {}
     for names, read in (
-        (_FLOATS, body.float),
-        (_INTS, body.int),
-        (_BOOLS, body.bool),
-        (_LISTS, body.list),
-        (_STRINGS, body.str),
+        (_FLOATS, body.number),
+        (_INTS, body.integer),
+        (_BOOLS, body.flag),
+        (_LISTS, body.items),
+        (_STRINGS, body.text),
     ):
         for name in names:
             if name in body:
@@ -94,16 +109,16 @@ def read_sampling(body: Fields, model: FrontModel, settings: ServerSettings, *, 
         values["temperature"] = 0.0
     if values.get("top_k", 0) < 0:
         values["top_k"] = 0
-    if (seed := body.int("seed")) is not None:
+    if (seed := body.integer("seed")) is not None:
         values["seed"] = None if seed < 0 or seed == _RANDOM_SEED else seed
     values["logit_bias"] = _read_bias(body, model, settings)
     values["stop"] = read_stops(body.raw("stop"), settings)
     values["stop_token_ids"] = frozenset(
-        token for token in body.list("stop_token_ids") or () if isinstance(token, int)
+        token for token in body.items("stop_token_ids") or () if isinstance(token, int)
     )
     n_predict = _n_predict(body, settings)
     values["max_tokens"] = None if n_predict < 0 else max(1, n_predict)
-    if (milliseconds := body.float("t_max_predict_ms")) is not None and milliseconds > 0:
+    if (milliseconds := body.number("t_max_predict_ms")) is not None and milliseconds > 0:
         if "max_seconds" not in _KNOWN:
             raise not_supported("t_max_predict_ms is not supported")
         values["max_seconds"] = milliseconds / 1000
@@ -117,7 +132,7 @@ def read_sampling(body: Fields, model: FrontModel, settings: ServerSettings, *, 
     except RequestError as error:
         raise invalid(str(error)) from None
     return Sampling(
-        params, n_predict, n_probs, body.bool("post_sampling_probs"), tuple(sorted(shown.items()))
+        params, n_predict, n_probs, body.flag("post_sampling_probs"), tuple(sorted(shown.items()))
     )
 
 
@@ -139,7 +154,11 @@ def read_stops(stop: Any, settings: ServerSettings) -> tuple[str, ...]:
 def for_choice(sampling: Sampling, choice: int) -> SamplingParams:
     """The parameters of the n-th choice: with a seed of its own."""
     seed = sampling.params.seed
-    return sampling.params if seed is None or not choice else replace(sampling.params, seed=(seed + choice) % 2**64)
+    return (
+        sampling.params
+        if seed is None or not choice
+        else replace(sampling.params, seed=(seed + choice) % 2**64)
+    )
 
 
 def generation_settings(sampling: Sampling, model: FrontModel, **more: Any) -> dict[str, Any]:
@@ -201,7 +220,11 @@ def _place(name: str, value: Any, values: dict[str, Any], shown: dict[str, Any])
 
 def _n_predict(body: Fields, settings: ServerSettings) -> int:
     wanted = next(
-        (n for name in ("n_predict", "max_completion_tokens", "max_tokens") if (n := body.int(name)) is not None),
+        (
+            n
+            for name in ("n_predict", "max_completion_tokens", "max_tokens")
+            if (n := body.integer(name)) is not None
+        ),
         -1,
     )
     limit = settings.n_predict
@@ -212,7 +235,7 @@ def _n_predict(body: Fields, settings: ServerSettings) -> int:
 
 
 def _n_probs(body: Fields, settings: ServerSettings) -> int:
-    n_probs = body.int("n_probs", 0) or 0
+    n_probs = body.integer("n_probs", 0) or 0
     if not 0 <= n_probs <= settings.limits.n_probs:
         raise invalid(f"n_probs must be from 0 to {settings.limits.n_probs}", param="n_probs")
     return n_probs

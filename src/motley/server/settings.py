@@ -41,7 +41,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
-    defaults: SamplingParams = SamplingParams()
+    defaults: SamplingParams = field(default_factory=SamplingParams)
     n_predict: int = -1  # the most tokens of an answer; -1: no limit
     chat_template: str | None = None
     reasoning_format: str = "auto"

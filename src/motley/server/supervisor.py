@@ -61,9 +61,7 @@ class _Server(uvicorn.Server):
 
 async def _serve(settings: ServerSettings, listening: socket.socket) -> int:
     arguments = dict(settings.engine_arguments)
-    engine = EngineClient(
-        settings.model, arguments, max_queue=settings.max_queue, restarts=settings.restarts
-    )
+    engine = EngineClient(settings.model, arguments, max_queue=settings.max_queue, restarts=settings.restarts)
     front = Front(settings, engine)
     config = uvicorn.Config(
         make_app(front),
@@ -88,6 +86,7 @@ async def _serve(settings: ServerSettings, listening: socket.socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, leave)
     engine.on_ready = lambda: _say_ready(front, listening)
+    _say(f"listening on {address_of(listening)} while {settings.model.name} is loaded")
     await engine.start()
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     reading = asyncio.create_task(front.read_model())

@@ -17,7 +17,16 @@ from motley.server.errors import invalid
 from motley.server.fields import Fields
 from motley.server.front import FINGERPRINT, Front, new_id
 from motley.server.jobs import End, Piece, Progress
-from motley.server.parts import CallStart, ContentDelta, Delta, Message, Parser, PlainParser, ReasoningDelta, parse
+from motley.server.parts import (
+    CallStart,
+    ContentDelta,
+    Delta,
+    Message,
+    Parser,
+    PlainParser,
+    ReasoningDelta,
+    parse,
+)
 from motley.server.replies import DONE, JSON, Answer, Run, answers_of, event, stream_of
 from motley.server.sampling import Sampling, read_sampling
 from motley.server.shape import OPENAI_FINISH, LiveTimings, probabilities, timings, usage
@@ -27,9 +36,11 @@ async def complete(front: Front, request: Request) -> Response:
     body = await front.body(request)
     chat = await read_chat(body, front.model, front.settings)
     sampling = chat_sampling(front, body, chat)
-    jobs = make_jobs(front, body, [chat.tokens], sampling, read_n(body, front), continues_prompt=bool(chat.prefill))
+    jobs = make_jobs(
+        front, body, [chat.tokens], sampling, read_n(body, front), continues_prompt=bool(chat.prefill)
+    )
     shape = Shape(front, body, sampling, lambda: parser_for(front, body, chat))
-    if body.bool("stream"):
+    if body.flag("stream"):
         return await stream_of(
             request, front.engine, jobs, shape.chunks, stalled_seconds=front.settings.limits.stalled_seconds
         )
@@ -54,9 +65,9 @@ def chat_sampling(front: Front, body: Fields, chat: ChatPrompt) -> Sampling:
 
 def read_logprobs(body: Fields) -> int:
     """OpenAI's `logprobs` and `top_logprobs`: how many of the likeliest tokens are wanted; 0: no probabilities."""
-    if not body.bool("logprobs"):
+    if not body.flag("logprobs"):
         return 0
-    n_top = body.int("top_logprobs", 0) or 0
+    n_top = body.integer("top_logprobs", 0) or 0
     if not 0 <= n_top <= 20:
         raise invalid("top_logprobs must be from 0 to 20", param="top_logprobs")
     return max(1, n_top)
@@ -78,10 +89,10 @@ class Shape:
         self._new_parser = new_parser
         self._id = new_id("chatcmpl-")
         self._created = int(time.time())
-        self._is_verbose = body.bool("verbose") or front.settings.is_verbose
-        options = body.object("stream_options") or {}
+        self._is_verbose = body.flag("verbose") or front.settings.is_verbose
+        options = body.mapping("stream_options") or {}
         self._has_usage = bool(options.get("include_usage"))
-        self._has_timings = body.bool("timings_per_token")
+        self._has_timings = body.flag("timings_per_token")
         self._tail = orjson.dumps(
             {
                 "created": self._created,
@@ -118,9 +129,7 @@ class Shape:
             "message": show_message(message),
         }
         if self._sampling.n_probs:
-            choice["logprobs"] = {
-                "content": probabilities(self._front.model, answer.tokens, answer.logprobs)
-            }
+            choice["logprobs"] = {"content": probabilities(self._front.model, answer.tokens, answer.logprobs)}
         return choice
 
     def _verbose(self, answer: Answer, job: Any) -> dict[str, Any]:
@@ -138,7 +147,7 @@ class Shape:
         async for events in run.batches():
             out: list[bytes] = []
             for each in events:
-                index = each.index
+                index = each.choice
                 if isinstance(each, Piece):
                     live[index].tokens(len(each.tokens))
                     deltas = parsers[index].push(each.text)
@@ -148,7 +157,9 @@ class Shape:
                         answers[index].add(each)
                 elif isinstance(each, Progress):
                     live[index].progress(each.n_cached, each.n_processed, each.seconds)
-                    out.append(self._chunk(index, {}, prompt_progress=show_progress(each), **self._live(live[index])))
+                    out.append(
+                        self._chunk(index, {}, prompt_progress=show_progress(each), **self._live(live[index]))
+                    )
                 else:
                     deltas = parsers[index].finish()
                     called[index] |= any(isinstance(delta, CallStart) for delta in deltas)
@@ -161,9 +172,7 @@ class Shape:
             yield self._usage(ends)
         yield DONE
 
-    def _deltas(
-        self, index: int, deltas: list[Delta], piece: Piece | None, live: LiveTimings
-    ) -> list[bytes]:
+    def _deltas(self, index: int, deltas: list[Delta], piece: Piece | None, live: LiveTimings) -> list[bytes]:
         """A chunk for each delta. Neighbouring content of one batch is one chunk already."""
         more = self._live(live)
         if piece is not None and self._sampling.n_probs:
@@ -191,11 +200,11 @@ class Shape:
     def _last(self, end: End, has_calls: bool, answer: Answer, run: Run) -> bytes:
         more: dict[str, Any] = {} if self._has_usage else {"timings": timings(end)}
         if self._is_verbose:
-            more["__verbose"] = self._verbose(answer, run.jobs[end.index])
-        return self._chunk(end.index, {}, finish=finish_reason(end, has_calls), **more)
+            more["__verbose"] = self._verbose(answer, run.jobs[end.choice])
+        return self._chunk(end.choice, {}, finish=finish_reason(end, has_calls), **more)
 
     def _usage(self, ends: list[End]) -> bytes:
-        ends = sorted(ends, key=lambda end: end.index)
+        ends = sorted(ends, key=lambda end: end.choice)
         head = orjson.dumps({"choices": [], "usage": usage(ends), "timings": timings(ends[0])})
         return b"data: " + head[:-1] + b"," + self._tail + b"\n\n"
 
@@ -233,7 +242,9 @@ def show_delta(delta: Delta) -> dict[str, Any]:
         return {"reasoning_content": delta.text}
     if isinstance(delta, CallStart):
         function = {"name": delta.name, "arguments": ""}
-        return {"tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]}
+        return {
+            "tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]
+        }
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
 

@@ -30,7 +30,7 @@ async def complete(front: Front, request: Request) -> Response:
     sampling = read_sampling(body, front.model, front.settings, n_probs=_read_logprobs(body))
     jobs = make_jobs(front, body, prompts, sampling, read_n(body, front))
     shape = Shape(front, body, sampling)
-    if body.bool("stream"):
+    if body.flag("stream"):
         return await stream_of(
             request, front.engine, jobs, shape.chunks, stalled_seconds=front.settings.limits.stalled_seconds
         )
@@ -43,7 +43,7 @@ def _read_logprobs(body: Fields) -> int:
     given = body.raw("logprobs")
     if given is None or given is False:
         return 0
-    n_top = body.int("top_logprobs", 1) if given is True else body.int("logprobs")
+    n_top = body.integer("top_logprobs", 1) if given is True else body.integer("logprobs")
     if n_top is None or not 0 <= n_top <= 20:
         raise invalid("logprobs must be from 0 to 20", param="logprobs")
     return max(1, n_top)
@@ -56,11 +56,11 @@ class Shape:
         self._front = front
         self._body = body
         self._sampling = sampling
-        self._echoes = body.bool("echo")
-        self._is_verbose = body.bool("verbose") or front.settings.is_verbose
-        options = body.object("stream_options") or {}
+        self._echoes = body.flag("echo")
+        self._is_verbose = body.flag("verbose") or front.settings.is_verbose
+        options = body.mapping("stream_options") or {}
         self._has_usage = bool(options.get("include_usage"))
-        self._has_timings = body.bool("timings_per_token")
+        self._has_timings = body.flag("timings_per_token")
         self._head = {
             "created": int(time.time()),
             "model": front.settings.model_name,
@@ -99,24 +99,29 @@ class Shape:
         async for events in run.batches():
             out = []
             for each in events:
-                index = each.index
+                index = each.choice
                 if isinstance(each, Piece):
                     live[index].tokens(len(each.tokens))
-                    more = {"timings": live[index].show()} if self._has_timings else {}
+                    shown: dict[str, Any] = {"timings": live[index].show()} if self._has_timings else {}
                     out.append(
                         self._chunk(
-                            index, each.text, logprobs=self._logprobs(each.tokens, each.logprobs or []), **more
+                            index,
+                            each.text,
+                            logprobs=self._logprobs(each.tokens, each.logprobs or []),
+                            **shown,
                         )
                     )
                 elif isinstance(each, End):
                     ends.append(each)
-                    more = {} if self._has_usage else {"usage": usage([each]), "timings": timings(each)}
+                    more: dict[str, Any] = (
+                        {} if self._has_usage else {"usage": usage([each]), "timings": timings(each)}
+                    )
                     out.append(self._chunk(index, "", finish=OPENAI_FINISH[each.reason], **more))
                 else:
                     out.append(self._chunk(index, "", prompt_progress=show_progress(each)))
             yield b"".join(out)
         if self._has_usage:
-            ends.sort(key=lambda end: end.index)
+            ends.sort(key=lambda end: end.choice)
             head = orjson.dumps(
                 {"choices": [], "usage": usage_of_prompts(ends, run.jobs), "timings": timings(ends[0])}
             )
@@ -138,7 +143,9 @@ class Shape:
             "content": content,
             "tokens": [entry["token"] for entry in content],
             "token_logprobs": [entry["logprob"] for entry in content],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in content],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in content
+            ],
             "text_offset": _offsets([entry["token"] for entry in content]),
         }
 

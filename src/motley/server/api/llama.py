@@ -32,18 +32,20 @@ async def complete_prompts(
     n_choices = read_n(body, front, "n_cmpl")
     jobs = make_jobs(front, body, prompts, sampling, n_choices)
     shape = Shape(front, body, sampling)
-    if body.bool("stream"):
+    if body.flag("stream"):
         return await stream_of(
             request, front.engine, jobs, shape.chunks, stalled_seconds=front.settings.limits.stalled_seconds
         )
     answers = await answers_of(request, front.engine, jobs)
-    results = [shape.final(answer, job, index) for index, (answer, job) in enumerate(zip(answers, jobs, strict=True))]
+    results = [
+        shape.final(answer, job, index) for index, (answer, job) in enumerate(zip(answers, jobs, strict=True))
+    ]
     return JSON(results if is_list or n_choices > 1 else results[0])
 
 
 def read_n(body: Fields, front: Front, *names: str) -> int:
     """How many choices; 400 beyond the limit."""
-    n = next((n for name in (*names, "n") if (n := body.int(name)) is not None), 1)
+    n = next((n for name in (*names, "n") if (n := body.integer(name)) is not None), 1)
     if not 1 <= n <= front.settings.limits.n_choices:
         raise invalid(f"n must be from 1 to {front.settings.limits.n_choices}", param="n")
     return n
@@ -62,14 +64,16 @@ def make_jobs(
     for tokens in prompts:
         require_room(tokens, front.n_ctx)
     if len(prompts) * n_choices > front.settings.limits.n_prompts:
-        raise invalid(f"{len(prompts)} prompts with {n_choices} choices; at most {front.settings.limits.n_prompts}")
+        raise invalid(
+            f"{len(prompts)} prompts with {n_choices} choices; at most {front.settings.limits.n_prompts}"
+        )
     return [
         Job(
             tokens,
             for_choice(sampling, choice),
             continues_prompt=continues_prompt,
-            tells_progress=body.bool("return_progress") and body.bool("stream"),
-            id_slot=body.int("id_slot", -1) or 0,
+            tells_progress=body.flag("return_progress") and body.flag("stream"),
+            id_slot=body.integer("id_slot", -1) or 0,
             is_mute=sampling.is_mute,
         )
         for tokens in prompts
@@ -90,10 +94,10 @@ class Shape:
     def __init__(self, front: Front, body: Fields, sampling: Sampling) -> None:
         self._front = front
         self._sampling = sampling
-        self._is_stream = body.bool("stream")
-        self._returns_tokens = body.bool("return_tokens")
-        self._fields = body.list("response_fields") or []
-        self._has_timings = body.bool("timings_per_token")
+        self._is_stream = body.flag("stream")
+        self._returns_tokens = body.flag("return_tokens")
+        self._fields = body.items("response_fields") or []
+        self._has_timings = body.flag("timings_per_token")
 
     def final(self, answer: Answer, job: Job, index: int) -> dict[str, Any]:
         """The complete result."""
@@ -132,26 +136,26 @@ class Shape:
         async for events in run.batches():
             out = []
             for each in events:
-                answers[each.index].add(each)
+                answers[each.choice].add(each)
                 if isinstance(each, End):
-                    out.append(event(self.final(answers[each.index], run.jobs[each.index], each.index)))
+                    out.append(event(self.final(answers[each.choice], run.jobs[each.choice], each.choice)))
                 elif isinstance(each, Piece):
-                    live[each.index].tokens(len(each.tokens))
-                    out.append(event(self._partial(each, answers[each.index], live[each.index], run)))
+                    live[each.choice].tokens(len(each.tokens))
+                    out.append(event(self._partial(each, answers[each.choice], live[each.choice], run)))
                 else:
-                    live[each.index].progress(each.n_cached, each.n_processed, each.seconds)
-                    out.append(event(self._progress(each, live[each.index], run)))
+                    live[each.choice].progress(each.n_cached, each.n_processed, each.seconds)
+                    out.append(event(self._progress(each, live[each.choice], run)))
             yield b"".join(out)
 
     def _partial(self, piece: Piece, so_far: Answer, live: LiveTimings, run: Run) -> dict[str, Any]:
         result: dict[str, Any] = {
-            "index": piece.index,
+            "index": piece.choice,
             "content": piece.text,
             "tokens": piece.tokens,
             "stop": False,
-            "id_slot": self._front.engine.slots.of(run.tickets[piece.index].number),
+            "id_slot": self._front.engine.slots.of(run.tickets[piece.choice].number),
             "tokens_predicted": len(so_far.tokens),
-            "tokens_evaluated": len(run.jobs[piece.index].tokens),
+            "tokens_evaluated": len(run.jobs[piece.choice].tokens),
         }
         if self._has_timings:
             result["timings"] = live.show()
@@ -163,11 +167,11 @@ class Shape:
 
     def _progress(self, progress: Progress, live: LiveTimings, run: Run) -> dict[str, Any]:
         result = {
-            "index": progress.index,
+            "index": progress.choice,
             "content": "",
             "tokens": [],
             "stop": False,
-            "id_slot": self._front.engine.slots.of(run.tickets[progress.index].number),
+            "id_slot": self._front.engine.slots.of(run.tickets[progress.choice].number),
             "tokens_predicted": 0,
             "tokens_evaluated": progress.n_prompt,
             "prompt_progress": show_progress(progress),
