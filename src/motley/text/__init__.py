@@ -12,6 +12,7 @@ template        chat templates
 marked          text that knows which of its characters a template wrote
 sandbox         Jinja for untrusted templates
 meter           limits on what one rendering may cost
+tools/          tool calls and reasoning: markers from templates, parser, grammars
 costly          template operations whose cost is charged in advance
 """
 
