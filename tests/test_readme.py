@@ -35,7 +35,11 @@ def in_reach(words: list[str], folder: Path) -> list[str]:
     words = [stand_ins.get(word, word) for word in words]
     if "-n" in words:
         words[words.index("-n") + 1] = "3"
-    short = {"perplexity": ["-c", "16"], "kv-quality": ["-c", "32", "--chunks", "1", "--no-recall"]}
+    short = {
+        "perplexity": ["-c", "16"],
+        "kv-quality": ["-c", "32", "--chunks", "1", "--no-recall"],
+        "effort-quality": ["-c", "32", "--chunks", "1"],
+    }
     return [*words, *short.get(words[0], [])]
 
 

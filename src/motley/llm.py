@@ -35,6 +35,7 @@ from motley.gguf import ModelSpec
 from motley.kvcache.types import get_cache_type
 from motley.runtime import CacheConfig, DeviceFigures, KVStats, Progress, cache_figures
 from motley.runtime.exchange import CacheExchange, identity_of
+from motley.runtime.traffic import token_bytes
 from motley.runtime.warming import WarmUp
 from motley.text import ChatTemplate, Tokenizer
 from motley.units import parse_bytes
@@ -252,6 +253,19 @@ class LLM:
         """Experts that each token uses where a request does not say; 0 for a dense model."""
         experts, chosen = self._loaded.split.params.experts, self._loaded.engine.efforts.default.n_experts
         return 0 if experts is None else chosen or experts.n_used
+
+    def token_bytes(
+        self, n_context: float = 0, *, n_expert_used: int | None = None, n_layer_exit: int | None = None
+    ) -> int:
+        """Bytes of weights, keys and values that one decoded token reads after `n_context` tokens."""
+        loaded, effort = self._loaded, self._loaded.engine.efforts.choose(n_expert_used, n_layer_exit)
+        return token_bytes(
+            loaded.split,
+            loaded.fit.plan,
+            n_context,
+            n_experts=effort.n_experts,
+            n_layers=effort.n_layers,
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, KV cache and activations, over all devices."""

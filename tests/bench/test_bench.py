@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from typer.testing import CliRunner
 
 from motley import LLM
 from motley.bench import Measurement, Workload, bandwidth, measure, random_model, shapes, write_random_model
-from motley.bench.measure import cache_bytes
 from motley.cli import app
 from motley.errors import ConfigError
 from motley.runtime import crew
@@ -76,15 +74,6 @@ def test_the_roofline_counts_bytes_that_had_to_be_read() -> None:
     assert decoding.rate == 10
     assert decoding.roofline_percent(bandwidth=10_000) == 50
     assert Measurement(Workload(10, True), (1.0,), 500).roofline_percent(10_000) is None
-
-
-def test_layers_with_a_window_read_no_more_than_the_window(path: Path) -> None:
-    with LLM(path, n_ctx=128, n_parallel=1) as llm:
-        layout = llm.kv_stats().layout
-    (group,) = layout.groups
-    half = replace(group, n_layers=1), replace(group, n_layers=1, window=16)
-    whole, windowed = cache_bytes(layout, 64), cache_bytes(replace(layout, groups=half), 64)
-    assert windowed == whole * (64 + 16) // (64 + 64)
 
 
 @pytest.mark.parametrize(

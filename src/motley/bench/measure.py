@@ -14,9 +14,7 @@ from statistics import median
 
 import torch
 
-from motley.gguf import ModelSpec
 from motley.llm import LLM
-from motley.runtime.cache_report import CacheFigures
 
 
 @dataclass(frozen=True)
@@ -69,28 +67,7 @@ def _measure_one(llm: LLM, workload: Workload, repetitions: int) -> Measurement:
         if i:  # the first run makes plans and warms caches
             seconds.append(elapsed)
     mean_depth = workload.depth + workload.n_tokens / 2
-    n_bytes = weight_bytes(llm.spec, llm.n_expert_used) + cache_bytes(llm.kv_stats().layout, mean_depth)
-    return Measurement(workload, tuple(seconds), n_bytes)
-
-
-def weight_bytes(spec: ModelSpec, n_expert_used: int = 0) -> int:
-    """Bytes of weights that one token reads: all weights, but only one row of the embedding (unless it is also the
-    output matrix), and only the experts that the token uses.
-    """
-    n_bytes = 0
-    for info in spec.tensors.values():
-        is_of_experts = "_exps." in info.name and n_expert_used
-        n_bytes += info.nbytes // info.shape[0] * n_expert_used if is_of_experts else info.nbytes
-    if "output.weight" in spec.tensors:
-        embedding = spec.tensors["token_embd.weight"]
-        n_bytes -= embedding.nbytes - embedding.nbytes // embedding.shape[0]
-    return n_bytes
-
-
-def cache_bytes(layout: CacheFigures, n_tokens: float) -> int:
-    """Bytes of K and V that one token reads after `n_tokens`; layers with a window read at most their window."""
-    reach = sum(group.n_layers * min(n_tokens, group.window or n_tokens) for group in layout.groups)
-    return int(layout.bytes_per_token_allocated * reach / sum(group.n_layers for group in layout.groups))
+    return Measurement(workload, tuple(seconds), llm.token_bytes(mean_depth))
 
 
 def _run(llm: LLM, workload: Workload) -> float:

@@ -55,6 +55,10 @@ COMMANDS = {
         "motley.cli.kv_quality:kv_quality",
         "Measure what each KV cache type costs in quality and saves in memory.",
     ),
+    "effort-quality": (
+        "motley.cli.effort_quality:effort_quality",
+        "Measure what fewer experts or layers cost in quality and gain in speed.",
+    ),
 }
 _SETTINGS: dict[str, Any] = {
     "rich_markup_mode": "rich",

@@ -23,7 +23,7 @@ from motley.quality.perplexity import Score, read_chunks, scored_rows, second_ha
 from motley.quality.verdict import Verdict
 from motley.text import Tokenizer
 
-_IN_MEMORY = 256 << 20  # bytes of reference logits; larger ones are stored on disk
+IN_MEMORY = 256 << 20  # bytes of reference logits; larger ones are stored on disk
 
 Advance = Callable[[str], None]
 """Called after each step of an evaluation with the name of the type that took it."""
@@ -101,7 +101,7 @@ def measure_types(
     If no rotation fits the model's heads, each type is measured once, without rotation.
     """
     choices = applicable(choices, read_params(read_spec(model)))
-    with SpooledTemporaryFile(max_size=_IN_MEMORY) as file:
+    with SpooledTemporaryFile(max_size=IN_MEMORY) as file:
         reference = ReferenceLogits(file)
 
         def evaluate(choice: CacheChoice) -> EvalRun:
