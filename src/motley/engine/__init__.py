@@ -18,6 +18,7 @@ _MODULES = {
     "SamplingParams": "params",
     "Stream": "streams",
     "Timings": "request",
+    "TokenLogprobs": "request",
 }
 __all__ = [
     "AsyncStream",
@@ -29,13 +30,14 @@ __all__ = [
     "SamplingParams",
     "Stream",
     "Timings",
+    "TokenLogprobs",
 ]
 
 if TYPE_CHECKING:
     from motley.engine.engine import Engine
     from motley.engine.params import SamplingParams
     from motley.engine.raw import RawSequence
-    from motley.engine.request import Completion, Request, Timings
+    from motley.engine.request import Completion, Request, Timings, TokenLogprobs
     from motley.engine.service import EngineService
     from motley.engine.streams import AsyncStream, Stream
 else:

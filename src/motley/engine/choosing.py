@@ -17,7 +17,11 @@ from typing import Protocol
 
 import torch
 
+from motley.engine.logprobs import RawRows, SampledRows
+from motley.engine.masking import mask_rows
+from motley.engine.request import TokenLogprobs
 from motley.engine.sampling import Sampler, check_best, shortlist
+from motley.grammar import Matcher
 
 # The GPU sampler takes 1.8 to 3.2 ms for one row, and hardly more for many. For few rows with a small top-k it is
 # faster to copy the candidates to the host. One H200, vocabulary of 128,256: benchmarks/results/cuda-notes.md.
@@ -32,6 +36,8 @@ class Pending:
 
     tokens: Callable[[], list[Found]]  # waits for them
     on_device: torch.Tensor | None = None  # int32, if a GPU chooses: input of the next step
+    # Of the tokens, by row, if any request wants log-probabilities.
+    logprobs: Callable[[Sequence[Found]], dict[int, TokenLogprobs]] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,14 @@ class ChoiceRow:
     sampler: Sampler
     history: Sequence[int]  # its tokens so far, prompt included
     index: int  # of the token in its answer, from 0
+    matcher: Matcher | None = None  # what its answer must match, after the tokens so far
+    banned: frozenset[int] = frozenset()  # tokens that it may not get yet
+
+    @property
+    def is_special(self) -> bool:
+        """Whether it has a constraint or wants log-probabilities."""
+        has_mask = self.matcher is not None or bool(self.banned)
+        return has_mask or self.sampler.params.logprobs is not None
 
 
 class Chooser(Protocol):
@@ -51,7 +65,30 @@ class Chooser(Protocol):
 
 def chooser_for(device: torch.device) -> Chooser:
     """The chooser for logits on `device`."""
-    return GpuChooser(device) if device.type == "cuda" else HostChooser()
+    return MaskingChooser(GpuChooser(device) if device.type == "cuda" else HostChooser())
+
+
+class MaskingChooser:
+    """Applies constraints before another chooser chooses, and keeps what log-probabilities need."""
+
+    def __init__(self, inner: Chooser) -> None:
+        self._inner = inner
+
+    def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
+        if not any(row.is_special for row in rows):
+            return self._inner.choose(logits, rows)
+        raw = RawRows(logits, rows)
+        faults = mask_rows(logits, rows)
+        sampled = SampledRows(logits, rows)
+        chosen = self._inner.choose(logits, rows)
+
+        def tokens() -> list[Found]:
+            return [faults.get(i, found) for i, found in enumerate(chosen.tokens())]
+
+        def logprobs(found: Sequence[Found]) -> dict[int, TokenLogprobs]:
+            return raw.entries(found) | sampled.entries(found)
+
+        return Pending(tokens, chosen.on_device, logprobs)
 
 
 class HostChooser:

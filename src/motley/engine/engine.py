@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,10 +12,11 @@ import torch
 from motley.engine.choosing import ChoiceRow, Chooser, Found, Pending, chooser_for
 from motley.engine.effort import Efforts
 from motley.engine.params import SamplingParams
-from motley.engine.request import CANCELLED, ContextShift, Request, TextStream
+from motley.engine.request import CANCELLED, ContextShift, Request, TextStream, TokenLogprobs
 from motley.engine.sampling import build_sampler
 from motley.engine.scheduler import Scheduler, Step
 from motley.errors import CacheError, DeviceError, MotleyError, RequestError
+from motley.grammar import GrammarCompiler, Matcher
 from motley.kvcache.manager import CacheManager
 from motley.runtime import Batch, Chunk, PlacedBatch, Runner
 from motley.text import Tokenizer
@@ -62,6 +63,7 @@ class Engine:
         self.after_turn: Callable[[], object] = lambda: None  # called after each turn: messages, then a step
         self.n_guests = 0  # raw sequences that end by themselves: requests wait until their blocks are free
         self._tokenizer = tokenizer
+        self._grammars = GrammarCompiler(tokenizer)
         self._n_ctx = n_ctx
         self._n_fit = cache.longest_fit(n_ctx, n_batch)  # the most tokens of one sequence
         self._clock = clock
@@ -93,14 +95,18 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, but the context holds {self._n_ctx} and an answer needs room",
                 hint="shorten the prompt or raise the context size (-c / n_ctx)",
             )
+        matcher = self._matcher(params)
+        ends = frozenset() if params.ignore_eos and matcher is None else self._tokenizer.eog_ids
         request = Request(
             prompt=tuple(prompt),
             sampler=build_sampler(params),
             text=TextStream(self._tokenizer, prompt if continues_prompt else (), params.stop),
-            stop_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else self._tokenizer.eog_ids),
+            stop_ids=params.stop_token_ids | ends,
             max_tokens=self._max_tokens(len(prompt), params),
             shift=self._context_shift(len(prompt), params) if params.context_shift else None,
             effort=self.efforts.choose(params.n_expert_used, params.n_layer_exit),
+            matcher=matcher,
+            logprobs=None if params.logprobs is None else [],
         )
         self.cache.require_fit(request.max_cached_tokens, self.scheduler.n_batch)
         return request
@@ -127,12 +133,12 @@ class Engine:
         """
         started = self._clock()
         try:
-            step, ready, tokens = self._compute()
+            step, ready, tokens, logprobs = self._compute()
         except BaseException as error:
             self._recover(error)
         else:
             self.scheduler.pace.note(step.n_tokens, self._clock() - started)
-            self._accept(ready, tokens)
+            self._accept(ready, tokens, logprobs)
         self.give_back()
 
     def cancel(self, request: Request) -> None:
@@ -165,26 +171,27 @@ class Engine:
 
     # One step
 
-    def _compute(self) -> tuple[Step, list[Request], list[Found]]:
-        """Runs the next step. Returns it, the requests that get a token, and their tokens."""
+    def _compute(self) -> tuple[Step, list[Request], list[Found], dict[int, TokenLogprobs]]:
+        """Runs the next step. Returns it, the requests that get a token, their tokens, and log-probabilities by row."""
         running = self._take_running()
         if running is None:
             step, batch = self._plan()
             if not step.work:
-                return step, [], []
+                return step, [], [], {}
             logits = self.runner.run(batch, step.tokens(), step.copies)
         else:
             step, logits = running.step, running.logits
         self.scheduler.complete(step)
         ready = [request for request, _ in step.work if not request.n_pending]
         if not ready:
-            return step, [], []
+            return step, [], [], {}
         if self._chooser is None:
             self._chooser = chooser_for(logits.device)
-        chosen = self._chooser.choose(logits, [ChoiceRow(r.sampler, r.tokens, r.n_generated) for r in ready])
+        chosen = self._chooser.choose(logits, [_row(request) for request in ready])
         self._ahead = self._plan_ahead()  # a GPU is still computing
         self._begin_ahead(chosen, ready)
-        return step, ready, chosen.tokens()
+        tokens = chosen.tokens()
+        return step, ready, tokens, {} if chosen.logprobs is None else chosen.logprobs(tokens)
 
     def _begin_ahead(self, chosen: Pending, ready: Sequence[Request]) -> None:
         """Launches the look-ahead step with tokens that only the GPU has yet, so that it does not wait for the host."""
@@ -248,14 +255,16 @@ class Engine:
             )
         return self.runner.place(Batch.of(chunks), self.cache)
 
-    def _accept(self, ready: Sequence[Request], tokens: Sequence[Found]) -> None:
+    def _accept(
+        self, ready: Sequence[Request], tokens: Sequence[Found], logprobs: Mapping[int, TokenLogprobs]
+    ) -> None:
         """Appends the chosen token to each request of `ready`; a request with an error instead of a token fails."""
-        for request, token in zip(ready, tokens, strict=True):
+        for row, (request, token) in enumerate(zip(ready, tokens, strict=True)):
             self.scheduler.clear(request)
             try:
                 if isinstance(token, BaseException):
                     raise token
-                request.accept(token)
+                request.accept(token, logprobs.get(row))
             except BaseException as error:  # an error of this request only
                 self._fail(request, error)
             if request.is_finished:
@@ -285,6 +294,11 @@ class Engine:
         )
 
     # Limits of a request
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        """A matcher for what the answer must match. Compiles its grammar, in the caller's thread."""
+        constraint = params.constraint()
+        return None if constraint is None else self._grammars.matcher(constraint)
 
     def check_length(self, tokens: Sequence[int]) -> None:
         """Raises if the tokens do not fit into the context and the cache, even without an answer."""
@@ -319,6 +333,11 @@ class Engine:
                 hint="lower n_keep (--keep), or raise the context size (-c / n_ctx) or the cache's limit",
             )
         return ContextShift(n_ctx, n_keep)
+
+
+def _row(request: Request) -> ChoiceRow:
+    """The request's next token, to be chosen."""
+    return ChoiceRow(request.sampler, request.tokens, request.n_generated, request.matcher)
 
 
 def as_motley_error(error: BaseException) -> MotleyError:

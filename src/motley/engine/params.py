@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
+from typing import Any
 
 from motley.errors import RequestError
+from motley.grammar import Constraint, read_constraint
 
 _MAX_SEED = 2**64 - 1
+_MAX_LOGPROBS = 20
 _MAX_INT = 2**63 - 1  # the largest integer of arrays and native code
 
 
@@ -26,6 +29,12 @@ class SamplingParams:
     is not necessary: only the template's own text can become a control token.)
     `n_expert_used`: experts of each token, fewer or more than in the model file. `n_layer_exit`: only the first
     `n_layer_exit` layers run. None: the value given to `LLM(…)`, by default that of the model file.
+
+    At most one of these constrains the answer: `json_schema` (a mapping, or JSON text), `json_object=True` (any JSON
+    object), `regex` (of the whole answer), `grammar` (GBNF or Lark). With `grammar_triggers`, text is free until one of
+    these strings has been generated; the grammar begins with it.
+    `logprobs`: for each token its log-probability and those of the N likeliest, of the model's own distribution; with
+    `post_sampling_probs`, of the one that the token was drawn from.
     """
 
     temperature: float = 0.8
@@ -48,6 +57,13 @@ class SamplingParams:
     parse_special: bool = True
     n_expert_used: int | None = None
     n_layer_exit: int | None = None
+    json_schema: Mapping[str, Any] | bool | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    grammar_triggers: tuple[str, ...] = ()
+    logprobs: int | None = None
+    post_sampling_probs: bool = False
 
     def __post_init__(self) -> None:
         """Checks all values and converts every number to a plain float or int, whatever number type was passed."""
@@ -67,11 +83,20 @@ class SamplingParams:
         for name in ("n_expert_used", "n_layer_exit"):
             if getattr(self, name) is not None:
                 _set_int(self, name, low=1)
-        for name in ("ignore_eos", "context_shift", "parse_special"):
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise _rejected(name, getattr(self, name), "a string")
+        if not isinstance(self.json_schema, Mapping | bool | str | None):
+            raise _rejected("json_schema", self.json_schema, "a mapping, or JSON text")
+        if self.logprobs is not None:
+            _set_int(self, "logprobs", low=0, high=_MAX_LOGPROBS)
+        for name in ("ignore_eos", "context_shift", "parse_special", "json_object", "post_sampling_probs"):
             if not isinstance(getattr(self, name), bool):
                 raise _rejected(name, getattr(self, name), "true or false")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
-        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        object.__setattr__(self, "stop", _checked_strings("stop", self.stop))
+        triggers = _checked_strings("grammar_triggers", self.grammar_triggers)
+        object.__setattr__(self, "grammar_triggers", triggers)
         object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
 
     @property
@@ -83,6 +108,16 @@ class SamplingParams:
         """Whether any penalty is on."""
         is_on = self.repeat_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
         return is_on and self.repeat_last_n != 0
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must match, checked but not compiled; None: nothing."""
+        return read_constraint(
+            json_schema=self.json_schema,
+            json_object=self.json_object,
+            grammar=self.grammar,
+            regex=self.regex,
+            grammar_triggers=self.grammar_triggers,
+        )
 
     def with_stops(self, stops: Iterable[str]) -> SamplingParams:
         """A copy with more stop strings."""
@@ -122,12 +157,12 @@ def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
     return dict(zip(ids, (value for value in values if value is not None), strict=True))
 
 
-def _checked_stop(stop: str | Iterable[str]) -> tuple[str, ...]:
-    if not isinstance(stop, Iterable):
-        raise _rejected("stop", stop, "a string or several")
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+def _checked_strings(name: str, given: str | Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(given, Iterable):
+        raise _rejected(name, given, "a string or several")
+    strings = (given,) if isinstance(given, str) else tuple(given)
     if not all(isinstance(string, str) and string for string in strings):
-        raise _rejected("stop", stop, "a string or several, none of them empty")
+        raise _rejected(name, given, "a string or several, none of them empty")
     return strings
 
 

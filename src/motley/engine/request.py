@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from motley.engine.effort import FULL, Effort
 from motley.engine.outbox import Outbox
 from motley.errors import MotleyError
+from motley.grammar import Matcher
 from motley.text import StopChecker, Tokenizer
 
 STOP = "stop"  # an end-of-generation token, a stop token or a stop string
@@ -48,6 +49,14 @@ class Timings:
         )
 
 
+class TokenLogprobs(NamedTuple):
+    """A generated token's natural log-probability, and those of the likeliest tokens in its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), likeliest first
+
+
 @dataclass(frozen=True)
 class Completion:
     """The answer to a request, complete or partial."""
@@ -57,6 +66,7 @@ class Completion:
     finish_reason: str  # "stop", "length", "cancelled" or "failed"
     timings: Timings
     error: MotleyError | None = None  # why it failed
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of `tokens`, if asked for
 
     def require(self) -> Completion:
         """This completion; raises its error if the request failed."""
@@ -84,6 +94,10 @@ class Request:
     max_tokens: int | None  # generated ones; None: no limit, with context shift
     shift: ContextShift | None = None
     effort: Effort = FULL
+    matcher: Matcher | None = None  # what the answer must match
+    logprobs: list[TokenLogprobs] | None = (
+        None  # of `generated`, if asked for; readers may read it at any time
+    )
     outbox: Outbox[Completion] = field(default_factory=Outbox)
     tokens: list[int] = field(init=False)  # prompt and generated, without tokens that a shift dropped
     generated: list[int] = field(init=False, default_factory=list)
@@ -131,16 +145,20 @@ class Request:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         """Appends a sampled token; may finish the request."""
         self.first_token = self.first_token or time.perf_counter()
         if token in self.stop_ids:
             self.finish(STOP)
             return
+        if self.matcher is not None:
+            self.matcher.accept(token)
         self.tokens.append(token)
         self.generated.append(token)
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs.append(logprobs)
         self._emit(self.text.push(token))
-        if self.text.is_stopped:
+        if self.text.is_stopped or (self.matcher is not None and self.matcher.is_complete):
             self.finish(STOP)
         elif self.max_tokens is not None and self.n_generated >= self.max_tokens:
             self.finish(LENGTH)
@@ -180,7 +198,8 @@ class Request:
             n_preemptions=self.n_preemptions,
             n_retries=self.n_retries,
         )
-        self.outbox.finish(Completion(self.text.all, tuple(self.generated), reason, timings, error))
+        logprobs = None if self.logprobs is None else tuple(self.logprobs)
+        self.outbox.finish(Completion(self.text.all, tuple(self.generated), reason, timings, error, logprobs))
 
 
 class TextStream:

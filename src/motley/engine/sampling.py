@@ -244,17 +244,21 @@ class Sampler:
 
     def pick(self, found: Candidates, index: int) -> int:
         """The id that is drawn from the candidates. `index`: of the token in its answer, from 0."""
+        values, ids = self.distribution(found)
+        if len(ids) == 1:
+            return int(ids[0])
+        return int(ids[draw(values, gumbel(self.key, index, ids))])
+
+    def distribution(self, found: Candidates) -> Candidates:
+        """The candidates that all filters leave, and their logits: the draw is from their softmax."""
         values, ids = found
         check_best(float(values[0]))
         if self.params.is_greedy:
-            return int(ids[0])
+            return values[:1], ids[:1]
         for transform in self.chain:
             values = transform(values)
         kept = np.flatnonzero(values != _REMOVED)
-        if len(kept) == 1:
-            return int(ids[kept[0]])
-        chosen = ids[kept]
-        return int(chosen[draw(values[kept], gumbel(self.key, index, chosen))])
+        return values[kept], ids[kept]
 
 
 def build_sampler(params: SamplingParams) -> Sampler:
@@ -288,7 +292,7 @@ def check_best(best: float) -> None:
     if best == _REMOVED:
         raise RequestError(
             "no token is left to choose from: every logit is -inf",
-            hint="logit_bias bans the whole vocabulary, or the model file is damaged",
+            hint="logit_bias bans every token that is allowed, or the model file is damaged",
         )
     raise RequestError(
         f"the model's logits contain {best}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
 
-from motley.engine.request import Completion, Request
+from motley.engine.request import Completion, Request, TokenLogprobs
 from motley.engine.service import EngineService
 from motley.errors import RequestError
 
@@ -29,6 +29,11 @@ class _Reader:
     def __del__(self) -> None:
         if hasattr(self, "_is_closed"):  # an interrupt may have come before it was made
             self.close()  # no lock, no wait: the garbage collector may run at any time
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Log-probabilities of the tokens so far; empty if not asked for. Text may come later than its tokens."""
+        return tuple(self._request.logprobs or ())
 
     @property
     def completion(self) -> Completion:

@@ -61,6 +61,11 @@ class Tokenizer:
         return self._vocab.eog_ids
 
     @property
+    def control_ids(self) -> frozenset[int]:
+        """Tokens that stand for no text: `decode` leaves them out."""
+        return self._hidden
+
+    @property
     def adds_bos(self) -> bool:
         return self._vocab.add_bos
 
@@ -162,6 +167,10 @@ class NoTokenizer(Tokenizer):
 
     @property
     def eog_ids(self) -> frozenset[int]:
+        return frozenset()
+
+    @property
+    def control_ids(self) -> frozenset[int]:
         return frozenset()
 
     @property

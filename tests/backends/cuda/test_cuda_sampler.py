@@ -25,7 +25,8 @@ from motley.backends.cuda.kernels import sample as kernels
 from motley.backends.cuda.kernels.noise import noise_of, noise_of_run
 from motley.backends.cuda.sampler import CHUNK, DeviceSampler, RowSettings
 from motley.engine import noise
-from motley.engine.choosing import ChoiceRow, Found, GpuChooser, HostChooser
+from motley.engine.choosing import ChoiceRow, Found, GpuChooser, HostChooser, MaskingChooser
+from motley.engine.masking import mask_rows, masked
 from motley.engine.sampling import SamplingParams, build_sampler
 from motley.errors import RequestError
 
@@ -211,3 +212,66 @@ def test_the_largest_peaks_bound_the_candidates_of_top_k() -> None:
 
 def test_codes_of_errors_are_no_tokens() -> None:
     assert max(kernels.NONE_LEFT, kernels.NOT_FINITE) < 0
+
+
+class Fixed:
+    """A matcher that allows the same tokens always."""
+
+    is_complete = False
+
+    def __init__(self, ids: Sequence[int], n_vocab: int = VOCAB) -> None:
+        bits = np.zeros(-(-n_vocab // 32) * 32, dtype=np.uint8)
+        bits[list(ids)] = 1
+        self.words = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def mask(self) -> np.ndarray:
+        return self.words
+
+    def accept(self, token: int) -> None:
+        raise AssertionError("choosing does not advance a matcher")
+
+
+@pytest.mark.parametrize("n_allowed", [1, 2, 5, 300])
+def test_constrained_rows_choose_among_allowed_tokens_as_on_the_cpu(n_allowed: int) -> None:
+    rng = np.random.default_rng(n_allowed)
+    logits = random_rows(len(SETTINGS) + 1, seed=n_allowed)
+    allowed = [rng.choice(VOCAB, n_allowed, replace=False) for _ in SETTINGS]
+    rows = [
+        ChoiceRow(row.sampler, row.history, row.index, Fixed(ids))
+        for row, ids in zip(turns_of(SETTINGS, seed=7), allowed, strict=True)
+    ]
+    rows += turns_of([OFF], seed=99)  # a free row among them
+    expected = MaskingChooser(HostChooser()).choose(logits.clone(), rows).tokens()
+    assert MaskingChooser(InterpretedChooser()).choose(logits.clone(), rows).tokens() == expected
+    assert all(token in ids for token, ids in zip(expected, allowed, strict=False))
+    assert expected[-1] == HostChooser().choose(logits[-1:], rows[-1:]).tokens()[0]
+
+
+def test_a_gpu_expands_masks_as_the_cpu_does() -> None:
+    rows, n_known = random_rows(2, seed=1, n_vocab=100), 70  # the vocabulary ends before the model's rows do
+    matchers = [Fixed([0, 31, 32, 69], n_known), Fixed([5], n_known)]
+    words = torch.from_numpy(np.stack([matcher.words for matcher in matchers]))
+    here = rows.clone()
+    mask_rows(here, [ChoiceRow(turns_of([OFF])[0].sampler, (), 0, matcher) for matcher in matchers])
+    assert torch.equal(masked(rows, words), here)
+    assert torch.isfinite(here).nonzero().tolist() == [[0, 0], [0, 31], [0, 32], [0, 69], [1, 5]]
+
+
+def test_logprobs_of_a_gpus_choice_are_those_of_the_row_before_it_was_edited() -> None:
+    settings = [
+        OFF | {"logprobs": 3, "logit_bias": {4: 9.0}},
+        OFF,
+        OFF | {"logprobs": 1, "post_sampling_probs": True},
+    ]
+    logits, rows = random_rows(3, seed=5), turns_of(settings)
+    found = []
+    for chooser in (HostChooser(), InterpretedChooser()):
+        pending = MaskingChooser(chooser).choose(logits.clone(), rows)
+        tokens = pending.tokens()
+        assert pending.logprobs is not None
+        found.append(pending.logprobs(tokens))
+    assert found[0] == found[1]
+    assert sorted(found[0]) == [0, 2]
+    wanted = torch.log_softmax(logits[0].double(), 0)
+    assert found[0][0].logprob == pytest.approx(float(wanted[found[0][0].token]), abs=1e-5)
+    assert [token for token, _ in found[0][0].top] == wanted.topk(3).indices.tolist()
