@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
 
 N_VOCAB = 320
 N_EMBD = 256
@@ -32,8 +33,8 @@ class RandomModel:
     keys: dict[str, Any]
     head_dim: int = 64
 
-    def write(self, path: Path, seed: int = 0) -> Path:
-        """The model as a file: the same bytes for the same seed."""
+    def write(self, path: Path, seed: int = 0, *, is_q8_0: bool = False) -> Path:
+        """The model as a file: the same bytes for the same seed. Matrices are F16, or Q8_0."""
         writer = GGUFWriter(path, self.architecture)
         for key, value in (self._sizes() | self.keys).items():
             _add(writer, f"{self.architecture}.{key}", value)
@@ -45,7 +46,11 @@ class RandomModel:
             else:
                 # Large enough for attention to prefer some tokens, so that a mix-up of the cache shows.
                 weight = 1.5 * rng.standard_normal(shape) / np.sqrt(shape[-1])
-            writer.add_tensor(name, weight.astype(np.float32 if len(shape) == 1 else np.float16))
+            if is_q8_0 and len(shape) > 1:
+                kind = GGMLQuantizationType.Q8_0
+                writer.add_tensor(name, quantize(weight.astype(np.float32), kind), raw_dtype=kind)
+            else:
+                writer.add_tensor(name, weight.astype(np.float32 if len(shape) == 1 else np.float16))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 
 from motley.backends import Backend, backend_for, backend_for_heads, get_backend
 from motley.engine import Engine
+from motley.engine.drafting import Lookup, Speculator
+from motley.engine.drafting.choice import DRAFT_MAX, MAX_DRAFT
 from motley.engine.effort import Efforts
 from motley.errors import ConfigError
 from motley.gguf import ModelSpec, read_spec
 from motley.kvcache.manager import CacheManager
 from motley.models import DecoderParams, check_tensors, read_params
 from motley.runtime import (
+    MAX_LOGIT_ROWS,
     CacheConfig,
     CacheFit,
     ModelSplit,
@@ -50,6 +53,9 @@ class Options:
     split_experts: str = "auto"
     n_expert_used: int | None = None
     n_layer_exit: int | None = None
+    spec: str = "off"
+    draft_max: int | None = None
+    draft_min: int | None = None
 
     def __post_init__(self) -> None:
         for name, maximum in (
@@ -61,6 +67,15 @@ class Options:
             ("n_layer_exit", _MAX_TOKENS),
         ):
             _require_number(name, getattr(self, name), maximum)
+        _require_number("draft_max", self.draft_max, MAX_DRAFT)
+        _require_number("draft_min", self.draft_min, MAX_DRAFT, minimum=0)
+        if (self.draft_min or 0) > (self.draft_max or DRAFT_MAX):
+            raise ConfigError(
+                f"drafts of at least {self.draft_min} and at most {self.draft_max or DRAFT_MAX} tokens",
+                hint="lower --draft-min or raise --draft-max",
+            )
+        if not isinstance(self.spec, str):
+            raise ConfigError(f"spec is {self.spec!r:.60}", hint="it must be text: auto, off, lookup, …")
         get_backend(self.backend)  # an unknown one is refused before anything is read
 
 
@@ -153,6 +168,14 @@ def load_model(
         n_batch=n_batch,
         n_parallel=n_parallel,
         efforts=efforts,
+        speculator=Speculator(
+            [Lookup()],
+            spec=options.spec,
+            draft_max=options.draft_max or DRAFT_MAX,
+            draft_min=options.draft_min or 0,
+            n_vocab=params.n_vocab,
+            max_rows=max(n_parallel, MAX_LOGIT_ROWS),
+        ),
     )
     said = notices(spec, params, cache, backends, n_ctx=n_ctx, rotates=options.kv_rotation)
     said = tuple(notice for notice in (context.notice, unused, *slow, *said) if notice is not None)
@@ -185,7 +208,9 @@ def _require_cache(device: str, backend: Backend, cache: CacheConfig) -> None:
         )
 
 
-def _require_number(name: str, value: int | None, maximum: int) -> None:
+def _require_number(name: str, value: int | None, maximum: int, minimum: int = 1) -> None:
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_number and 1 <= value <= maximum):
-        raise ConfigError(f"{name} is {value!r:.60}", hint=f"it must be a whole number from 1 to {maximum}")
+    if value is not None and not (is_number and minimum <= value <= maximum):
+        raise ConfigError(
+            f"{name} is {value!r:.60}", hint=f"it must be a whole number from {minimum} to {maximum}"
+        )

@@ -75,6 +75,9 @@ class LLM:
         split_experts: str = "auto",
         n_expert_used: int | None = None,
         n_layer_exit: int | None = None,
+        spec: str = "off",
+        draft_max: int | None = None,
+        draft_min: int | None = None,
         kv_rotation: bool = True,
         kv_block_size: int = 32,
         kv_cache_tokens: int | None = None,
@@ -98,6 +101,8 @@ class LLM:
         keeps to these cores, or to a NUMA node's. `n_threads`: over all devices that name no cores.
         `split_experts`: in tensor mode, "ffn" cuts every expert, "whole" gives each device whole ones. `n_expert_used`,
         `n_layer_exit`: what requests use that do not say (see SamplingParams).
+        `spec`, `draft_max`, `draft_min`: which drafters guess tokens of requests that do not say, and the most and the
+        fewest tokens of a draft (see SamplingParams).
         `cache_type_k`, `cache_type_v`: f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl; quantized ones are rotated
         unless `kv_rotation=False`. `kv_cache_tokens` or `kv_cache_bytes`: a hard limit of the cache.
         """
@@ -126,6 +131,9 @@ class LLM:
             split_experts=split_experts,
             n_expert_used=n_expert_used,
             n_layer_exit=n_layer_exit,
+            spec=spec,
+            draft_max=draft_max,
+            draft_min=draft_min,
         )
         loaded = load_model(model, options, progress, compiling)
         self.spec: ModelSpec = loaded.spec

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from motley.engine.choosing import ChoiceRow, Chooser, Found, Pending, chooser_for
+from motley.engine.drafting import Draft, Speculator
 from motley.engine.effort import Efforts
 from motley.engine.params import SamplingParams
 from motley.engine.request import CANCELLED, ContextShift, Request, TextStream, TokenLogprobs
@@ -30,6 +32,16 @@ class _Running(NamedTuple):
     step: Step
     logits: torch.Tensor
     n_runs: int  # of the runner, this run included
+
+
+class _Tokens(NamedTuple):
+    """A token for each request, or its error, and log-probabilities by row as far as they are asked for."""
+
+    found: list[Found]
+    logprobs: Mapping[int, TokenLogprobs]
+
+
+_NO_TOKENS, _NO_LOGITS = _Tokens([], {}), torch.empty(0, 0)
 
 
 class _Planned(NamedTuple):
@@ -53,6 +65,7 @@ class Engine:
         n_batch: int,
         n_parallel: int,
         efforts: Efforts | None = None,
+        speculator: Speculator | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
@@ -61,6 +74,7 @@ class Engine:
         self.n_vocab = n_vocab
         self.efforts = efforts or Efforts(n_layers=1)
         self.after_turn: Callable[[], object] = lambda: None  # called after each turn: messages, then a step
+        self.speculator = speculator or Speculator()
         self.n_guests = 0  # raw sequences that end by themselves: requests wait until their blocks are free
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(tokenizer)
@@ -70,6 +84,7 @@ class Engine:
         self._chooser: Chooser | None = None  # created when the device of the logits is known
         self._ahead: _Planned | None = None  # the look-ahead plan, valid if no request changes
         self._running: _Running | None = None  # the step that is already launched
+        self._drafts: dict[Request, Draft] = {}  # of the step that is being computed
         self._is_blocked = False  # in the latest step, no request had room in the cache
 
     @property
@@ -107,6 +122,7 @@ class Engine:
             effort=self.efforts.choose(params.n_expert_used, params.n_layer_exit),
             matcher=matcher,
             logprobs=None if params.logprobs is None else [],
+            speculation=self.speculator.choose(params.speculative, params.draft_max),
         )
         self.cache.require_fit(request.max_cached_tokens, self.scheduler.n_batch)
         return request
@@ -131,14 +147,20 @@ class Engine:
 
         If a step fails, each of its requests is computed again, alone. A request that fails alone ends with the error.
         """
-        started = self._clock()
+        started, n_plans = self._clock(), self.runner.n_plans
         try:
-            step, ready, tokens, logprobs = self._compute()
+            step, ready, chosen, logits = self._compute()
         except BaseException as error:
             self._recover(error)
         else:
-            self.scheduler.pace.note(step.n_tokens, self._clock() - started)
-            self._accept(ready, tokens, logprobs)
+            seconds = self._clock() - started
+            self.scheduler.pace.note(step.n_tokens, seconds)
+            self._accept(ready, *chosen)
+            if step.drafts:
+                self._follow_drafts(step, ready, logits)
+            is_decoding = len(ready) + sum(map(len, step.drafts.values())) == step.n_tokens
+            if is_decoding and self.runner.n_plans == n_plans:
+                self.speculator.note_step(step.n_tokens, self._clock() - started)
         self.give_back()
 
     def cancel(self, request: Request) -> None:
@@ -171,33 +193,63 @@ class Engine:
 
     # One step
 
-    def _compute(self) -> tuple[Step, list[Request], list[Found], dict[int, TokenLogprobs]]:
-        """Runs the next step. Returns it, the requests that get a token, their tokens, and log-probabilities by row."""
+    def _compute(self) -> tuple[Step, list[Request], _Tokens, torch.Tensor]:
+        """Runs the next step. Returns it, the requests that get a token, the first token of each, and the logits."""
         running = self._take_running()
         if running is None:
             step, batch = self._plan()
             if not step.work:
-                return step, [], [], {}
+                return step, [], _NO_TOKENS, _NO_LOGITS
             logits = self.runner.run(batch, step.tokens(), step.copies)
         else:
             step, logits = running.step, running.logits
         self.scheduler.complete(step)
         ready = [request for request, _ in step.work if not request.n_pending]
+        for request in ready:
+            request.n_steps += 1
         if not ready:
-            return step, [], [], {}
+            return step, [], _NO_TOKENS, logits
         if self._chooser is None:
             self._chooser = chooser_for(logits.device)
-        chosen = self._chooser.choose(logits, [_row(request) for request in ready])
-        self._ahead = self._plan_ahead()  # a GPU is still computing
-        self._begin_ahead(chosen, ready)
-        tokens = chosen.tokens()
-        return step, ready, tokens, {} if chosen.logprobs is None else chosen.logprobs(tokens)
+        if step.drafts:
+            for request, draft in step.drafts.items():
+                request.expect(self._drafts[request].drafter, draft)
+            chosen = self._chooser.choose(logits[_first_rows(step, ready)], [_row(r) for r in ready])
+        else:
+            chosen = self._chooser.choose(logits, [_row(r) for r in ready])
+            self._ahead = self._plan_ahead()  # a GPU is still computing
+            self._begin_ahead(chosen, ready)
+        return step, ready, _tokens(chosen), logits
+
+    def _follow_drafts(self, step: Step, ready: Sequence[Request], logits: torch.Tensor) -> None:
+        """Gives requests whose first token was the first of their draft their further tokens, position by position.
+
+        A row of a draft is valid if all tokens before it were right. The first token that differs is kept, too.
+        """
+        assert self._chooser is not None
+        drafted = [(r, row) for r, row in zip(ready, _first_rows(step, ready), strict=True) if r.draft]
+        try:
+            while drafted := [(r, row) for r, row in drafted if r.draft and not r.is_finished]:
+                for request, _ in drafted:
+                    self.scheduler.confirm(request)
+                rows = [row + request.n_matched for request, row in drafted]
+                requests = [request for request, _ in drafted]
+                chosen = self._chooser.choose(logits[rows], [_row(r) for r in requests])
+                self._accept(requests, *_tokens(chosen))
+        except BaseException as error:
+            self._recover(error)
+        for request, draft in step.drafts.items():
+            is_rejected = not request.draft and request.n_matched < len(draft)
+            self.speculator.note_draft(request, self._drafts[request], request.n_matched, is_rejected)
+            request.draft = ()
 
     def _begin_ahead(self, chosen: Pending, ready: Sequence[Request]) -> None:
         """Launches the look-ahead step with tokens that only the GPU has yet, so that it does not wait for the host."""
         ahead = self._ahead
         if ahead is None or chosen.on_device is None or not self.runner.can_chain:
             return
+        if self.speculator.may_draft(ready):
+            return  # a draft needs the tokens: it may be worth more than the time that the host takes
         if [request for request, _ in ahead.step.work] == list(ready):  # one row each, in the same order
             self._ahead = None
             logits = self.runner.run(ahead.batch, chosen.on_device, ())
@@ -226,13 +278,15 @@ class Engine:
     def _plan(self) -> _Planned:
         """The next step: the look-ahead plan if it is still valid, otherwise newly scheduled."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and self.scheduler.is_next(ahead.step):
-            self.scheduler.begin(ahead.step)
-            return ahead
-        self.scheduler.begin()
-        if shifts := self.scheduler.shift_full():
+        if ahead is not None and not self.scheduler.is_next(ahead.step):
+            ahead = None
+        self.scheduler.begin(ahead.step if ahead is not None else None)
+        if ahead is None and (shifts := self.scheduler.shift_full()):
             self.runner.shift(shifts)
-        step = self.scheduler.schedule()
+        self._drafts = self.speculator.propose(self.scheduler)
+        if ahead is not None and not self._drafts:
+            return ahead
+        step = self.scheduler.schedule({request: draft.tokens for request, draft in self._drafts.items()})
         self._is_blocked = not step.work
         if self._is_blocked and not self.n_guests:
             self._refuse_first()
@@ -248,10 +302,12 @@ class Engine:
         for request, n_tokens in step.work:
             assert request.sequence is not None
             start, end = request.n_computed, request.n_computed + n_tokens
-            is_last = end >= len(request.tokens)
+            n_drafted = step.n_drafted(request)
+            is_last = end - n_drafted >= len(request.tokens)
+            n_outputs = 1 + n_drafted if is_last else 0
             effort = request.effort
             chunks.append(
-                Chunk(request.sequence, start, n_tokens, int(is_last), effort.n_experts, effort.n_layers)
+                Chunk(request.sequence, start, n_tokens, n_outputs, effort.n_experts, effort.n_layers)
             )
         return self.runner.place(Batch.of(chunks), self.cache)
 
@@ -338,6 +394,18 @@ class Engine:
 def _row(request: Request) -> ChoiceRow:
     """The request's next token, to be chosen."""
     return ChoiceRow(request.sampler, request.tokens, request.n_generated, request.matcher)
+
+
+def _tokens(chosen: Pending) -> _Tokens:
+    """The chosen tokens, once they are computed, and their log-probabilities by row."""
+    tokens = chosen.tokens()
+    return _Tokens(tokens, {} if chosen.logprobs is None else chosen.logprobs(tokens))
+
+
+def _first_rows(step: Step, ready: Sequence[Request]) -> list[int]:
+    """The row of the logits for the next token of each request of `ready`; the rows of its draft follow."""
+    counts = [1 + step.n_drafted(request) for request in ready]
+    return [0, *accumulate(counts)][:-1]
 
 
 def as_motley_error(error: BaseException) -> MotleyError:

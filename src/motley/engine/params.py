@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any
 
+from motley.engine.drafting.choice import MAX_DRAFT
 from motley.errors import RequestError
 from motley.grammar import Constraint, read_constraint
 
@@ -29,6 +30,8 @@ class SamplingParams:
     is not necessary: only the template's own text can become a control token.)
     `n_expert_used`: experts of each token, fewer or more than in the model file. `n_layer_exit`: only the first
     `n_layer_exit` layers run. None: the value given to `LLM(…)`, by default that of the model file.
+    `speculative`: which drafters guess the next tokens, so that a step may give several: "off", "auto", "lookup", …
+    `draft_max`: the most tokens of a draft. They change the speed, never the text. None: the value given to `LLM(…)`.
 
     At most one of these constrains the answer: `json_schema` (a mapping, or JSON text), `json_object=True` (any JSON
     object), `regex` (of the whole answer), `grammar` (GBNF or Lark). With `grammar_triggers`, text is free until one of
@@ -64,6 +67,8 @@ class SamplingParams:
     grammar_triggers: tuple[str, ...] = ()
     logprobs: int | None = None
     post_sampling_probs: bool = False
+    speculative: str | None = None
+    draft_max: int | None = None
 
     def __post_init__(self) -> None:
         """Checks all values and converts every number to a plain float or int, whatever number type was passed."""
@@ -90,6 +95,10 @@ class SamplingParams:
             raise _rejected("json_schema", self.json_schema, "a mapping, or JSON text")
         if self.logprobs is not None:
             _set_int(self, "logprobs", low=0, high=_MAX_LOGPROBS)
+        if self.draft_max is not None:
+            _set_int(self, "draft_max", low=1, high=MAX_DRAFT)
+        if self.speculative is not None and not isinstance(self.speculative, str):
+            raise _rejected("speculative", self.speculative, "text: off, auto, or drafters by comma")
         for name in ("ignore_eos", "context_shift", "parse_special", "json_object", "post_sampling_probs"):
             if not isinstance(getattr(self, name), bool):
                 raise _rejected(name, getattr(self, name), "true or false")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from motley.engine.effort import FULL, Effort
@@ -20,6 +20,14 @@ FAILED = "failed"
 
 
 @dataclass(frozen=True)
+class DraftCount:
+    """The tokens that a drafter has drafted for a request, and how many of them were right."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
 class Timings:
     """Counts and wall-clock seconds: queued until the first step, prompt until the first token, new until the end."""
 
@@ -31,6 +39,13 @@ class Timings:
     queued_seconds: float = 0.0
     n_preemptions: int = 0  # how often it was preempted
     n_retries: int = 0  # how often one of its steps failed and was computed again
+    n_steps: int = 0  # steps that gave it tokens: with speculation, fewer than tokens
+    drafts: Mapping[str, DraftCount] = field(default_factory=dict)  # by drafter, as far as there were drafts
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens for each step that gave any."""
+        return self.new_tokens / self.n_steps if self.n_steps else 0.0
 
     @property
     def prompt_rate(self) -> float:
@@ -83,6 +98,15 @@ class ContextShift:
     n_keep: int
 
 
+@dataclass(frozen=True)
+class Speculation:
+    """The drafters that a request uses, and the most tokens of its drafts."""
+
+    drafters: tuple[str, ...] = ()
+    draft_max: int = 0
+    draft_min: int = 0  # shorter drafts are not used
+
+
 @dataclass(eq=False)
 class Request:
     """Mutable state of one request, for the engine's thread. Readers in other threads have its `outbox`."""
@@ -98,6 +122,7 @@ class Request:
     logprobs: list[TokenLogprobs] | None = (
         None  # of `generated`, if asked for; readers may read it at any time
     )
+    speculation: Speculation = Speculation()
     outbox: Outbox[Completion] = field(default_factory=Outbox)
     tokens: list[int] = field(init=False)  # prompt and generated, without tokens that a shift dropped
     generated: list[int] = field(init=False, default_factory=list)
@@ -108,6 +133,13 @@ class Request:
     finish_reason: str | None = None
     n_preemptions: int = 0
     n_retries: int = 0
+    n_steps: int = 0  # steps that gave it tokens
+    draft: tuple[
+        int, ...
+    ] = ()  # of the step that was computed last, while the chosen tokens are those of the draft
+    n_matched: int = 0  # how many of them were right
+    drafts: dict[str, DraftCount] = field(default_factory=dict)  # by drafter
+    _drafter: str = ""  # of `draft`
     queued: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     first_token: float = 0.0
@@ -137,6 +169,19 @@ class Request:
         return not is_last and (self.shift is None or len(self.tokens) < self.shift.n_ctx)
 
     @property
+    def max_draft(self) -> int:
+        """The most tokens that a draft may have now, so that none of them is beyond the answer or the context.
+
+        A step gives one token more than its draft has, and the last token of an answer is never computed.
+        """
+        limits = [self.speculation.draft_max]
+        if self.max_tokens is not None:
+            limits.append(self.max_tokens - self.n_generated - 1)
+        if self.shift is not None:
+            limits.append(self.shift.n_ctx - len(self.tokens))
+        return max(0, min(limits))
+
+    @property
     def n_pending(self) -> int:
         """The number of tokens still to be computed."""
         return len(self.tokens) - self.n_computed
@@ -148,6 +193,8 @@ class Request:
     def accept(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         """Appends a sampled token; may finish the request."""
         self.first_token = self.first_token or time.perf_counter()
+        if self.draft:
+            self._compare(token)
         if token in self.stop_ids:
             self.finish(STOP)
             return
@@ -162,6 +209,20 @@ class Request:
             self.finish(STOP)
         elif self.max_tokens is not None and self.n_generated >= self.max_tokens:
             self.finish(LENGTH)
+
+    def expect(self, drafter: str, draft: tuple[int, ...]) -> None:
+        """Sets the draft whose rows were computed; `accept` compares it with the tokens that are chosen."""
+        self.draft, self.n_matched, self._drafter = draft, 0, drafter
+        before = self.drafts.get(drafter, DraftCount())
+        self.drafts[drafter] = replace(before, drafted=before.drafted + len(draft))
+
+    def _compare(self, token: int) -> None:
+        if self.n_matched < len(self.draft) and self.draft[self.n_matched] == token:
+            self.n_matched += 1
+            before = self.drafts[self._drafter]
+            self.drafts[self._drafter] = replace(before, accepted=before.accepted + 1)
+        else:
+            self.draft = ()  # the later rows were computed after a wrong token, or there are none
 
     def drop(self, n_keep: int, n_drop: int) -> None:
         """Drops `n_drop` tokens after the first `n_keep`, as its sequence in the cache does."""
@@ -197,6 +258,8 @@ class Request:
             queued_seconds=started - self.queued,
             n_preemptions=self.n_preemptions,
             n_retries=self.n_retries,
+            n_steps=self.n_steps,
+            drafts=dict(self.drafts),
         )
         logprobs = None if self.logprobs is None else tuple(self.logprobs)
         self.outbox.finish(Completion(self.text.all, tuple(self.generated), reason, timings, error, logprobs))

@@ -10,6 +10,10 @@ some of them from each request, up to `n_batch` in all:
 
 Requests that run the same layers share a step (`Effort.n_layers`); where there are several depths they take turns.
 
+A request that waits for its next token may have a draft: tokens that are likely to follow. They are computed in the
+same step, after its pending token, if the step and the cache have room for all of them. They are committed to the cache
+one by one, as they turn out to be right (`confirm`).
+
 When the cache is full the youngest running request is preempted: its blocks are freed, its tokens are kept, and it is
 computed again when there is room.
 
@@ -20,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from motley.engine.pacing import Pace
@@ -30,30 +34,44 @@ from motley.kvcache.sequences import BlockCopy, BlockShift
 
 _FEW = 16  # pending tokens: less than a prompt
 
+Drafts = Mapping[Request, Sequence[int]]
+
 
 @dataclass
 class Step:
-    """One pass through the model: for each request, how many of its pending tokens are computed."""
+    """One pass through the model: for each request, how many of its pending tokens are computed, its draft included."""
 
     work: list[tuple[Request, int]] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     n_tokens: int = 0
+    drafts: dict[Request, tuple[int, ...]] = field(default_factory=dict)  # computed after the pending token
 
-    def add(self, request: Request, n_tokens: int, copies: Iterable[BlockCopy]) -> None:
-        self.work.append((request, n_tokens))
+    def add(
+        self, request: Request, n_tokens: int, copies: Iterable[BlockCopy], draft: Sequence[int] = ()
+    ) -> None:
+        """Adds `n_tokens` pending tokens of a request, and its draft."""
+        self.work.append((request, n_tokens + len(draft)))
         self.copies.extend(copies)
-        self.n_tokens += n_tokens
+        self.n_tokens += n_tokens + len(draft)
+        if draft:
+            self.drafts[request] = tuple(draft)
+
+    def n_drafted(self, request: Request) -> int:
+        """How many of the request's tokens in this step are its draft."""
+        return len(self.drafts[request]) if request in self.drafts else 0
 
     def tokens(self) -> list[int]:
         """All tokens that the step computes, in the order of `work`. Only valid before `Scheduler.complete`."""
-        return [
-            token
-            for request, n in self.work
-            for token in request.tokens[request.n_computed : request.n_computed + n]
-        ]
+        tokens: list[int] = []
+        for request, n in self.work:
+            n_pending = n - self.n_drafted(request)
+            tokens += request.tokens[request.n_computed : request.n_computed + n_pending]
+            tokens += self.drafts.get(request, ())
+        return tokens
 
     def drop(self, request: Request) -> None:
         self.work = [(other, n) for other, n in self.work if other is not request]
+        self.drafts.pop(request, None)
         self.n_tokens = sum(n for _, n in self.work)
 
 
@@ -111,9 +129,10 @@ class Scheduler:
                 shifts.extend(moved)
         return shifts
 
-    def schedule(self) -> Step:
+    def schedule(self, drafts: Drafts | None = None) -> Step:
         """The next step, with its slots reserved. A step without work means that no request has room in the cache."""
         step = Step()
+        drafts = drafts or {}
         while self._suspects and self._suspects[0] not in self.requests:
             self._suspects.popleft()  # this suspect was cancelled
         if self._suspects:
@@ -121,7 +140,7 @@ class Scheduler:
             return step
         self._n_steps += 1
         for depth in self._depths():
-            self._schedule_depth(step, depth)
+            self._schedule_depth(step, depth, drafts)
             if step.work:
                 self._served[depth] = self._n_steps
                 break
@@ -134,10 +153,10 @@ class Scheduler:
         depths = dict.fromkeys(r.effort.n_layers for r in (*self.running, *first_waiting))
         return sorted(depths, key=lambda depth: self._served.get(depth, 0))
 
-    def _schedule_depth(self, step: Step, depth: int) -> None:
+    def _schedule_depth(self, step: Step, depth: int, drafts: Drafts) -> None:
         for request in [r for r in self.running if r.effort.n_layers == depth]:
             if request.n_pending <= _FEW and request in self.running:  # not preempted meanwhile
-                self._extend(step, request, self.n_batch - step.n_tokens)
+                self._extend(step, request, self.n_batch - step.n_tokens, drafts.get(request, ()))
         self._schedule_prompts(step, depth)
 
     def _schedule_prompts(self, step: Step, depth: int) -> None:
@@ -208,9 +227,25 @@ class Scheduler:
         for request, n_tokens in step.work:
             assert request.sequence is not None
             self._touched[request] = None
-            done = request.tokens[request.n_computed : request.n_computed + n_tokens]
+            n_known = n_tokens - step.n_drafted(request)
+            done = request.tokens[request.n_computed : request.n_computed + n_known]
             self.cache.commit(request.sequence, done)
-            request.n_computed += n_tokens
+            request.n_computed += n_known
+
+    def confirm(self, request: Request) -> None:
+        """Records that the request's next token was right in its draft: its K/V are in the cache."""
+        assert request.sequence is not None
+        assert request.n_pending == 1, request.n_pending
+        self.cache.commit(request.sequence, request.tokens[-1:])
+        request.n_computed += 1
+
+    def room_for_drafts(self) -> int:
+        """How many drafted tokens the next step may have, in all. Half of the room is left to prompts, if any wait."""
+        if self._suspects:
+            return 0
+        n_few = sum(r.n_pending for r in self.running if r.n_pending <= _FEW)
+        has_prompts = bool(self.waiting) or any(r.n_pending > _FEW for r in self.running)
+        return max(0, self.n_batch - n_few) // (2 if has_prompts else 1)
 
     def clear(self, request: Request) -> None:
         """Removes a request from the suspects, because it has got its next token."""
@@ -250,9 +285,9 @@ class Scheduler:
         if request in self._suspects:
             self._suspects.remove(request)
 
-    def _extend(self, step: Step, request: Request, room: int) -> int:
+    def _extend(self, step: Step, request: Request, room: int, draft: Sequence[int] = ()) -> int:
         """Adds up to `room` pending tokens of a running request to the step, and returns how many. Preempts younger
-        requests if blocks are missing.
+        requests if blocks are missing. The draft is added if there is room for it without that.
         """
         assert request.sequence is not None
         n_tokens = min(request.n_pending, room)
@@ -260,6 +295,11 @@ class Scheduler:
             return 0
         self._touched[request] = None
         self.cache.advance(request.sequence, request.n_computed)
+        if draft and n_tokens == request.n_pending and n_tokens + len(draft) <= room:
+            copies = self.cache.reserve(request.sequence, n_tokens + len(draft))
+            if copies is not None:
+                step.add(request, n_tokens, copies, draft)
+                return n_tokens + len(draft)
         while (copies := self.cache.reserve(request.sequence, n_tokens)) is None:
             youngest = self.running[-1]
             self._preempt(step, youngest)

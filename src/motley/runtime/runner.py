@@ -50,6 +50,7 @@ class Runner:
         n_devices = len(split.crew)
         self._experts = split.params.experts
         self._is_demand_paged = cache.config.demand_paged
+        self.n_plans = 0  # shapes that were planned so far: the first run of a shape takes longer
         self.n_runs = 0  # number of runs so far: logits are valid until it changes
         self._backends = list(backends)
         shares = [split.share(device, BatchShape(1, 1)) for device in range(n_devices)]
@@ -137,6 +138,7 @@ class Runner:
         else:
             executables = self._group.run(lambda device: self._devices[device].prepare(shape))
             self._steps[shape] = _Step(executables, join(executables))
+            self.n_plans += 1
             if len(self._steps) > _MAX_STEPS:
                 self._steps.popitem(last=False)
         return self._steps[shape]

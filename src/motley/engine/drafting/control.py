@@ -1,0 +1,132 @@
+"""How many drafted tokens a step computes: as many as make tokens come fastest, often none. Imports no torch.
+
+A drafted token is worth the probability that it survives, the product of those of its draft so far, and costs what
+a step with one row more takes longer. Rows go to the tokens most likely to survive, in whatever request they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from motley.engine.drafting.acceptance import Acceptance
+from motley.engine.drafting.costs import StepCosts
+from motley.engine.drafting.draft import Draft
+from motley.engine.request import Request
+
+_LEAST_GAIN = 1.03  # of the rate: less is not worth the uncertainty of the figures
+_ROUND = 0.25  # of a step of one row: the assumed cost of a drafter's round before one was measured
+
+Drafts = dict[Request, Draft]
+
+
+class Control(Protocol):
+    """Decides how long drafts are."""
+
+    def length(self, drafter: str, requests: Sequence[Request], n_rows: int, n_max: int) -> int:
+        """The tokens of drafts for which a drafter that takes time is asked; 0: none pay."""
+        ...
+
+    def allot(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> Drafts:
+        """The drafts, shortened to what pays and to `room` tokens. `n_rows`: of the step without drafts."""
+        ...
+
+    def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None: ...
+
+    def note_step(self, n_rows: int, seconds: float) -> None: ...
+
+    def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None: ...
+
+
+class AdaptiveControl:
+    """Maximizes the expected tokens per second, from measured costs and acceptance."""
+
+    def __init__(self, priors: dict[str, tuple[float, ...]]) -> None:
+        self.costs = StepCosts()
+        self.acceptance = Acceptance(priors)
+        self._rounds: dict[str, deque[float]] = {}  # seconds of a drafter's latest rounds
+
+    def length(self, drafter: str, requests: Sequence[Request], n_rows: int, n_max: int) -> int:
+        rates = [self.acceptance.rate(request, drafter, 0) for request in requests]
+        base = self.costs.seconds(n_rows)
+        per_round = self._round_seconds(drafter)
+        best, n_best = n_rows / base * _LEAST_GAIN, 0
+        n_tokens, survival = float(n_rows), [1.0] * len(rates)
+        for n in range(1, n_max + 1):
+            survival = [s * rate for s, rate in zip(survival, rates, strict=True)]
+            n_tokens += sum(survival)
+            gain = n_tokens / (self.costs.seconds(n_rows + n * len(rates)) + n * per_round)
+            if gain > best:
+                best, n_best = gain, n
+        if not n_best:
+            for request in requests:
+                self.acceptance.forget(request, Draft((), drafter))
+        return n_best
+
+    def allot(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> Drafts:
+        slots: list[tuple[float, int, Request]] = []
+        for order, (request, draft) in enumerate(drafts.items()):
+            rate, survival = self.acceptance.rate(request, draft.drafter, draft.grade), 1.0
+            for _ in draft.tokens:
+                survival *= rate
+                slots.append((-survival, order, request))
+        slots.sort(key=lambda slot: slot[:2])
+        best, n_best = n_rows / self.costs.seconds(n_rows) * _LEAST_GAIN, 0
+        n_tokens = float(n_rows)
+        for n, (minus_survival, _, _) in enumerate(slots[:room], start=1):
+            n_tokens -= minus_survival
+            gain = n_tokens / self.costs.seconds(n_rows + n)
+            if gain > best:
+                best, n_best = gain, n
+        lengths = dict.fromkeys(drafts, 0)
+        for _, _, request in slots[:n_best]:
+            lengths[request] += 1
+        return self._cut(drafts, lengths)
+
+    def _cut(self, drafts: Mapping[Request, Draft], lengths: Mapping[Request, int]) -> Drafts:
+        kept: Drafts = {}
+        for request, draft in drafts.items():
+            n = lengths[request]
+            if n >= max(1, request.speculation.draft_min):
+                kept[request] = draft._replace(tokens=draft.tokens[:n])
+            else:
+                self.acceptance.forget(request, draft)
+        return kept
+
+    def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
+        self.acceptance.note(request, draft, n_right, is_rejected)
+
+    def note_step(self, n_rows: int, seconds: float) -> None:
+        self.costs.note(n_rows, seconds)
+
+    def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None:
+        self._rounds.setdefault(drafter, deque(maxlen=8)).append(seconds / n_rounds)
+
+    def _round_seconds(self, drafter: str) -> float:
+        rounds = self._rounds.get(drafter)
+        return sorted(rounds)[len(rounds) // 4] if rounds else _ROUND * self.costs.seconds(1)
+
+
+class FixedControl:
+    """Uses all drafted tokens for which there is room: for measurements and tests."""
+
+    def length(self, drafter: str, requests: Sequence[Request], n_rows: int, n_max: int) -> int:
+        return n_max
+
+    def allot(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> Drafts:
+        kept: Drafts = {}
+        for request, draft in drafts.items():
+            if tokens := draft.tokens[:room]:
+                kept[request] = draft._replace(tokens=tokens)
+                room -= len(tokens)
+        return kept
+
+    def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
+        pass
+
+    def note_step(self, n_rows: int, seconds: float) -> None:
+        pass
+
+    def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None:
+        pass

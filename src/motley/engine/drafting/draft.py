@@ -1,0 +1,53 @@
+"""What a drafter is. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from motley.engine.request import Request
+
+
+class Draft(NamedTuple):
+    """Tokens that are likely to follow a request's last token."""
+
+    tokens: tuple[int, ...]
+    drafter: str
+    grade: int = 0  # how sure the drafter is: an index of its `priors`
+
+
+class Ask(NamedTuple):
+    """A request that needs a draft of up to `n_max` tokens. All its tokens but the last are computed."""
+
+    request: Request
+    n_max: int
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of requests. Only the engine's thread calls it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def priors(self) -> tuple[float, ...]:
+        """For each grade, the assumed probability that a drafted token is right if those before it are."""
+        ...
+
+    @property
+    def is_free(self) -> bool:
+        """Whether drafting takes no time that matters. Other drafters are only asked for drafts that pay."""
+        ...
+
+    @property
+    def writes_cache(self) -> bool:
+        """Whether it computes in the requests' own cache, so that its failure is a failure of the step."""
+        ...
+
+    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+        """A draft for each request; without tokens where it has none."""
+        ...
+
+    def may_draft(self, request: Request) -> bool:
+        """Whether it is likely to have a draft after the request's next token. Takes no time that matters."""
+        ...

@@ -1,0 +1,111 @@
+"""The lookup drafter: what followed the last tokens when they occurred before, in the prompt or in the answer.
+
+An index maps every three tokens in a row to their latest place, and each place to the one before it. Of the latest
+places the one with the longest match before it wins; if there are several, the most frequent continuation. A text that
+repeats itself continues across its end: after "a b c a b c" the draft is "a b c a b c …".
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from motley.engine.drafting.draft import Ask, Draft
+from motley.engine.request import Request
+
+_N_KEY = 3  # tokens
+_MAX_PLACES = 8
+_MAX_MATCH = 32  # tokens: a longer match is not better
+_PORTION = 4096  # tokens that are indexed in one step, about a millisecond
+_GRADES = (4, 6, 12, 24)  # matches of at least so many tokens have grade 1, 2, 3, 4
+
+
+class Lookup:
+    """Drafts by looking up the request's own text. It needs no model, and its drafts take some microseconds."""
+
+    name = "lookup"
+    priors = (0.3, 0.45, 0.65, 0.8, 0.9)
+    is_free = True
+    writes_cache = False
+
+    def __init__(self) -> None:
+        self._indexes: WeakKeyDictionary[Request, TextIndex] = WeakKeyDictionary()
+
+    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [self._draft(request, n_max) for request, n_max in asks]
+
+    def may_draft(self, request: Request) -> bool:
+        return bool(self._draft(request, 1).tokens)
+
+    def _draft(self, request: Request, n_max: int) -> Draft:
+        index = self._indexes.get(request)
+        if index is None:
+            index = self._indexes[request] = TextIndex(request.prompt)
+        index.extend(request.generated)
+        tokens, n_match = index.continuation(n_max)
+        return Draft(tokens, self.name, bisect_right(_GRADES, n_match))
+
+
+class TextIndex:
+    """A text that grows, and the places of every three tokens in it."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._text = list(prompt)
+        self._n_prompt = len(self._text)
+        self._latest: dict[
+            tuple[int, ...], int
+        ] = {}  # three tokens → the place after their latest occurrence
+        self._before = array(
+            "q", [-1] * _N_KEY
+        )  # place → the place before it with the same three tokens; -1: none
+
+    def extend(self, generated: Sequence[int]) -> None:
+        """Takes new tokens of the answer, and indexes a portion of what is not indexed yet."""
+        text = self._text
+        text += generated[len(text) - self._n_prompt :]
+        first = len(self._before)
+        for place in range(first, min(len(text), first + _PORTION)):
+            key = (text[place - 3], text[place - 2], text[place - 1])
+            self._before.append(self._latest.get(key, -1))
+            self._latest[key] = place
+
+    def continuation(self, n_max: int) -> tuple[tuple[int, ...], int]:
+        """Up to `n_max` tokens that may follow the text, and the length of the match that they come from."""
+        text = self._text
+        place = self._latest.get(tuple(text[-_N_KEY:]), -1) if len(text) >= _N_KEY else -1
+        places: list[int] = []
+        n_best = _N_KEY
+        for _ in range(_MAX_PLACES):
+            if place < 0:
+                break
+            n_match = self._n_match(place)
+            if n_match > n_best:
+                places.clear()
+                n_best = n_match
+            if n_match == n_best:
+                places.append(place)
+            if n_best == _MAX_MATCH:
+                break
+            place = self._before[place]
+        if not places:
+            return (), 0
+        start = places[0]
+        if len(places) > 2:
+            token = Counter(text[place] for place in places).most_common(1)[0][0]
+            start = next(place for place in places if text[place] == token)
+        period = len(text) - start
+        tokens = text[start : start + n_max]
+        while len(tokens) < n_max:  # the copy goes on with what it has copied
+            tokens.append(tokens[-period])
+        return tuple(tokens), n_best
+
+    def _n_match(self, place: int) -> int:
+        """How many tokens before `place` are the last ones of the text."""
+        text, n_text = self._text, len(self._text)
+        n = _N_KEY
+        while n < _MAX_MATCH and n < place and text[place - 1 - n] == text[n_text - 1 - n]:
+            n += 1
+        return n

@@ -1,0 +1,123 @@
+"""The speculator: asks drafters for drafts of the running requests, and learns from what became of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from motley.engine.drafting.choice import read_choice
+from motley.engine.drafting.control import AdaptiveControl, Control
+from motley.engine.drafting.draft import Ask, Draft, Drafter
+from motley.engine.request import Request, Speculation
+from motley.engine.scheduler import Scheduler
+
+_log = logging.getLogger("motley")
+_MAX_ROWS = 64  # of logits in a step
+
+
+class Speculator:
+    """Drafts for all requests. Without drafters, it never has any. Only `choose` may be called from any thread."""
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter] = (),
+        *,
+        spec: str = "off",
+        draft_max: int = 15,
+        draft_min: int = 0,
+        n_vocab: int = 0,
+        max_rows: int = _MAX_ROWS,
+        control: Control | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`spec`, `draft_max`, `draft_min`: for requests that do not say. `max_rows`: rows of logits in one step."""
+        # Free drafters are asked first.
+        self._drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
+        self.names = tuple(drafter.name for drafter in self._drafters)
+        self._control = control or AdaptiveControl({d.name: d.priors for d in drafters})
+        self._n_vocab = n_vocab
+        self._max_rows = max_rows
+        self._clock = clock
+        self.default = Speculation(read_choice(spec, self.names), draft_max, draft_min)
+
+    def choose(self, spec: str | None = None, draft_max: int | None = None) -> Speculation:
+        """The speculation of a request (None: the default). RequestError for a drafter that is not there."""
+        default = self.default
+        drafters = default.drafters if spec is None else read_choice(spec, self.names)
+        return Speculation(drafters, draft_max or default.draft_max, default.draft_min)
+
+    def propose(self, scheduler: Scheduler) -> dict[Request, Draft]:
+        """Drafts for requests that wait for their next token, as long as they make tokens come faster."""
+        if not self._drafters:
+            return {}
+        asking = [
+            Ask(r, r.max_draft) for r in scheduler.running if r.n_pending == 1 and r.speculation.drafters
+        ]
+        asking = [ask for ask in asking if ask.n_max >= max(1, ask.request.speculation.draft_min)]
+        n_rows = sum(request.n_pending == 1 for request in scheduler.running)
+        n_outputs = min(
+            len(scheduler.requests), scheduler.n_parallel
+        )  # prompts that end in this step included
+        room = min(scheduler.room_for_drafts(), self._max_rows - n_outputs)
+        if not asking or room <= 0:
+            return {}
+        drafts: dict[Request, Draft] = {}
+        for drafter in tuple(self._drafters):
+            asks = [
+                ask
+                for ask in asking
+                if ask.request not in drafts and drafter.name in ask.request.speculation.drafters
+            ]
+            if asks:
+                drafts |= self._ask(drafter, asks, n_rows, room)
+        return self._control.allot(drafts, n_rows, room) if drafts else {}
+
+    def may_draft(self, requests: Sequence[Request]) -> bool:
+        """Whether one of the requests is likely to have a draft after its next token."""
+        return any(
+            drafter.name in request.speculation.drafters and drafter.may_draft(request)
+            for drafter in self._drafters
+            for request in requests
+        )
+
+    def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
+        """Records how many tokens of a draft were right, and whether one was wrong."""
+        self._control.note_draft(request, draft, n_right, is_rejected)
+
+    def note_step(self, n_rows: int, seconds: float) -> None:
+        """Records that a step of `n_rows`, all of requests that wait for a token, took `seconds`."""
+        self._control.note_step(n_rows, seconds)
+
+    def _ask(self, drafter: Drafter, asks: Sequence[Ask], n_rows: int, room: int) -> dict[Request, Draft]:
+        n_max = min(room, max(ask.n_max for ask in asks))
+        if not drafter.is_free:
+            n_max = self._control.length(drafter.name, [ask.request for ask in asks], n_rows, n_max)
+            if not n_max:
+                return {}
+        asks = [Ask(ask.request, min(ask.n_max, n_max)) for ask in asks]
+        started = self._clock()
+        try:
+            found = drafter.draft(asks)
+        except BaseException as error:
+            self._drafters.remove(drafter)
+            _log.warning("drafter %s failed and is not used any more", drafter.name, exc_info=error)
+            if drafter.writes_cache:
+                raise
+            return {}
+        if not drafter.is_free:
+            n_rounds = max(1, *(len(draft.tokens) for draft in found), 1)
+            self._control.note_drafting(drafter.name, n_rounds, self._clock() - started)
+        kept = {}
+        for (request, n), draft in zip(asks, found, strict=True):
+            tokens = self._valid(draft.tokens[:n])
+            if tokens:
+                kept[request] = draft._replace(tokens=tokens)
+        return kept
+
+    def _valid(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens before the first that is not in the vocabulary."""
+        for i, token in enumerate(tokens):
+            if not 0 <= token < self._n_vocab:
+                return tokens[:i]
+        return tokens

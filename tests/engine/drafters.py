@@ -1,0 +1,111 @@
+"""Drafters for tests: they know the right answers, and are wrong as often as a test needs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from motley import LLM
+from motley.engine import Engine, Request, SamplingParams
+from motley.engine.drafting import Draft, Speculator
+from motley.engine.drafting.control import FixedControl
+from motley.engine.drafting.draft import Ask
+
+# Gives a draft: the rest of the right answer, the most tokens that it may have, and the vocabulary's size.
+Guess = Callable[[random.Random, tuple[int, ...], int, int], Sequence[int]]
+
+
+def right(_rng: random.Random, rest: tuple[int, ...], _n_max: int, _n_vocab: int) -> Sequence[int]:
+    return rest
+
+
+def wrong(rng: random.Random, _rest: tuple[int, ...], n_max: int, n_vocab: int) -> Sequence[int]:
+    return [rng.randrange(n_vocab) for _ in range(n_max)]
+
+
+def half(rng: random.Random, rest: tuple[int, ...], n_max: int, n_vocab: int) -> Sequence[int]:
+    """Right up to a random place, then random."""
+    n_right = rng.randint(0, min(len(rest), n_max))
+    return [*rest[:n_right], *(rng.randrange(n_vocab) for _ in range(n_max - n_right))]
+
+
+def too_long(rng: random.Random, rest: tuple[int, ...], n_max: int, n_vocab: int) -> Sequence[int]:
+    return [*rest[: n_max + 5], *(rng.randrange(n_vocab) for _ in range(200))]
+
+
+def none(_rng: random.Random, _rest: tuple[int, ...], _n_max: int, _n_vocab: int) -> Sequence[int]:
+    return ()
+
+
+def unknown(rng: random.Random, rest: tuple[int, ...], _n_max: int, n_vocab: int) -> Sequence[int]:
+    """Tokens that are not in the vocabulary."""
+    return [*rest[: rng.randint(0, 3)], n_vocab, -1]
+
+
+GUESSES: tuple[Guess, ...] = (right, wrong, half, too_long, none, unknown)
+
+
+class Knowing:
+    """A drafter that has been told the answer to each prompt."""
+
+    name = "lookup"  # so that requests may choose it by name
+    priors = (0.5,)
+    is_free = True
+    writes_cache = False
+
+    def __init__(self, guess: Guess, n_vocab: int, seed: int = 0) -> None:
+        self.answers: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.n_accepted: list[int] = []  # of each draft
+        self._guess, self._n_vocab, self._rng = guess, n_vocab, random.Random(seed)
+
+    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [Draft(tuple(self._tokens(ask)), self.name) for ask in asks]
+
+    def may_draft(self, request: Request) -> bool:
+        return self._guess is not none
+
+    def _tokens(self, ask: Ask) -> Sequence[int]:
+        answer = self.answers.get(ask.request.prompt, ())
+        rest = answer[ask.request.n_generated :]
+        return self._guess(self._rng, rest, ask.n_max, self._n_vocab)
+
+
+class _Counting(FixedControl):
+    def __init__(self, counts: list[int]) -> None:
+        self._counts = counts
+
+    def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
+        self._counts.append(n_right)
+
+
+def give(llm: LLM, guess: Guess, *, draft_max: int = 7, seed: int = 0) -> Knowing:
+    """Lets the engine use a drafter that knows; all its drafts are computed."""
+    drafter = Knowing(guess, llm._loaded.engine.n_vocab, seed)
+    llm._loaded.engine.speculator = Speculator(
+        [drafter],
+        spec="lookup",
+        draft_max=draft_max,
+        n_vocab=drafter._n_vocab,
+        control=_Counting(drafter.n_accepted),
+    )
+    return drafter
+
+
+def serve(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], max_steps: int = 5000
+) -> list[Request]:
+    """All requests, finished. The cache is checked after each step."""
+    requests = [engine.add(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    for _ in range(max_steps):
+        if not engine.has_work:
+            assert not any(request.n_retries for request in requests), "a step failed"
+            return requests
+        engine.step()
+        engine.cache.check_integrity()
+        for request in engine.scheduler.running:
+            assert request.sequence is not None
+            n_committed = engine.cache.n_tokens(request.sequence)
+            assert n_committed == request.n_computed <= len(request.tokens)
+            # Nothing that was drafted and rejected is in the sequence: it would be published.
+            assert list(engine.cache._sequences[request.sequence].tokens) == request.tokens[:n_committed]
+    raise AssertionError("the engine does not come to an end")

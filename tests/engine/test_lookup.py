@@ -1,0 +1,78 @@
+"""The lookup drafter: what followed the same tokens before."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motley.engine.drafting.lookup import TextIndex
+
+
+def index_of(prompt: list[int], generated: list[int] | None = None) -> TextIndex:
+    index = TextIndex(prompt)
+    index.extend(generated or [])
+    return index
+
+
+def test_the_draft_is_what_followed_the_same_three_tokens() -> None:
+    assert index_of([1, 2, 3, 4, 5, 6, 9, 1, 2, 3]).continuation(3) == ((4, 5, 6), 3)
+
+
+def test_tokens_that_have_not_occurred_before_have_no_continuation() -> None:
+    assert index_of([1, 2, 3, 4, 5, 6]).continuation(4) == ((), 0)
+    assert index_of([1, 2]).continuation(4) == ((), 0)
+    assert index_of([]).continuation(4) == ((), 0)
+
+
+def test_the_longest_match_wins() -> None:
+    text = [7, 8, 1, 2, 3, 40, 0, 0, 9, 8, 1, 2, 3, 50, 0, 0, 7, 8, 1, 2, 3]
+    assert index_of(text).continuation(1) == ((40,), 5)
+
+
+def test_of_equal_matches_the_most_frequent_continuation_wins() -> None:
+    text: list[int] = []
+    for separator, follower in ((100, 4), (101, 4), (102, 5)):
+        text += [separator, 1, 2, 3, follower]
+    assert index_of([*text, 103, 1, 2, 3]).continuation(1)[0] == (4,)
+
+
+def test_a_repetition_continues_across_the_end_of_the_text() -> None:
+    assert index_of([1, 2, 3, 1, 2, 3]).continuation(7)[0] == (1, 2, 3, 1, 2, 3, 1)
+    assert index_of([5, 5, 5, 5]).continuation(4)[0] == (5, 5, 5, 5)
+
+
+def test_a_long_prompt_is_indexed_in_portions() -> None:
+    rng = random.Random(0)
+    prompt = [rng.randrange(10**6) for _ in range(10_000)]
+    index = TextIndex(prompt + prompt[9_000:9_003])
+    n_steps = 0
+    while not index.continuation(1)[0]:
+        index.extend([])
+        n_steps += 1
+    assert 2 <= n_steps <= 3
+    assert index.continuation(2)[0] == tuple(prompt[9_003:9_005])
+
+
+@given(st.lists(st.integers(0, 3), max_size=80), st.integers(1, 20), st.data())
+def test_a_draft_is_a_copy_of_the_text_after_the_longest_match(
+    text: list[int], n_max: int, data: st.DataObject
+) -> None:
+    n_prompt = data.draw(st.integers(0, len(text)))
+    index = TextIndex(text[:n_prompt])
+    for n in range(len(text) - n_prompt + 1):
+        index.extend(text[n_prompt : n_prompt + n])
+    tokens, n_match = index.continuation(n_max)
+    places = [p for p in range(3, len(text)) if text[p - 3 : p] == text[-3:]]
+    assert bool(tokens) == bool(places)
+    if tokens:
+        assert len(tokens) == n_max
+        whole = text + list(tokens)
+        # The copy starts at a place where the last n_match tokens occurred, and may run into itself.
+        assert any(
+            text[p - n_match : p] == text[len(text) - n_match :]
+            and all(whole[p + i] == token for i, token in enumerate(tokens))
+            for p in places
+            if p >= n_match
+        )
