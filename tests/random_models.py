@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf.quants import quantize
 
 from gguf import GGMLQuantizationType, GGUFWriter
-from gguf.quants import quantize
 
 N_VOCAB = 320
 N_EMBD = 256

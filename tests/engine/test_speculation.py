@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from drafters import GUESSES, Guess, give, half, right, serve, too_long, wrong
+
 from motley import LLM
 from motley.bundled import bundled_draft_path
 from motley.engine import Completion, SamplingParams

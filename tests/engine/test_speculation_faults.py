@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from drafters import give, half, right, serve, wrong
 from faults import Faults
+
 from motley import LLM
 from motley.bundled import bundled_draft_path
 from motley.engine import SamplingParams
@@ -169,7 +169,7 @@ def test_texts_are_the_same_where_steps_are_chained(
         llm._loaded.engine._chooser = ChainingChooser()
         drafter = teach(llm, guess, known, draft_max=2)
         rng = random.Random(1)
-        monkeypatch.setattr(drafter, "may_draft", lambda _request: rng.random() < 0.3)
+        monkeypatch.setattr(drafter, "may_draft", lambda _request: rng.random() < 0.15)
         n_chained = []
         run = Runner.run
 
@@ -181,7 +181,7 @@ def test_texts_are_the_same_where_steps_are_chained(
         draft = drafter.draft
 
         def sometimes(asks: Sequence[Ask]) -> list[Draft]:
-            return [each if rng.random() < 0.3 else Draft((), "lookup") for each in draft(asks)]
+            return [each if rng.random() < 0.2 else Draft((), "lookup") for each in draft(asks)]
 
         monkeypatch.setattr(drafter, "draft", sometimes)
         requests = serve(llm._loaded.engine, PROMPTS, PARAMS)
