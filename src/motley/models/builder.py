@@ -75,11 +75,18 @@ class ModelBuilder:
         self._hadamard: Tensor | None = None  # all heads have the same size, so one matrix is enough
 
     def weight(
-        self, name: str, *shape: int, role: Role, source: str | None = None, rows: Ranges = ()
+        self,
+        name: str,
+        *shape: int,
+        role: Role,
+        source: str | None = None,
+        rows: Ranges = (),
+        middle: tuple[int, int] | None = None,
     ) -> Tensor:
         """The weight `name`. The file stores it with `shape`, under the name `source` if that is given.
 
-        `role` is its use in the model; `rows` chooses and repeats rows of it (see the op `Weight`).
+        `role` is its use in the model; `rows` chooses and repeats rows of it, `middle` a range of its axis 1 (see the
+        op `Weight`).
         """
         if name not in self._weights:
             info = tensor_info(self.spec, source or name)
@@ -89,7 +96,9 @@ class ModelBuilder:
                     f"but the model's metadata asks for {shape}"
                 )
             size = (sum(stop - start for start, stop in rows), *shape[1:]) if rows else shape
-            self._weights[name] = Weight(size, info.format.name, info.name, rows, role)(name=name)
+            if middle is not None:
+                size = (size[0], middle[1] - middle[0], *size[2:])
+            self._weights[name] = Weight(size, info.format.name, info.name, rows, role, middle)(name=name)
         return self._weights[name]
 
     def optional_weight(self, name: str, *shape: int, role: Role, rows: Ranges = ()) -> Tensor | None:

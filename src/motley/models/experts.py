@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from motley.graph import Tensor
 from motley.graph.ops import Add, ExpertFfn, Route, RouteWeights
-from motley.graph.roles import COLUMNS, EXPERTS, SHARED_FFN
+from motley.graph.roles import COLUMNS, EXPERTS, SHARED_FFN, Role
 from motley.models.blocks import separate_ffn
 from motley.models.builder import LayerBuilder
 from motley.models.params import ExpertParams
@@ -30,16 +30,26 @@ def _routed(layer: LayerBuilder, x: Tensor, experts: ExpertParams, function: str
     ids = route(logits, layer.model.n_expert_used, *bias, name=layer.label("ffn_expert_ids"))
     weigh = RouteWeights(experts.score, experts.normalizes, experts.scale)
     weights = weigh(logits, ids, name=layer.label("ffn_expert_weights"))
-    rows, columns = layer.role(EXPERTS, 1, COLUMNS), layer.role(EXPERTS, 2, COLUMNS)
     parts = [
-        layer.vector("ffn_gate_exps.weight", n_experts, n_ff, n_embd, role=rows),
-        layer.vector("ffn_up_exps.weight", n_experts, n_ff, n_embd, role=rows),
-        layer.vector("ffn_down_exps.weight", n_experts, n_embd, n_ff, role=columns),
+        *_gates_and_ups(layer, "weight", n_experts, n_ff, n_embd, role=layer.role(EXPERTS, 1, COLUMNS)),
+        layer.vector("ffn_down_exps.weight", n_experts, n_embd, n_ff, role=layer.role(EXPERTS, 2, COLUMNS)),
     ]
-    if layer.has("ffn_gate_exps.bias"):
-        parts += [
-            layer.vector("ffn_gate_exps.bias", n_experts, n_ff),
-            layer.vector("ffn_up_exps.bias", n_experts, n_ff),
-            layer.vector("ffn_down_exps.bias", n_experts, n_embd),
-        ]
+    if layer.has("ffn_gate_exps.bias") or layer.has("ffn_gate_up_exps.bias"):
+        parts += _gates_and_ups(layer, "bias", n_experts, n_ff, role=layer.role())
+        parts.append(layer.vector("ffn_down_exps.bias", n_experts, n_embd))
     return ExpertFfn(function)(x, ids, weights, *parts, name=layer.label("ffn_experts"))
+
+
+def _gates_and_ups(
+    layer: LayerBuilder, kind: str, n_experts: int, n_ff: int, *rest: int, role: Role
+) -> list[Tensor]:
+    """The experts' gates and ups (experts, ff, …): two tensors of the file, or one with the gates' rows first."""
+    names = {f"ffn_gate_exps.{kind}": (0, n_ff), f"ffn_up_exps.{kind}": (n_ff, 2 * n_ff)}
+    fused = f"ffn_gate_up_exps.{kind}"
+    if not layer.has(fused):
+        return [layer.vector(name, n_experts, n_ff, *rest, role=role) for name in names]
+    shape, source = (n_experts, 2 * n_ff, *rest), layer.label(fused)
+    return [
+        layer.model.weight(layer.label(name), *shape, role=role, source=source, middle=middle)
+        for name, middle in names.items()
+    ]

@@ -64,7 +64,7 @@ class _Loader:
         # resident beside the copy, so the peak is lowest if the largest tensors are copied first.
         self._waiting = sorted(share.graph.weights, key=packed_bytes)
         # Tied weights with the same state share memory.
-        self._memo: dict[tuple[str, Ranges, State], LoadedWeight] = {}
+        self._memo: dict[tuple[object, ...], LoadedWeight] = {}
 
     @property
     def is_done(self) -> bool:
@@ -81,10 +81,11 @@ class _Loader:
         if node in self._mapped:
             return self._spec.tensor(op.source)
         state = self._share.layouts[node.name]
-        key = op.source, op.rows, state
+        key = *op.contents, state
         if key not in self._memo:
             whole = self._spec.tensor(op.source)
-            self._memo[key] = loaded = self._backend.load(part_of(whole, state, self._device, op.rows))
+            within = whole if op.middle is None else _joined(whole, 1, [op.middle])
+            self._memo[key] = loaded = self._backend.load(part_of(within, state, self._device, op.rows))
             self.n_bytes += loaded.nbytes
             if isinstance(loaded, PackedTensor) and _share_memory(loaded.data, whole.data):
                 _read_ahead(self._spec, op.source)
@@ -139,11 +140,11 @@ def _mapped(share: LocalGraph) -> set[Tensor]:
 def weight_bytes(share: LocalGraph) -> int:
     """Bytes of the weights that a device loads."""
     mapped = _mapped(share)
-    sizes = {}
+    sizes: dict[tuple[object, ...], int] = {}
     for node in share.graph.weights:
         if node not in mapped:
             assert isinstance(node.op, Weight)
-            sizes[node.op.source, node.op.rows, share.layouts[node.name]] = packed_bytes(node)
+            sizes[*node.op.contents, share.layouts[node.name]] = packed_bytes(node)
     return sum(sizes.values())
 
 

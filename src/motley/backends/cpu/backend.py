@@ -25,6 +25,7 @@ from motley.backends.cpu.weights import (
     RepackedTensor,
     can_map,
     can_repack,
+    narrowed,
     own_weights,
 )
 from motley.backends.paged import PagedLayer
@@ -98,6 +99,7 @@ class CpuBackend(Backend):
     def load(self, weight: PackedTensor) -> CpuWeight:
         if self._is_mapping and can_map(weight):
             return MappedTensor(weight.data, weight.format)
+        weight = narrowed(weight)
         if can_repack(weight):
             self._patterns.add(weight.format.name, weight.nbytes)
             return RepackedTensor.of(weight, self._pool)

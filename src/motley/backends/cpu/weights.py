@@ -13,7 +13,7 @@ import torch
 
 from motley.backends.base import LoadedWeight
 from motley.backends.cpu.native import FORMATS, GROUP_ROWS, ROW_FORMATS, address
-from motley.formats import Format, PackedTensor
+from motley.formats import Format, PackedTensor, get_format
 
 
 def can_repack(weight: PackedTensor) -> bool:
@@ -24,6 +24,21 @@ def can_repack(weight: PackedTensor) -> bool:
     is_known = weight.format.name in FORMATS and is_whole
     shape = weight.data.shape
     return is_known and (len(shape) == 2 or (len(shape) == 3 and shape[1] % GROUP_ROWS == 0))
+
+
+def narrowed(weight: PackedTensor) -> PackedTensor:
+    """A matrix of F32 whose values are all bf16 values as BF16: the same numbers in half the bytes.
+
+    Files store routers as F32, also those of models that were trained in bf16.
+    """
+    if weight.format.name != "F32" or weight.data.dim() != 2 or weight.shape[1] % 2 or not weight.nbytes:
+        return weight
+    halves = (
+        weight.data.contiguous().view(torch.int16).view(*weight.shape, 2)
+    )  # the low half of each value first
+    if halves[..., 0].any():
+        return weight
+    return PackedTensor(halves[..., 1].contiguous().view(torch.uint8), get_format("BF16"))
 
 
 def can_map(weight: PackedTensor) -> bool:

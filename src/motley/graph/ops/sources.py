@@ -59,7 +59,8 @@ class Weight(Op):
 
     `source` is its name in the file. Two weights may have the same source (tied embeddings) and different states.
     `rows`, if given, are ranges of the source's rows, in order; the weight consists of these rows, and rows may repeat.
-    `role` is its use in the model, which decides how it may be split.
+    `middle`, if given, is the range of the source's axis 1 that the weight consists of: of fused matrices of experts,
+    the gates or the ups. `role` is its use in the model, which decides how it may be split.
     """
 
     name: ClassVar[str] = "weight"
@@ -69,9 +70,15 @@ class Weight(Op):
     source: str = ""
     rows: tuple[tuple[int, int], ...] = ()
     role: Role = EVERYWHERE
+    middle: tuple[int, int] | None = None
 
     def local(self, inputs: Sequence[Tensor], way: Way, shape: Shape, device: int, name: str) -> Tensor:
-        return Weight(shape, self.format, self.source, self.rows, self.role)(name=name)
+        return replace(self, size=shape)(name=name)
+
+    @property
+    def contents(self) -> tuple[object, ...]:
+        """What of the file it holds: weights with the same contents and the same state can share memory."""
+        return self.source, self.rows, self.middle
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:
         return self.size
