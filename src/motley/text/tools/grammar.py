@@ -69,6 +69,9 @@ class _Writer:
         if form.style is Style.GENERIC:
             return self._whole(self._generic()), ()
         calls = self._calls()
+        if choice.kind == "auto" and form.primer:  # the prompt has the marker: content has one of its own
+            content = self.literal(form.content_start.removeprefix(form.primer))
+            return self._text(f"{self._rule(calls)} | {content} {self._rule(_ANY)}"), ()
         if choice.kind == "auto":
             trigger = form.trigger or f'{{"{form.json.name_key}":'
             return self._text(calls), (trigger,)
@@ -254,9 +257,9 @@ class _Writer:
         return self._json(schema)
 
     def _harmony(self, name: str, schema: Mapping[str, Any]) -> str:
-        constrain = f'(" "? {self.literal("<|constrain|>")})?'
+        constrain = f"({self.literal('<|constrain|>')})?"
         channel = self.literal("<|channel|>commentary")
-        header = f'({channel} " "?)? {constrain} "json"'
+        header = f'({channel} " "? {constrain} "json" | " " {constrain} "json")'
         return f"{self.literal(' to=functions.' + name)} {header} {self.literal('<|message|>')} {self._object(schema)}"
 
     def _generic(self) -> str:
