@@ -46,6 +46,21 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         return [self.bos_id] * add_special + [ord(char) % 32 for char in text]
 
+    def encode_marked(self, text: str) -> list[int]:
+        return self.encode(text)
+
+
+class FakeTemplate:
+    """A line for each message; `opens_thought`: the answer begins in <think>."""
+
+    def __init__(self, opens_thought: bool = False) -> None:
+        self.end = "<think>" if opens_thought else ""
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        return "".join(f"{m['role']}:{m['content']}\n" for m in messages) + self.end
+
+    render_marked = render
+
 
 @dataclass
 class FakeLLM:
@@ -53,9 +68,10 @@ class FakeLLM:
 
     pieces: Sequence[str] = ("Hello", ", ", "wörld")
     spec: Any = field(default_factory=lambda: SimpleNamespace(metadata={}))
-    n_ctx: int = 64
+    n_ctx: int = 4096
     load_seconds: float = 1.5
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    chat_template: FakeTemplate = field(default_factory=FakeTemplate)
     before_piece: Callable[[int], None] = lambda index: None
     error: MotleyError | None = None  # what the next request raises
     # What was asked.
@@ -64,6 +80,16 @@ class FakeLLM:
     params: SamplingParams = field(default_factory=SamplingParams)
     prompts: list[Any] = field(default_factory=list)
     is_closed: bool = False
+    saved: dict[str, list[int]] = field(default_factory=dict)  # sessions, by file
+
+    def save_session(self, path: Path, tokens: Sequence[int]) -> int:
+        path.write_bytes(b"session")
+        self.saved[path.name] = list(tokens)
+        return 7
+
+    def load_session(self, path: Path) -> list[int]:
+        self.prompts.append(f"load {path.name}")
+        return self.saved.get(path.name, [1, 2])
 
     def __enter__(self) -> FakeLLM:
         return self

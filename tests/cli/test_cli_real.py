@@ -30,8 +30,7 @@ def test_a_process_streams_a_story_and_shows_the_figures(model: str) -> None:
     result = run_process("run", model, "-p", "Once upon a time", "-n", "16", "--temp", "0")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("Once upon a time there was a ")
-    assert "answer: 16 tokens" in result.stderr
-    assert "memory: " in result.stderr
+    assert re.search(r"^16 tokens, \d+\.\d tokens/s$", result.stderr, re.MULTILINE)
     assert re.search(r"^loaded \d+\.\d MiB in \d+\.\d\d s$", result.stderr, re.MULTILINE)
 
 
@@ -77,7 +76,6 @@ def test_lines_from_a_pipe_are_continued_one_by_one(motley: Motley, model: str) 
     result = motley("run", model, "-n", "4", "--temp", "0", stdin="Once upon a\n/help\nThere was\n")
     assert result.exit_code == 0, result.stderr
     assert len(result.stdout.splitlines()) == 2
-    assert result.stderr.count("answer: 4 tokens") == 2
 
 
 def test_a_prompt_longer_than_the_context_is_an_error(motley: Motley, model: str) -> None:

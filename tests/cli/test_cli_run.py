@@ -23,9 +23,11 @@ def test_the_answer_is_on_stdout_and_the_figures_on_stderr(motley: Motley, llm: 
     result = motley("run", model, "-p", "Once")
     assert result.exit_code == 0
     assert result.stdout == "Hello, wörld\n"
+    assert result.stderr == "4 tokens, 12.0 tokens/s\n"
+    result = motley("run", model, "-p", "Once", "--verbose")
     assert "prompt: 5 tokens (1 cached), 8.0 tokens/s | answer: 4 tokens, 12.0 tokens/s" in result.stderr
     assert "memory: 4.0 MiB (weights 3.0 MiB, kv cache 1.0 MiB, activations 512 B)" in result.stderr
-    assert llm.prompts == ["Once"]
+    assert llm.prompts == ["Once", "Once"]
     assert llm.is_closed
 
 
@@ -123,7 +125,7 @@ def test_ctrl_c_ends_the_answer_between_two_tokens(motley: Motley, llm: FakeLLM,
     result = motley("run", model, "-p", "Once")
     assert result.exit_code == 130
     assert result.stdout == "Hello, \n"
-    assert "(stopped)" in result.stderr
+    assert "stopped" in result.stderr
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "reporting_errors",
     "say",
     "show_figures",
+    "show_speed",
     "stderr",
     "stdout",
     "steps_bar",
@@ -101,6 +102,13 @@ def steps_bar(title: str, n_steps: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=n_steps)
         yield lambda so_far: progress.update(task, advance=1, description=f"{title}, {so_far}")
+
+
+def show_speed(completion: Completion) -> None:
+    """Prints the length of one answer and its speed."""
+    timings = completion.timings
+    stopped = ", stopped" if completion.finish_reason == CANCELLED else ""
+    say(f"{timings.new_tokens} tokens, {timings.new_rate:.1f} tokens/s{stopped}")
 
 
 def show_figures(completion: Completion, memory: Mapping[str, int]) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from motley.bundled import bundled_model_path
 from motley.errors import ConfigError
+from motley.units import show_bytes
 
+MAX_TEXT = 256 << 20  # bytes of a text
 _WRITE_HINT = "FILE is a file in a folder that exists, has room and may be written"
 
 
@@ -39,9 +41,21 @@ def resolve_text(prompt: str | None, file: Path | None) -> str | None:
     if file is None:
         return prompt
     if str(file) == "-":
-        return sys.stdin.read()
+        text = sys.stdin.read(MAX_TEXT + 1)
+        if len(text) > MAX_TEXT:
+            raise _too_long("standard input")
+        return text
+    return read_text(file)
+
+
+def read_text(file: Path) -> str:
+    """The text of a file, refused if it is longer than any text: some files, such as /dev/zero, have no end."""
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_TEXT + 1)
+        if len(raw) > MAX_TEXT:
+            raise _too_long(str(file))
+        return raw.decode("utf-8")
     except OSError as error:
         raise ConfigError(
             f"cannot read {file}: {error.strerror}", hint="-f takes a text file, or - for standard input"
@@ -50,6 +64,10 @@ def resolve_text(prompt: str | None, file: Path | None) -> str | None:
         raise ConfigError(
             f"{file} is not UTF-8: {error.reason} at byte {error.start}", hint="convert it to UTF-8 first"
         ) from error
+
+
+def _too_long(source: str) -> ConfigError:
+    return ConfigError(f"{source} has more than {show_bytes(MAX_TEXT)}", hint="give a shorter text")
 
 
 def unescape(text: str | None) -> str | None:

@@ -303,6 +303,31 @@ Conversation = Annotated[
         "Default: one answer to -p, through the template if the model has one.",
     ),
 ]
+ChatTemplate = Annotated[
+    str | None,
+    _flag(
+        "--chat-template",
+        text="Use this chat template: a name in the model file, chatml, llama3, gemma, phi3, zephyr, plain, or a file "
+        "with Jinja text. Default: the model's own.",
+        metavar="NAME",
+    ),
+]
+ChatTemplateFile = Annotated[
+    Path | None,
+    _flag("--chat-template-file", text="The same, always from a file.", metavar="FILE"),
+]
+PromptCache = Annotated[
+    Path | None,
+    _flag(
+        "--prompt-cache",
+        text="Read the KV cache of the prompt from this file if it exists, and write it afterwards.",
+        metavar="FILE",
+    ),
+]
+PromptCacheAll = Annotated[
+    bool, _flag("--prompt-cache-all", text="Also write the answer's part of the cache.")
+]
+PromptCacheReadOnly = Annotated[bool, _flag("--prompt-cache-ro", text="Never write the file.")]
 SingleTurn = Annotated[bool, _flag("-st", "--single-turn", text="Exit after one answer.")]
 Predict = Annotated[
     int | None,
@@ -418,6 +443,16 @@ FrequencyPenalty = Annotated[
         metavar="X",
     ),
 ]
+LogitBias = Annotated[
+    list[str] | None,
+    _flag(
+        "-l",
+        "--logit-bias",
+        text="Make a token more or less likely by its id: 15043+1, 15043-2.5, or 15043-inf to ban it. Can be repeated.",
+        panel=_SAMPLING,
+        metavar="ID±X",
+    ),
+]
 Seed = Annotated[
     int,
     _flag(
@@ -440,6 +475,9 @@ DisplayPrompt = Annotated[
         text="Print a text before its continuation. Default: on a terminal.",
         panel=_OUTPUT,
     ),
+]
+Markdown = Annotated[
+    bool, _flag("--markdown", text="Render Markdown in answers, on a terminal.", panel=_OUTPUT)
 ]
 Json = Annotated[
     bool,

@@ -52,7 +52,7 @@ def stderr() -> Console:
 
 def say(text: str, *, style: str = "dim") -> None:
     """Prints one line to standard error."""
-    stderr().print(Text(text, style=style))
+    stderr().print(Text("\n".join(map(printable, text.split("\n"))), style=style))
 
 
 def report(error: MotleyError, *, as_json: bool = False) -> None:

@@ -9,15 +9,19 @@ from dataclasses import asdict
 import typer
 
 from motley.cli import options
-from motley.cli.chat import CHAT_TOKENS, Conversation, chat
-from motley.cli.console import INTERRUPTED, reporting_errors, show_figures
+from motley.cli.chat import CHAT_TOKENS, chat
+from motley.cli.console import INTERRUPTED, reporting_errors, show_figures, show_speed
+from motley.cli.conversation import Conversation
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import resolve_model, resolve_text, unescape
 from motley.cli.loading import LoadOptions, load
+from motley.cli.prompt_cache import PromptCacheOptions
 from motley.cli.sampling import SamplingOptions
+from motley.cli.templates import TemplateOptions, resolve_template
 from motley.engine import SamplingParams
 from motley.engine.request import CANCELLED
 from motley.errors import ConfigError
+from motley.gguf import read_spec
 
 
 @with_groups
@@ -28,6 +32,7 @@ def run(
     file: options.File = None,
     system_prompt: options.SystemPrompt = None,
     conversation: options.Conversation = None,
+    templates: TemplateOptions = TemplateOptions(),
     single_turn: options.SingleTurn = False,
     predict: options.Predict = None,
     escape: options.Escape = False,
@@ -35,17 +40,19 @@ def run(
     ignore_eos: options.IgnoreEos = False,
     context_shift: options.ContextShift = False,
     keep: options.Keep = 4,
+    prompt_cache: PromptCacheOptions = PromptCacheOptions(),
     chosen: LoadOptions = LoadOptions(),
     sampling: SamplingOptions = SamplingOptions(),
     display_prompt: options.DisplayPrompt = None,
+    markdown: options.Markdown = False,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """Answer a prompt, or chat when there is none.
 
-    The answer streams to standard output; speed and memory go to standard
-    error. In a chat, Ctrl-C stops the answer and /help lists the commands;
-    a chat also reads lines from a pipe.
+    The answer streams to standard output, messages go to standard error. In a
+    chat, Ctrl-C stops the answer and /help lists the commands; a chat also
+    reads lines from a pipe.
 
     \b
     [bold]motley run[/]                                       talk to the bundled model
@@ -72,24 +79,38 @@ def run(
         )
         if as_json and text is None:
             raise ConfigError("--json needs a prompt", hint="add -p TEXT or -f FILE")
+        template = templates.chosen
+        conversation = True if conversation is None and template is not None else conversation
         path = resolve_model(model, model_flag)
+        other = None if template is None else resolve_template(read_spec(path).metadata, template)
         with load(path, chosen) as llm:
-            talk = Conversation(llm, params, system=system_prompt, use_template=conversation)
+            if other is not None:
+                llm.chat_template = other
+            talk = Conversation(
+                llm, params, system=system_prompt, use_template=conversation, renders_markdown=markdown
+            )
+            prompt_cache.load(talk)
             if as_json and text is not None:
                 _print_json(talk, path.name, text)
             elif text is None or is_talk:
-                chat(talk, opening=text, single_turn=single_turn)
+                chat(talk, opening=text, single_turn=single_turn, shows_statistics=chosen.verbose)
             else:
-                _print_once(talk, text, display_prompt)
+                _print_once(talk, text, display_prompt, is_verbose=chosen.verbose)
+            prompt_cache.save(talk, is_chat=is_talk)
 
 
-def _print_once(conversation: Conversation, text: str, display_prompt: bool | None) -> None:
+def _print_once(
+    conversation: Conversation, text: str, display_prompt: bool | None, *, is_verbose: bool
+) -> None:
     """Streams one answer. A text that it continues is printed first; default: only on a terminal."""
     if not conversation.is_chat and (sys.stdout.isatty() if display_prompt is None else display_prompt):
         sys.stdout.write(text)
         sys.stdout.flush()
     answer = conversation.print_answer(text)
-    show_figures(answer, conversation.llm.memory())
+    if is_verbose:
+        show_figures(answer, conversation.llm.memory())
+    else:
+        show_speed(answer)
     if answer.finish_reason == CANCELLED:
         raise typer.Exit(INTERRUPTED)
 

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from motley.cli.painting import Painter, make_painter
 from motley.engine import Completion, Stream
 
 
-def print_stream(stream: Stream) -> Completion:
+def print_stream(stream: Stream, painter: Painter | None = None) -> Completion:
     """Writes the pieces to standard output until the stream ends or Ctrl-C stops it, and returns the completion."""
-    last = ""
-    with catching_interrupt() as is_interrupted:
-        for piece in stream.until(is_interrupted):
-            last = piece
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+    painter = painter or make_painter()
+    try:
+        with catching_interrupt() as is_interrupted:
+            for piece in stream.until(is_interrupted):
+                painter.write(piece)
+    finally:
+        painter.finish()
     stream.close()
-    if not last.endswith("\n"):
-        sys.stdout.write("\n")
-        sys.stdout.flush()
     return stream.completion
 
 
