@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from motley import LLM
 from motley.bundled import bundled_model_path
 from motley.cli import app
 
@@ -74,3 +75,10 @@ def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
     program = program.replace('"model.gguf"', repr(str(bundled_model_path())))
     exec(compile(program, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
+
+
+def test_python_of_the_page_on_the_library_runs() -> None:
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    with LLM(n_ctx=512) as llm:
+        exec(compile(program, "library.md", "exec"), {"llm": llm, "LLM": LLM})

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import fields
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import chain
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from motley.assembly import LoadedModel, Options, load_model
+from motley.bundled import bundled_model_path
 from motley.engine import (
     AsyncStream,
     Completion,
@@ -27,7 +26,16 @@ from motley.engine import (
     SamplingParams,
     Stream,
 )
-from motley.engine.params import shorten
+from motley.engine.options import (
+    ParamsLike,
+    at_index,
+    is_list_of_prompts,
+    read_params,
+    read_params_of_list,
+    read_path,
+    read_prompt,
+    require_chat,
+)
 from motley.engine.service import closed_error
 from motley.engine.sessions import SessionStore
 from motley.errors import ConfigError, RequestError
@@ -62,7 +70,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] | None = None,
         *,
         n_ctx: int | None = None,
         cache_type_k: str = "f16",
@@ -90,7 +98,8 @@ class LLM:
         progress: Progress | None = None,
         compiling: Progress | None = None,
     ) -> None:
-        """`n_ctx`: tokens a sequence may have (default: as trained, cut to what fits). `n_batch`: tokens per step
+        """`model`: a GGUF file; None or "bundled": the small model that comes with Motley.
+        `n_ctx`: tokens a sequence may have (default: as trained, cut to what fits). `n_batch`: tokens per step
         (2048 on GPUs, 512 on a CPU). `n_parallel`: requests that run at the same time (128, 8).
 
         `progress(done, total)` is called with bytes while loading, `compiling(done, total)` with kernels, the first
@@ -135,7 +144,9 @@ class LLM:
             draft_max=draft_max,
             draft_min=draft_min,
         )
-        loaded = load_model(model, options, progress, compiling)
+        is_bundled = model is None or model == "bundled"
+        path = bundled_model_path() if is_bundled else read_path("model", model)
+        loaded = load_model(path, options, progress, compiling)
         self.spec: ModelSpec = loaded.spec
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.n_ctx: int = loaded.n_ctx
@@ -159,78 +170,84 @@ class LLM:
 
     @overload
     def generate(
-        self, prompt: str | Sequence[int], *, params: SamplingParams | None = None, **sampling: Any
+        self, prompt: str | Sequence[int], *, params: ParamsLike | None = None, **sampling: Any
     ) -> Completion: ...
     @overload
     def generate(
         self,
         prompt: Sequence[str] | Sequence[Sequence[int]],
         *,
-        params: SamplingParams | None = None,
+        params: ParamsLike | Sequence[ParamsLike] | None = None,
         **sampling: Any,
     ) -> list[Completion]: ...
     def generate(
-        self, prompt: Any, *, params: SamplingParams | None = None, **sampling: Any
-    ) -> Completion | list[Completion]:
+        self, prompt: Any, *, params: ParamsLike | Sequence[ParamsLike] | None = None, **sampling: Any
+    ) -> Any:
         """Complete a prompt (text or token ids), or a list of prompts at once. Options: SamplingParams' fields.
 
+        One prompt gives a Completion; a list gives a list, and `params` may then be a list, too. With `n` > 1, a list
+        of `n` Completions is in the place of each Completion.
         Of a list, an answer that failed has the finish_reason "failed" and its `error`; the others are complete.
         """
-        resolved = _sampling_params(params, sampling)
-        if not _is_list_of_prompts(prompt):
-            return self.stream(prompt, params=resolved).finish()
-        streams = [Stream(self._service, request) for request in self._submit_all(prompt, resolved)]
+        jobs, is_list = self._jobs(prompt, params, sampling)
+        streams = [[Stream(self._service, request) for request in requests] for requests in jobs]
         try:
-            return [stream.result() for stream in streams]
+            if not is_list and len(streams[0]) == 1:
+                return streams[0][0].finish()
+            results = [[stream.result() for stream in choices] for choices in streams]
         finally:
-            for stream in streams:
-                stream.close()
+            for choices in streams:
+                for stream in choices:
+                    stream.close()
+        return _shaped(results, is_list)
 
-    async def agenerate(self, prompt: Any, *, params: SamplingParams | None = None, **sampling: Any) -> Any:
+    async def agenerate(
+        self, prompt: Any, *, params: ParamsLike | Sequence[ParamsLike] | None = None, **sampling: Any
+    ) -> Any:
         """`generate` for a coroutine. A task that is cancelled cancels its requests."""
-        resolved = _sampling_params(params, sampling)
-        if not _is_list_of_prompts(prompt):
-            return await self.astream(prompt, params=resolved).finish()
-        streams = [AsyncStream(self._service, request) for request in self._submit_all(prompt, resolved)]
+        jobs, is_list = self._jobs(prompt, params, sampling)
+        streams = [[AsyncStream(self._service, request) for request in requests] for requests in jobs]
         try:
-            return [await stream.result() for stream in streams]
+            if not is_list and len(streams[0]) == 1:
+                return await streams[0][0].finish()
+            results = [[await stream.result() for stream in choices] for choices in streams]
         finally:
-            for stream in streams:
-                stream.close()
+            for choices in streams:
+                for stream in choices:
+                    stream.close()
+        return _shaped(results, is_list)
 
-    def stream(self, prompt: Prompt, *, params: SamplingParams | None = None, **sampling: Any) -> Stream:
+    def stream(self, prompt: Prompt, *, params: ParamsLike | None = None, **sampling: Any) -> Stream:
         """Complete a prompt piece by piece; the pieces are whole characters."""
-        return Stream(self._service, self._submit(prompt, _sampling_params(params, sampling)))
+        return Stream(self._service, self._submit(prompt, read_params(params, sampling)))
 
-    def astream(
-        self, prompt: Prompt, *, params: SamplingParams | None = None, **sampling: Any
-    ) -> AsyncStream:
+    def astream(self, prompt: Prompt, *, params: ParamsLike | None = None, **sampling: Any) -> AsyncStream:
         """`stream` for a coroutine: `async for piece in llm.astream(…)`."""
-        return AsyncStream(self._service, self._submit(prompt, _sampling_params(params, sampling)))
+        return AsyncStream(self._service, self._submit(prompt, read_params(params, sampling)))
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, params: SamplingParams | None = None, **sampling: Any
+        self, messages: Sequence[Mapping[str, Any]], *, params: ParamsLike | None = None, **sampling: Any
     ) -> Completion:
         """Answer a conversation: messages with a role and content, as the model's chat template wants them."""
         return self.stream_chat(messages, params=params, **sampling).finish()
 
     def stream_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, params: SamplingParams | None = None, **sampling: Any
+        self, messages: Sequence[Mapping[str, Any]], *, params: ParamsLike | None = None, **sampling: Any
     ) -> Stream:
         """`chat`, piece by piece."""
-        return Stream(self._service, self._submit_chat(messages, _sampling_params(params, sampling)))
+        return Stream(self._service, self._submit_chat(messages, read_params(params, sampling)))
 
     async def achat(
-        self, messages: Sequence[Mapping[str, Any]], *, params: SamplingParams | None = None, **sampling: Any
+        self, messages: Sequence[Mapping[str, Any]], *, params: ParamsLike | None = None, **sampling: Any
     ) -> Completion:
         """`chat` for a coroutine."""
         return await self.astream_chat(messages, params=params, **sampling).finish()
 
     def astream_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, params: SamplingParams | None = None, **sampling: Any
+        self, messages: Sequence[Mapping[str, Any]], *, params: ParamsLike | None = None, **sampling: Any
     ) -> AsyncStream:
         """`stream_chat` for a coroutine."""
-        return AsyncStream(self._service, self._submit_chat(messages, _sampling_params(params, sampling)))
+        return AsyncStream(self._service, self._submit_chat(messages, read_params(params, sampling)))
 
     def logits(
         self, tokens: Prompt, *, n_expert_used: int | None = None, n_layer_exit: int | None = None
@@ -309,6 +326,7 @@ class LLM:
 
         What the prefix cache has of it is not computed again, so after an answer `prompt + answer.tokens` costs little.
         """
+        place = read_path("the session's file", path)
         tokens = self._tokens(prompt)
         engine = self._open_engine()
         engine.check_length(tokens)
@@ -316,12 +334,13 @@ class LLM:
             if rest := tokens[raw.n_cached :]:
                 raw.feed(rest, n_outputs=0)
             assert raw.sequence is not None, "it is open"
-            return self._call(lambda: self._sessions).save(Path(path), raw.sequence, tokens)
+            return self._call(lambda: self._sessions).save(place, raw.sequence, tokens)
 
     def load_session(self, path: str | os.PathLike[str]) -> list[int]:
         """Bring a saved cache back, under any split and crew of the same model. Returns its tokens: a prompt that
         begins with them finds them in the prefix cache. CacheError for a file that is damaged or for another model.
         """
+        place = read_path("the session's file", path)
         self._open_engine()
         if not self._loaded.fit.plan.config.find_prefixes:
             raise ConfigError(
@@ -329,7 +348,7 @@ class LLM:
             )
         n_vocab = self._loaded.split.params.n_vocab
         with self._guest_lock:
-            return self._call(lambda: self._sessions).load(Path(path), self.n_ctx, n_vocab)
+            return self._call(lambda: self._sessions).load(place, self.n_ctx, n_vocab)
 
     @cached_property
     def _sessions(self) -> SessionStore:
@@ -372,6 +391,12 @@ class LLM:
     ) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            "an LLM cannot be pickled or copied: it has threads and memory of devices",
+            hint="load the model in the other process; requests may share one LLM from many threads",
+        )
+
     def _open_engine(self) -> Engine:
         if not self._service.is_open:
             raise closed_error()
@@ -382,55 +407,50 @@ class LLM:
 
     def _submit(self, prompt: Prompt, params: SamplingParams, *, continues_prompt: bool = True) -> Request:
         """Queue a prompt."""
+        if params.n > 1:
+            raise RequestError(f"n={params.n}: a stream or a chat is one answer", hint="use generate")
         request = self._open_engine().new_request(
             self._tokens(prompt, params.parse_special), params, continues_prompt=continues_prompt
         )
         self._service.submit(request)
         return request
 
-    def _submit_all(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
-        """Queue several prompts: all of them, or none if one is refused."""
+    def _jobs(
+        self, prompt: Any, params: Any, sampling: Mapping[str, Any]
+    ) -> tuple[list[list[Request]], bool]:
+        """Queue the answers of each prompt: all of them, or none if one is refused. Also: whether it was a list."""
         engine = self._open_engine()
-        ids = [self._tokens(prompt, params.parse_special) for prompt in prompts]
-        requests = [engine.new_request(tokens, params) for tokens in ids]
-        for request in requests:
+        self._service.require_reader()
+        if is_list_of_prompts(prompt):
+            each = read_params_of_list(params, sampling, len(prompt))
+            jobs = [
+                at_index("prompts", i, partial(self._choices, engine, one, own))
+                for i, (one, own) in enumerate(zip(prompt, each, strict=True))
+            ]
+        else:
+            jobs = [self._choices(engine, prompt, read_params(params, sampling))]
+        for request in chain.from_iterable(jobs):
             self._service.submit(request)
+        return jobs, is_list_of_prompts(prompt)
+
+    def _choices(self, engine: Engine, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """A request for each of the `n` answers to a prompt; the others follow the first one."""
+        tokens = self._tokens(prompt, params.parse_special)
+        requests: list[Request] = []
+        for own in params.choices():
+            requests.append(engine.new_request(tokens, own, leader=requests[0] if requests else None))
         return requests
 
     def _submit_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams) -> Request:
-        if not _is_chat(messages):
-            raise RequestError(
-                "a chat is a list of messages", hint='for example [{"role": "user", "content": "Hello"}]'
-            )
+        require_chat(messages)
         tokens = self.tokenizer.encode_marked(self.chat_template.render_marked(messages))
         return self._submit(tokens, params.with_stops(self.chat_template.stops), continues_prompt=False)
 
     def _tokens(self, prompt: Prompt, parse_special: bool = True) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, parse_special=parse_special)
-        if isinstance(prompt, bytes | bytearray | Mapping | Set):
-            raise RequestError(f"a prompt is text or a list of token ids, not {shorten(prompt)}")
-        try:
-            return [operator.index(token) for token in prompt]
-        except TypeError:
-            raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r:.60}") from None
+        return read_prompt(self.tokenizer, prompt, parse_special)
 
 
-def _is_list_of_prompts(prompt: Any) -> bool:
-    return isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], int | np.integer)
-
-
-def _is_chat(messages: Any) -> bool:
-    return isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
-
-
-def _sampling_params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:
-    if params is not None and sampling:
-        raise RequestError("give either params or sampling options by name, not both")
-    if params is not None and not isinstance(params, SamplingParams):
-        raise RequestError(f"params is {shorten(params)}", hint="it must be a SamplingParams")
-    known = [field.name for field in fields(SamplingParams)]
-    unknown = sorted(set(sampling) - set(known))
-    if unknown:
-        raise RequestError(f"unknown option {unknown[0]!r}", hint=f"there are: {', '.join(known)}")
-    return params or SamplingParams(**sampling)
+def _shaped(results: list[list[Completion]], is_list: bool) -> Any:
+    """What `generate` returns: a list for a list of prompts, a list for `n` > 1."""
+    answers = [choices[0] if len(choices) == 1 else choices for choices in results]
+    return answers if is_list else answers[0]

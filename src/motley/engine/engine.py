@@ -76,6 +76,7 @@ class Engine:
         self.after_turn: Callable[[], object] = lambda: None  # called after each turn: messages, then a step
         self.speculator = speculator or Speculator()
         self.n_guests = 0  # raw sequences that end by themselves: requests wait until their blocks are free
+        self._followers: list[Request] = []  # wait for their leader's first token
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(tokenizer)
         self._n_ctx = n_ctx
@@ -89,19 +90,25 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._followers)
 
     @property
     def can_step(self) -> bool:
         """Whether a step would make progress: there are requests, and they do not wait for a raw sequence to end."""
-        return self.scheduler.has_work and not (self._is_blocked and self.n_guests)
+        return self.has_work and not (self._is_blocked and self.n_guests)
 
     def new_request(
-        self, prompt: Sequence[int], params: SamplingParams, *, continues_prompt: bool = True
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        continues_prompt: bool = True,
+        leader: Request | None = None,
     ) -> Request:
         """A new request, not queued. RequestError or CacheError if it can never be served. Any thread may call this.
 
         `continues_prompt`: the answer continues the prompt's text, so a leading space of the answer is kept.
+        `leader`: a request with the same prompt; this one starts after its first token, and the prompt is a prefix hit.
         """
         self.check_tokens(prompt)
         self.check_tokens([0, *params.logit_bias], "logit_bias")
@@ -121,6 +128,11 @@ class Engine:
             shift=self._context_shift(len(prompt), params) if params.context_shift else None,
             effort=self.efforts.choose(params.n_expert_used, params.n_layer_exit),
             matcher=matcher,
+            min_tokens=params.min_tokens,
+            max_seconds=params.max_seconds,
+            cache_prompt=params.cache_prompt,
+            cache_salt=params.cache_salt,
+            leader=leader if params.cache_prompt and self.cache.finds_prefixes else None,
             logprobs=None if params.logprobs is None else [],
             speculation=self.speculator.choose(params.speculative, params.draft_max),
         )
@@ -132,7 +144,10 @@ class Engine:
         try:
             if request.shift is not None:
                 self.runner.require_shift()
-            self.scheduler.add(request)
+            if request.waits_for_leader:
+                self._followers.append(request)
+            else:
+                self.scheduler.add(request)
         except MotleyError as error:
             request.fail(error)
 
@@ -147,6 +162,7 @@ class Engine:
 
         If a step fails, each of its requests is computed again, alone. A request that fails alone ends with the error.
         """
+        self._queue_followers()
         started, n_plans = self._clock(), self.runner.n_plans
         try:
             step, ready, chosen, logits = self._compute()
@@ -166,7 +182,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Ends a request, if it has not ended."""
         if not request.is_finished:
-            self.scheduler.remove(request)
+            self._remove(request)
             try:
                 request.finish(CANCELLED)
             except BaseException as error:
@@ -180,8 +196,8 @@ class Engine:
 
     def close(self, error: MotleyError) -> None:
         """Ends all requests with an error."""
-        for request in self.scheduler.requests:
-            self.scheduler.remove(request)
+        for request in [*self.scheduler.requests, *self._followers]:
+            self._remove(request)
             request.fail(error)
 
     def give_back(self) -> None:
@@ -190,6 +206,23 @@ class Engine:
             self.runner.give_back(self.cache.take_emptied())
         except BaseException:
             _log.warning("memory of empty KV cache blocks was not given back", exc_info=True)
+
+    def _remove(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        if request in self._followers:
+            self._followers.remove(request)
+
+    def _queue_followers(self) -> None:
+        """Queues requests whose leader has got its first token, or has ended."""
+        if not self._followers:
+            return
+        leaders = set(self.scheduler.requests)
+        waiting = [r for r in self._followers if r.waits_for_leader and r.leader in leaders]
+        ready = [request for request in self._followers if request not in waiting]
+        self._followers = waiting
+        for request in ready:
+            request.leader = None
+            self.queue(request)
 
     # One step
 
@@ -393,7 +426,7 @@ class Engine:
 
 def _row(request: Request) -> ChoiceRow:
     """The request's next token, to be chosen."""
-    return ChoiceRow(request.sampler, request.tokens, request.n_generated, request.matcher)
+    return ChoiceRow(request.sampler, request.tokens, request.n_generated, request.matcher, request.banned)
 
 
 def _tokens(chosen: Pending) -> _Tokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from numbers import Integral, Real
 from typing import Any
 
@@ -13,8 +14,21 @@ from motley.errors import RequestError
 from motley.grammar import Constraint, read_constraint
 
 _MAX_SEED = 2**64 - 1
-_MAX_LOGPROBS = 20
+_MAX_LOGPROBS = 1000
+_MAX_CHOICES = 128
+_MAX_BIAS = 1e30  # beyond every logit; float32 holds sums of it
+_MAX_SALT = 1024  # characters
 _MAX_INT = 2**63 - 1  # the largest integer of arrays and native code
+
+
+_FLAGS = (
+    "ignore_eos",
+    "context_shift",
+    "parse_special",
+    "json_object",
+    "post_sampling_probs",
+    "cache_prompt",
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,11 @@ class SamplingParams:
     these strings has been generated; the grammar begins with it.
     `logprobs`: for each token its log-probability and those of the N likeliest, of the model's own distribution; with
     `post_sampling_probs`, of the one that the token was drawn from.
+
+    `n`: answers to one prompt, which is computed once; with a seed, answer 0 is that of the seed, and the others have
+    seeds derived from it. `min_tokens`: no end or stop token before. `max_seconds`: of generating, from the first token
+    on. `cache_prompt=False`: nothing is taken from the prefix cache. `cache_salt`: prefixes are shared only among
+    requests with the same salt.
     """
 
     temperature: float = 0.8
@@ -69,6 +88,11 @@ class SamplingParams:
     post_sampling_probs: bool = False
     speculative: str | None = None
     draft_max: int | None = None
+    n: int = 1
+    min_tokens: int = 0
+    max_seconds: float | None = None
+    cache_prompt: bool = True
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         """Checks all values and converts every number to a plain float or int, whatever number type was passed."""
@@ -80,6 +104,8 @@ class SamplingParams:
         _set_int(self, "repeat_last_n", low=-1)
         for name in ("frequency_penalty", "presence_penalty"):
             _set_float(self, name)
+            _clamp(self, name, -_MAX_BIAS, _MAX_BIAS)
+        _clamp(self, "repeat_penalty", 1e-6, 1e6)
         if self.seed is not None:
             _set_int(self, "seed", low=0, high=_MAX_SEED)
         if self.max_tokens is not None:
@@ -99,7 +125,8 @@ class SamplingParams:
             _set_int(self, "draft_max", low=1, high=MAX_DRAFT)
         if self.speculative is not None and not isinstance(self.speculative, str):
             raise _rejected("speculative", self.speculative, "text: off, auto, or drafters by comma")
-        for name in ("ignore_eos", "context_shift", "parse_special", "json_object", "post_sampling_probs"):
+        self._check_limits()
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise _rejected(name, getattr(self, name), "true or false")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
@@ -107,6 +134,24 @@ class SamplingParams:
         triggers = _checked_strings("grammar_triggers", self.grammar_triggers)
         object.__setattr__(self, "grammar_triggers", triggers)
         object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
+
+    def _check_limits(self) -> None:
+        _set_int(self, "n", low=1, high=_MAX_CHOICES)
+        _set_int(self, "min_tokens", low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _rejected("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
+        if self.max_seconds is not None:
+            _set_float(self, "max_seconds", low=0, open_low=True)
+        salt = self.cache_salt
+        if not isinstance(salt, str | None) or len(salt or "") > _MAX_SALT:
+            raise _rejected("cache_salt", salt, f"a string of at most {_MAX_SALT} characters")
+
+    def choices(self) -> list[SamplingParams]:
+        """The parameters of each of the `n` answers."""
+        if self.n == 1:
+            return [self]
+        seeds = [None if self.seed is None else _derived(self.seed, i) for i in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
 
     @property
     def is_greedy(self) -> bool:
@@ -133,6 +178,14 @@ class SamplingParams:
         return replace(self, stop=tuple(dict.fromkeys((*self.stop, *stops))))
 
 
+def _derived(seed: int, i: int) -> int:
+    """The seed of answer `i`; of answer 0 it is `seed` itself."""
+    if i == 0:
+        return seed
+    digest = blake2b(seed.to_bytes(8, "little") + i.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
 def _set_float(
     params: SamplingParams,
     name: str,
@@ -156,6 +209,10 @@ def _set_int(params: SamplingParams, name: str, *, low: int, high: int = _MAX_IN
     object.__setattr__(params, name, number)
 
 
+def _clamp(params: SamplingParams, name: str, low: float, high: float) -> None:
+    object.__setattr__(params, name, max(low, min(high, getattr(params, name))))
+
+
 def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise _rejected("logit_bias", bias, "a mapping from token id to a number")
@@ -163,7 +220,8 @@ def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
     values = [_as_float(value) for value in bias.values()]
     if not all(value is not None and value < math.inf for value in values):  # NaN is not < inf either
         raise _rejected("logit_bias", bias, "a mapping from token id to a finite number, or -inf")
-    return dict(zip(ids, (value for value in values if value is not None), strict=True))
+    clamped = (max(-_MAX_BIAS, min(_MAX_BIAS, v)) if v != -math.inf else v for v in values if v is not None)
+    return dict(zip(ids, clamped, strict=True))
 
 
 def _checked_strings(name: str, given: str | Iterable[str]) -> tuple[str, ...]:

@@ -119,6 +119,11 @@ class Request:
     shift: ContextShift | None = None
     effort: Effort = FULL
     matcher: Matcher | None = None  # what the answer must match
+    min_tokens: int = 0  # before the answer may end
+    max_seconds: float | None = None  # from the first token on
+    cache_prompt: bool = True  # whether it may begin with a prefix hit
+    cache_salt: str | None = None  # part of its prefix keys
+    leader: Request | None = None  # has the same prompt; this request starts after its first token
     logprobs: list[TokenLogprobs] | None = (
         None  # of `generated`, if asked for; readers may read it at any time
     )
@@ -182,6 +187,23 @@ class Request:
         return max(0, min(limits))
 
     @property
+    def salt(self) -> bytes:
+        """Part of its prefix keys: what changes K/V, and what keeps its blocks apart from those of others."""
+        if self.cache_salt is None:
+            return self.effort.salt
+        return self.effort.salt + b"; salt " + self.cache_salt.encode(errors="surrogatepass")
+
+    @property
+    def banned(self) -> frozenset[int]:
+        """Tokens that it may not get yet: those that would end it too early."""
+        return self.stop_ids if self.n_generated < self.min_tokens else frozenset()
+
+    @property
+    def waits_for_leader(self) -> bool:
+        leader = self.leader
+        return leader is not None and not leader.is_finished and not leader.first_token
+
+    @property
     def n_pending(self) -> int:
         """The number of tokens still to be computed."""
         return len(self.tokens) - self.n_computed
@@ -207,7 +229,7 @@ class Request:
         self._emit(self.text.push(token))
         if self.text.is_stopped or (self.matcher is not None and self.matcher.is_complete):
             self.finish(STOP)
-        elif self.max_tokens is not None and self.n_generated >= self.max_tokens:
+        elif (self.max_tokens is not None and self.n_generated >= self.max_tokens) or self._is_late:
             self.finish(LENGTH)
 
     def expect(self, drafter: str, draft: tuple[int, ...]) -> None:
@@ -223,6 +245,10 @@ class Request:
             self.drafts[self._drafter] = replace(before, accepted=before.accepted + 1)
         else:
             self.draft = ()  # the later rows were computed after a wrong token, or there are none
+
+    @property
+    def _is_late(self) -> bool:
+        return self.max_seconds is not None and time.perf_counter() - self.first_token >= self.max_seconds
 
     def drop(self, n_keep: int, n_drop: int) -> None:
         """Drops `n_drop` tokens after the first `n_keep`, as its sequence in the cache does."""

@@ -317,7 +317,9 @@ class Scheduler:
             if refused is request and self.cache.n_free_tokens <= n_free:
                 return 0
         self._touched[request] = None
-        opened = self.cache.open(request.tokens, salt=request.effort.salt, keys=request.prefix_keys)
+        opened = self.cache.open(
+            request.tokens, salt=request.salt, keys=request.prefix_keys, find=request.cache_prompt
+        )
         request.sequence, request.n_computed = opened.seq, opened.n_cached
         n_tokens = min(request.n_pending, room)
         self.cache.advance(opened.seq, opened.n_cached)

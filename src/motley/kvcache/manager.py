@@ -76,6 +76,10 @@ class CacheManager:
         self._n_queries = self._n_query_tokens = self._n_hit_tokens = 0
         self.last_stats = self.stats()
 
+    @property
+    def finds_prefixes(self) -> bool:
+        return self._finds_prefixes
+
     # What fits
 
     @property
@@ -110,18 +114,24 @@ class CacheManager:
     # The life of a sequence
 
     def open(
-        self, tokens: Sequence[int] = (), *, salt: bytes = b"", keys: list[bytes] | None = None
+        self,
+        tokens: Sequence[int] = (),
+        *,
+        salt: bytes = b"",
+        keys: list[bytes] | None = None,
+        find: bool = True,
     ) -> Opened:
         """Begin a sequence with as much of `tokens` as is cached, short of the last: its logits are wanted.
 
         `salt` is whatever changes K/V for this sequence alone. Never refuses, and reserves nothing. `keys` is the
-        caller's list of these tokens' block hashes, empty at first: what it has is not hashed again.
+        caller's list of these tokens' block hashes, empty at first: what it has is not hashed again. `find=False`:
+        begin with nothing.
         """
         root = self._hasher.root(salt)
         sequence = _Sequence(array("I"), [root], [BlockTable() for _ in self.groups], 0)
         copies: list[BlockCopy] = []
         try:
-            if self._finds_prefixes and tokens:
+            if self._finds_prefixes and find and tokens:
                 copies = self._share_prefix(sequence, array("I", tokens), [] if keys is None else keys)
         except BaseException:
             for group, table in zip(self.groups, sequence.tables, strict=True):
