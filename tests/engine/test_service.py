@@ -319,7 +319,7 @@ def test_wrong_types_are_refused_by_name(llm: LLM) -> None:
         with pytest.raises(RequestError, match="text or a list of token ids"):
             llm.generate(prompt)  # type: ignore[call-overload]
     with pytest.raises(RequestError, match="SamplingParams"):
-        llm.generate("Once", params={"a": 1})  # type: ignore[call-overload]
+        llm.generate("Once", params=["a"])  # type: ignore[call-overload]
     with llm.raw_sequence() as sequence:
         for tokens in ([1.5], "abc"):
             with pytest.raises(RequestError, match="whole numbers"):
