@@ -350,6 +350,12 @@ class LLM:
         with self._guest_lock:
             return self._call(lambda: self._sessions).load(place, self.n_ctx, n_vocab)
 
+    def forget(self, tokens: Sequence[int]) -> None:
+        """Drop a text's cache: a prompt that begins with these tokens is computed again."""
+        loaded = self._loaded
+        salt = loaded.engine.efforts.default.salt
+        self._call(lambda: loaded.cache.forget(tokens, salt=salt))
+
     @cached_property
     def _sessions(self) -> SessionStore:
         loaded = self._loaded

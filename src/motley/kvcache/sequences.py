@@ -247,6 +247,17 @@ class BlockGroup:
             self.index.unpublish(block)
             self.pool.discard(block)
 
+    def forget(self, parent: bytes, tokens: Sequence[int]) -> None:
+        """Unpublish the blocks after `parent` that have no other tokens than these; empty those that are not in use."""
+        while tokens:
+            block, n_common = self.index.find_head(parent, tokens)
+            entry = self.index.published(block)
+            if entry is None or n_common < len(entry.tokens):
+                return
+            self.index.unpublish(block)
+            if self.pool.is_cached(block):
+                self.pool.discard(block)
+
     def stats(self, tables: Sequence[tuple[BlockTable, int]]) -> GroupStats:
         """Counts over all live (table, n_tokens)."""
         n_wasted = 0

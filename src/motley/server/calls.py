@@ -22,4 +22,9 @@ def restore(llm: LLM, *, path: str) -> dict[str, Any]:
     return {"tokens": tokens, "seconds": time.perf_counter() - started}
 
 
-CALLS: dict[str, Callable[..., Any]] = {"save": save, "restore": restore}
+def erase(llm: LLM, *, tokens: list[int]) -> dict[str, Any]:
+    llm.forget(tokens)
+    return {"n_tokens": len(tokens)}
+
+
+CALLS: dict[str, Callable[..., Any]] = {"save": save, "restore": restore, "erase": erase}

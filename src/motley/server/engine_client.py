@@ -228,6 +228,7 @@ class EngineClient:
             if (ticket := tickets.get(number)) is not None:
                 ticket.has_sent = True
                 ticket.generated += piece[1]
+                self.slots.note(number, len(ticket.generated))
                 if ticket.job.is_mute:
                     continue
                 ticket.mailbox.put(Piece(ticket.index, *piece))

@@ -18,6 +18,13 @@ PUBLIC = frozenset({"/health", "/v1/health"})
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
+class HeaderName(bytes):
+    """A header's name that keeps its capitals: uvicorn calls `lower()`, and some clients compare names exactly."""
+
+    def lower(self) -> HeaderName:
+        return self
+
+
 class Guard:
     """ASGI middleware. `is_public(path)`: files of the page, which need no key."""
 
@@ -72,11 +79,11 @@ class Guard:
         if not origin or not self._allows(origin):
             return []
         return [
-            (b"Access-Control-Allow-Origin", origin.encode("latin-1")),
-            (b"Access-Control-Allow-Credentials", b"true"),
-            (b"Access-Control-Allow-Methods", b"GET, POST, DELETE, OPTIONS"),
-            (b"Access-Control-Allow-Headers", b"*"),
-            (b"Vary", b"Origin"),
+            (HeaderName(b"Access-Control-Allow-Origin"), origin.encode("latin-1")),
+            (HeaderName(b"Access-Control-Allow-Credentials"), b"true"),
+            (HeaderName(b"Access-Control-Allow-Methods"), b"GET, POST, DELETE, OPTIONS"),
+            (HeaderName(b"Access-Control-Allow-Headers"), b"*"),
+            (HeaderName(b"Vary"), b"Origin"),
         ]
 
     def _allows(self, origin: str) -> bool:

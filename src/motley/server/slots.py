@@ -46,6 +46,10 @@ class Slots:
         slot = self._slot_of.get(request)
         return -1 if slot is None else slot.number
 
+    def note(self, request: int, n_decoded: int) -> None:
+        if (slot := self._slot_of.get(request)) is not None:
+            slot.n_decoded = n_decoded
+
     def take(self, request: int, job: Job) -> None:
         """Gives the request the slot that it names, or another free one; without one it waits."""
         free = [slot for slot in self.all if slot.request is None]
@@ -64,7 +68,7 @@ class Slots:
         if slot is None:
             return
         slot.tokens = tokens
-        slot.request = slot.job = None
+        slot.request, slot.job, slot.n_decoded = None, None, 0
         if self._deferred:
             self.take(*self._deferred.popitem(last=False))
 

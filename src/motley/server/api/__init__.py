@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from motley.server.api import chat, completions, llama, models
+from motley.server.api import chat, completions, infill, llama, models, state, tokens
 from motley.server.front import Handle, health
 
 _Route = tuple[str, tuple[str, ...], Handle]
@@ -13,4 +13,13 @@ ROUTES: list[_Route] = [
     ("POST", ("/v1/chat/completions", "/chat/completions"), chat.complete),
     ("POST", ("/v1/completions",), completions.complete),
     ("POST", ("/completion", "/completions"), llama.complete),
+    ("POST", ("/infill",), infill.infill),
+    ("POST", ("/tokenize",), tokens.tokenize),
+    ("POST", ("/detokenize",), tokens.detokenize),
+    ("POST", ("/apply-template",), tokens.apply_template),
+    ("POST", ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"), tokens.count_chat),
+    ("GET", ("/props",), state.props),
+    ("GET", ("/slots",), state.slots),
+    ("POST", ("/slots/{slot}",), state.slot_action),
+    ("GET", ("/metrics",), state.metrics),
 ]
