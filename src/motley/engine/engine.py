@@ -104,11 +104,13 @@ class Engine:
         *,
         continues_prompt: bool = True,
         leader: Request | None = None,
+        shows_special: bool = False,
     ) -> Request:
         """A new request, not queued. RequestError or CacheError if it can never be served. Any thread may call this.
 
         `continues_prompt`: the answer continues the prompt's text, so a leading space of the answer is kept.
         `leader`: a request with the same prompt; this one starts after its first token, and the prompt is a prefix hit.
+        `shows_special`: control tokens appear in the answer's text.
         """
         self.check_tokens(prompt)
         self.check_tokens([0, *params.logit_bias], "logit_bias")
@@ -122,7 +124,12 @@ class Engine:
         request = Request(
             prompt=tuple(prompt),
             sampler=build_sampler(params),
-            text=TextStream(self._tokenizer, prompt if continues_prompt else (), params.stop),
+            text=TextStream(
+                self._tokenizer,
+                prompt if continues_prompt else (),
+                params.stop,
+                shows_special=shows_special,
+            ),
             stop_ids=params.stop_token_ids | ends,
             max_tokens=self._max_tokens(len(prompt), params),
             shift=self._context_shift(len(prompt), params) if params.context_shift else None,

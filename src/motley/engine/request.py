@@ -294,8 +294,15 @@ class Request:
 class TextStream:
     """Tokens in, whole characters out, up to the first stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: tuple[str, ...]) -> None:
-        self._detokenizer = tokenizer.stream(after=prompt)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: tuple[str, ...],
+        *,
+        shows_special: bool = False,
+    ) -> None:
+        self._detokenizer = tokenizer.stream(after=prompt, skip_special=not shows_special)
         self._stops = StopChecker(stops)
         self._pieces: list[str] = []
         self.is_stopped = False

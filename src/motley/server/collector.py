@@ -125,7 +125,10 @@ class CollectedOutbox(Outbox[Completion]):
         self._n_sent += len(tokens)
         text = "".join(self._pieces)
         self._pieces.clear()
-        return [self._number, text, tokens]
+        if self._request.logprobs is None:
+            return [self._number, text, tokens]
+        found = self._request.logprobs[self._n_sent - len(tokens) : self._n_sent]
+        return [self._number, text, tokens, [[each.logprob, each.top] for each in found]]
 
     def take_progress(self) -> list[list[Any]]:
         """[number, prompt tokens, cached ones, processed ones, seconds] for each change since the last call."""

@@ -188,6 +188,7 @@ class EngineClient:
                 "params": params_to_wire(job.params),
                 "continues": job.continues_prompt,
                 "progress": job.tells_progress,
+                "special": job.shows_special,
             }
         )
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _PROGRESS_EVERY = 0.1  # seconds
 _CALL_THREADS = 4
+_CONSTRAINTS = {"json_schema", "json_object", "regex", "grammar"}
 _DRAIN = 1.0  # seconds for the last messages
 
 
@@ -85,7 +86,7 @@ class Worker:
         self._llm = llm
         self._channel = channel
         self._collector = Collector(llm.engine, channel.send)
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, Request | None] = {}  # None: not made yet
         self._lock = threading.Lock()
         self._calls = ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="motley-call")
         llm.engine.after_turn = self._after_turn
@@ -112,10 +113,16 @@ class Worker:
     def handle(self, message: Message) -> None:
         match message["op"]:
             case "add":
-                self._add(message)
+                self._requests[message["id"]] = None
+                if (
+                    message["params"].keys() & _CONSTRAINTS
+                ):  # a grammar's compilation must not hold up the others
+                    self._calls.submit(self._add, message)
+                else:
+                    self._add(message)
             case "cancel":
                 with self._lock:
-                    request = self._requests.get(message["id"])
+                    request = self._requests.pop(message["id"], None)
                 if request is not None:
                     self._llm.service.cancel(request)
             case "call":
@@ -126,13 +133,19 @@ class Worker:
         try:
             params = params_from_wire(message["params"])
             request = self._llm.engine.new_request(
-                message["tokens"], params, continues_prompt=message["continues"]
+                message["tokens"],
+                params,
+                continues_prompt=message["continues"],
+                shows_special=message["special"],
             )
             self._collector.attach(number, request, tells_progress=message["progress"])
             with self._lock:
+                is_cancelled = number not in self._requests
                 self._requests[number] = request
             self._channel.send({"op": "accepted", "id": number})
             self._llm.service.submit(request)
+            if is_cancelled:  # while its grammar was compiled
+                self._llm.service.cancel(request)
         except Exception as error:  # of this request only
             self._channel.send({"op": "rejected", "id": number, "error": describe_error(error)})
 

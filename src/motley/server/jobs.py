@@ -19,6 +19,7 @@ class Job:
     tokens: tuple[int, ...]
     params: SamplingParams
     continues_prompt: bool = True  # the answer's leading space belongs to the text
+    shows_special: bool = False  # control tokens appear in the text
     tells_progress: bool = False
     id_slot: int = -1
     is_mute: bool = False  # only the prompt is wanted: nothing of the answer is passed on

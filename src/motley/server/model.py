@@ -13,6 +13,7 @@ from motley.server.settings import ServerSettings
 from motley.text import ChatTemplate, Tokenizer
 from motley.text.named_templates import named_template
 from motley.text.template import CHATML, KEY
+from motley.text.tools import ChatFormat
 
 T = TypeVar("T")
 
@@ -44,15 +45,24 @@ class FrontModel:
     metadata: Metadata
     tokenizer: Tokenizer
     template: ChatTemplate
+    chat_format: ChatFormat
     architecture: str
 
     @classmethod
     def read(cls, settings: ServerSettings) -> FrontModel:
         metadata = read_metadata(settings.model)
+        tokenizer = Tokenizer.from_metadata(metadata)
+        template = _template(metadata, settings.chat_template)
+
+        def control_id(text: str) -> int | None:
+            token = tokenizer.token_id(text)
+            return token if token in tokenizer.control_ids else None
+
         return cls(
             metadata,
-            Tokenizer.from_metadata(metadata),
-            _template(metadata, settings.chat_template),
+            tokenizer,
+            template,
+            ChatFormat(template, special_id=control_id),
             metadata.str("general.architecture"),
         )
 

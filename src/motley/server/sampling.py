@@ -8,6 +8,7 @@ from typing import Any
 
 from motley.engine.params import SamplingParams
 from motley.errors import RequestError
+from motley.server.constraints import read_constraint
 from motley.server.errors import invalid, not_supported
 from motley.server.fields import Fields, show
 from motley.server.model import FrontModel
@@ -123,10 +124,10 @@ def read_sampling(body: Fields, model: FrontModel, settings: ServerSettings, *, 
             raise not_supported("t_max_predict_ms is not supported")
         values["max_seconds"] = milliseconds / 1000
     n_probs = _n_probs(body, settings) or n_probs
-    if n_probs and "logprobs" not in _KNOWN:
-        raise not_supported("probabilities of tokens are not supported")
     if n_probs:
         values["logprobs"] = n_probs
+        values["post_sampling_probs"] = body.flag("post_sampling_probs")
+    values |= read_constraint(body)
     try:
         params = replace(settings.defaults, **values)
     except RequestError as error:

@@ -17,14 +17,11 @@ class Limits:
     body_bytes: int = 64 * 2**20
     n_choices: int = 128
     n_prompts: int = 256
-    n_probs: int = 1000  # of llama-server's; OpenAI's top_logprobs ends at 20
+    n_probs: int = 20
     n_messages: int = 10_000
-    n_tools: int = 512
     n_stops: int = 256
     stop_chars: int = 4096
     n_biases: int = 100_000
-    grammar_chars: int = 2**20
-    schema_depth: int = 64
     kwargs_chars: int = 64 * 2**10
     body_seconds: float = 60.0  # to receive a body
     stalled_seconds: float = 120.0  # a reader that takes nothing for so long is dropped

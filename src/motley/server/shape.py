@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
 from motley.server.jobs import End
 from motley.server.model import FrontModel
 
+_LEAST = -9999.0  # instead of -inf, which JSON does not have
 OPENAI_FINISH = {"stop": "stop", "length": "length", "cancelled": "stop", "failed": "stop"}
 
 
@@ -86,14 +88,27 @@ def token_text(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
-def probabilities(model: FrontModel, tokens: list[int], logprobs: list[Any]) -> list[dict[str, Any]]:
-    """For each token its log probability and the likeliest ones: OpenAI's form with llama-server's ids."""
+def probabilities(
+    model: FrontModel, tokens: list[int], logprobs: list[Any], *, post_sampling: bool = False
+) -> list[dict[str, Any]]:
+    """For each token its log probability and the likeliest ones: OpenAI's form with llama-server's ids.
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
+    `post_sampling`: probabilities of the distribution that was drawn from; tokens without any are left out.
+    """
+    name, top_name = ("prob", "top_probs") if post_sampling else ("logprob", "top_logprobs")
+
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
         data = token_bytes(model, token)
-        return {"id": token, "token": token_text(data), "bytes": list(data), "logprob": logprob}
+        value = math.exp(_LEAST if logprob is None else logprob) if post_sampling else logprob
+        return {
+            "id": token,
+            "token": token_text(data),
+            "bytes": list(data),
+            name: _LEAST if value is None else value,
+        }
 
     return [
-        entry(token, logprob) | {"top_logprobs": [entry(other, value) for other, value in top]}
+        entry(token, logprob)
+        | {top_name: [entry(other, value) for other, value in top if not post_sampling or value is not None]}
         for token, (logprob, top) in zip(tokens, logprobs, strict=False)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -13,33 +14,24 @@ from starlette.responses import Response
 from motley.server.api.llama import Shape as LlamaShape
 from motley.server.api.llama import make_jobs, read_n, show_progress
 from motley.server.chat import ChatPrompt, read_chat
+from motley.server.constraints import after_thoughts, check, read_constraint
 from motley.server.errors import invalid
 from motley.server.fields import Fields
 from motley.server.front import FINGERPRINT, Front, new_id
-from motley.server.jobs import End, Piece, Progress
-from motley.server.parts import (
-    CallStart,
-    ContentDelta,
-    Delta,
-    Message,
-    Parser,
-    PlainParser,
-    ReasoningDelta,
-    parse,
-)
-from motley.server.replies import DONE, JSON, Answer, Run, answers_of, event, stream_of
+from motley.server.jobs import End, Job, Piece, Progress
+from motley.server.parts import PlainParser
+from motley.server.replies import DONE, JSON, Answer, Run, answers_of, stream_of
 from motley.server.sampling import Sampling, read_sampling
 from motley.server.shape import OPENAI_FINISH, LiveTimings, probabilities, timings, usage
+from motley.text.tools import AnswerParser, CallStart, ContentDelta, Event, ParsedAnswer, ReasoningDelta
 
 
 async def complete(front: Front, request: Request) -> Response:
     body = await front.body(request)
     chat = await read_chat(body, front.model, front.settings)
-    sampling = chat_sampling(front, body, chat)
-    jobs = make_jobs(
-        front, body, [chat.tokens], sampling, read_n(body, front), continues_prompt=bool(chat.prefill)
-    )
-    shape = Shape(front, body, sampling, lambda: parser_for(front, body, chat))
+    sampling = await chat_sampling(front, body, chat)
+    jobs = chat_jobs(front, body, chat, sampling, read_n(body, front))
+    shape = Shape(front, body, sampling, new_parser(chat))
     if body.flag("stream"):
         return await stream_of(
             request, front.engine, jobs, shape.chunks, stalled_seconds=front.settings.limits.stalled_seconds
@@ -48,18 +40,34 @@ async def complete(front: Front, request: Request) -> Response:
     return JSON(shape.complete(answers, jobs))
 
 
-def chat_sampling(front: Front, body: Fields, chat: ChatPrompt) -> Sampling:
-    """The sampling of a chat request: also its `logprobs`, and the template's stop strings."""
+async def chat_sampling(front: Front, body: Fields, chat: ChatPrompt) -> Sampling:
+    """The sampling of a chat request: also its `logprobs`, the template's stop strings, and the tools' grammar."""
     sampling = read_sampling(body, front.model, front.settings, n_probs=read_logprobs(body))
-    stops = front.model.template.stops
-    if not stops:
-        return sampling
-    return Sampling(
-        sampling.params.with_stops(stops),
-        sampling.n_predict,
-        sampling.n_probs,
-        sampling.post_sampling_probs,
-        sampling.shown,
+    session, params = chat.session, sampling.params
+    own = read_constraint(body)
+    if own and session.grammar is not None and not session.grammar_triggers:
+        raise invalid("an answer cannot be a tool call and match another schema or grammar")
+    if own and session.opens_reasoning is not None:
+        none = dict.fromkeys(("json_schema", "grammar", "regex")) | {"json_object": False}
+        params = replace(params, **{**none, **after_thoughts(own, session.opens_reasoning)})
+    elif session.grammar is not None and not own:
+        params = replace(params, grammar=session.grammar, grammar_triggers=session.grammar_triggers)
+    params = params.with_stops(session.stops)
+    await check(params)
+    return replace(sampling, params=params)
+
+
+def chat_jobs(
+    front: Front, body: Fields, chat: ChatPrompt, sampling: Sampling, n_choices: int = 1
+) -> list[Job]:
+    return make_jobs(
+        front,
+        body,
+        [chat.tokens],
+        sampling,
+        n_choices,
+        continues_prompt=chat.has_prefill,
+        shows_special=chat.session.shows_special,
     )
 
 
@@ -73,15 +81,16 @@ def read_logprobs(body: Fields) -> int:
     return max(1, n_top)
 
 
-def parser_for(front: Front, body: Fields, chat: ChatPrompt) -> Parser:
-    return PlainParser()
+def new_parser(chat: ChatPrompt) -> Callable[[], AnswerParser]:
+    """Parsers for the answers; the plain one where there is nothing to parse."""
+    return chat.session.parser if chat.session.parses else PlainParser
 
 
 class Shape:
     """Answers in the form of chat completions."""
 
     def __init__(
-        self, front: Front, body: Fields, sampling: Sampling, new_parser: Callable[[], Parser]
+        self, front: Front, body: Fields, sampling: Sampling, new_parser: Callable[[], AnswerParser]
     ) -> None:
         self._front = front
         self._body = body
@@ -122,7 +131,7 @@ class Shape:
         return result
 
     def _choice(self, answer: Answer, index: int) -> dict[str, Any]:
-        message = parse(self._new_parser(), answer.text)
+        message = read_answer(self._new_parser(), answer.text)
         choice: dict[str, Any] = {
             "finish_reason": finish_reason(answer.end, bool(message.calls)),
             "index": index,
@@ -172,7 +181,7 @@ class Shape:
             yield self._usage(ends)
         yield DONE
 
-    def _deltas(self, index: int, deltas: list[Delta], piece: Piece | None, live: LiveTimings) -> list[bytes]:
+    def _deltas(self, index: int, deltas: list[Event], piece: Piece | None, live: LiveTimings) -> list[bytes]:
         """A chunk for each delta. Neighbouring content of one batch is one chunk already."""
         more = self._live(live)
         if piece is not None and self._sampling.n_probs:
@@ -217,7 +226,7 @@ def finish_reason(end: End, has_calls: bool) -> str:
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
-def show_message(message: Message) -> dict[str, Any]:
+def show_message(message: ParsedAnswer) -> dict[str, Any]:
     shown: dict[str, Any] = {"role": "assistant", "content": message.content}
     if message.reasoning:
         shown["reasoning_content"] = message.reasoning
@@ -225,16 +234,16 @@ def show_message(message: Message) -> dict[str, Any]:
         shown["content"] = message.content or None
         shown["tool_calls"] = [
             {
-                "id": call["id"],
+                "id": call.id,
                 "type": "function",
-                "function": {"name": call["name"], "arguments": call["arguments"]},
+                "function": {"name": call.name, "arguments": call.arguments},
             }
             for call in message.calls
         ]
     return shown
 
 
-def show_delta(delta: Delta) -> dict[str, Any]:
+def show_delta(delta: Event) -> dict[str, Any]:
     """A delta as OpenAI streams it: a call's name comes once, whole, and its index always."""
     if isinstance(delta, ContentDelta):
         return {"content": delta.text}
@@ -248,4 +257,7 @@ def show_delta(delta: Delta) -> dict[str, Any]:
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
 
-__all__ = ["Shape", "chat_sampling", "complete", "event", "parser_for"]
+def read_answer(parser: AnswerParser, text: str) -> ParsedAnswer:
+    """A whole answer at once."""
+    answer = ParsedAnswer().add(parser.push(text))
+    return answer.add(parser.finish())

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from motley.server.api.llama import Shape as LlamaShape
 from motley.server.api.llama import make_jobs, read_n, show_progress
+from motley.server.constraints import check
 from motley.server.errors import invalid, not_supported
 from motley.server.fields import Fields
 from motley.server.front import FINGERPRINT, Front, new_id
@@ -28,6 +29,7 @@ async def complete(front: Front, request: Request) -> Response:
         raise not_supported("suffix is not supported; use /infill")
     prompts, _ = await read_prompts(body.raw("prompt"), front.model, front.settings.limits)
     sampling = read_sampling(body, front.model, front.settings, n_probs=_read_logprobs(body))
+    await check(sampling.params)
     jobs = make_jobs(front, body, prompts, sampling, read_n(body, front))
     shape = Shape(front, body, sampling)
     if body.flag("stream"):

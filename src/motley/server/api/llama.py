@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from motley.server.constraints import check
 from motley.server.errors import invalid
 from motley.server.fields import Fields
 from motley.server.front import Front
@@ -29,6 +30,7 @@ async def complete_prompts(
     front: Front, request: Request, body: Fields, prompts: list[tuple[int, ...]], is_list: bool
 ) -> Response:
     sampling = read_sampling(body, front.model, front.settings)
+    await check(sampling.params)
     n_choices = read_n(body, front, "n_cmpl")
     jobs = make_jobs(front, body, prompts, sampling, n_choices)
     shape = Shape(front, body, sampling)
@@ -59,6 +61,7 @@ def make_jobs(
     n_choices: int = 1,
     *,
     continues_prompt: bool = True,
+    shows_special: bool = False,
 ) -> list[Job]:
     """A job for each choice of each prompt."""
     for tokens in prompts:
@@ -72,6 +75,7 @@ def make_jobs(
             tokens,
             for_choice(sampling, choice),
             continues_prompt=continues_prompt,
+            shows_special=shows_special,
             tells_progress=body.flag("return_progress") and body.flag("stream"),
             id_slot=body.integer("id_slot", -1) or 0,
             is_mute=sampling.is_mute,
@@ -127,8 +131,13 @@ class Shape:
             "timings": timings(end),
         }
         if self._sampling.n_probs and not self._is_stream:
-            result["completion_probabilities"] = probabilities(front.model, answer.tokens, answer.logprobs)
+            result["completion_probabilities"] = self._probabilities(answer.tokens, answer.logprobs)
         return _selected(result, self._fields) if self._fields else result
+
+    def _probabilities(self, tokens: list[int], logprobs: list[Any]) -> list[dict[str, Any]]:
+        return probabilities(
+            self._front.model, tokens, logprobs, post_sampling=self._sampling.post_sampling_probs
+        )
 
     async def chunks(self, run: Run) -> AsyncIterator[bytes]:
         answers = [Answer() for _ in run.jobs]
@@ -160,9 +169,7 @@ class Shape:
         if self._has_timings:
             result["timings"] = live.show()
         if self._sampling.n_probs:
-            result["completion_probabilities"] = probabilities(
-                self._front.model, piece.tokens, piece.logprobs or []
-            )
+            result["completion_probabilities"] = self._probabilities(piece.tokens, piece.logprobs or [])
         return result
 
     def _progress(self, progress: Progress, live: LiveTimings, run: Run) -> dict[str, Any]:

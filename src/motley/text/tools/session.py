@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from motley.errors import RequestError, TemplateError
-from motley.text.marked import MarkedText, join
+from motley.text.marked import MarkedText, join, own
 from motley.text.template import ChatTemplate
 from motley.text.tools.derive import derive_format
 from motley.text.tools.events import Event
@@ -65,6 +65,7 @@ class ToolSession:
     parses: bool
     shows_special: bool
     parser: Callable[[], AnswerParser]
+    opens_reasoning: str | None = None  # the end of reasoning, if the prompt has begun it
 
 
 class ChatFormat:
@@ -117,6 +118,8 @@ class ChatFormat:
         if enable_thinking is not None:
             extra.setdefault("enable_thinking", enable_thinking)
         prompt = self._render(chat, forms, extra, add_generation_prompt)
+        if add_generation_prompt and extra.get("enable_thinking") is False:
+            prompt = self._without_thoughts(prompt)
         if prefill:
             prompt = join("", [prompt, prefill])
         is_reasoning = _opens_reasoning(form, prompt)
@@ -156,7 +159,17 @@ class ChatFormat:
             parses=parses,
             shows_special=parses,
             parser=parser,
+            opens_reasoning=form.reasoning.end.strip() if is_reasoning and form.reasoning else None,
         )
+
+    def _without_thoughts(self, prompt: MarkedText) -> MarkedText:
+        """The prompt with closed thoughts, if the template itself does not know `enable_thinking`."""
+        reasoning = self.format.reasoning
+        if reasoning is None or "enable_thinking" in self.template.source:
+            return prompt
+        is_open = _opens_reasoning(self.format, prompt)
+        start = "" if is_open else reasoning.start.strip()
+        return prompt + own(start + reasoning.end.strip())
 
     def _render(
         self,
