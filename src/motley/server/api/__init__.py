@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from motley.server.api import chat, completions, infill, llama, models, state, tokens
+from motley.server.api import anthropic, chat, completions, infill, llama, models, responses, state, tokens
 from motley.server.front import Handle, health
 
 _Route = tuple[str, tuple[str, ...], Handle]
@@ -12,6 +12,9 @@ ROUTES: list[_Route] = [
     ("GET", ("/v1/models", "/models"), models.list_models),
     ("POST", ("/v1/chat/completions", "/chat/completions"), chat.complete),
     ("POST", ("/v1/completions",), completions.complete),
+    ("POST", ("/v1/responses", "/responses"), responses.create),
+    ("POST", ("/v1/messages",), anthropic.create),
+    ("POST", ("/v1/messages/count_tokens",), anthropic.count_tokens),
     ("POST", ("/completion", "/completions"), llama.complete),
     ("POST", ("/infill",), infill.infill),
     ("POST", ("/tokenize",), tokens.tokenize),
