@@ -195,3 +195,25 @@ def test_a_vocabulary_without_an_end_token_has_one_outside(tokenizer: Tokenizer)
     assert np.count_nonzero(allowed_ids(mask, endless.n_vocab)) == 1  # only b
     feed(matcher, endless, "b")
     assert matcher.is_complete
+
+
+def test_a_sentencepiece_vocabulary_puts_no_space_before_forced_text() -> None:
+    special = [("<unk>", 2), ("<s>", 3), ("</s>", 3), *((f"<0x{byte:02X}>", 6) for byte in range(256))]
+    tokens = [*special, ("▁", 1), ("a", 1), ("▁a", 1), ("b", 1)]
+    fields = {
+        "model": "llama",
+        "tokens": [text for text, _ in tokens],
+        "token_type": [kind for _, kind in tokens],
+        "scores": [-float(i) for i in range(len(tokens))],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }
+    tokenizer = Tokenizer.from_metadata({f"tokenizer.ggml.{name}": value for name, value in fields.items()})
+    matcher = made(GrammarCompiler(tokenizer), grammar='root ::= "aab"')
+    text = b""
+    while not matcher.is_complete:
+        token = min(ids(matcher, tokenizer) - tokenizer.eog_ids)
+        matcher.accept(token)
+        text += tokenizer.token_bytes(token)
+    assert text == b"aab"

@@ -41,9 +41,14 @@ def test_streamed_messages_add_up(server: RunningServer) -> None:
 
 def test_the_nonce_of_claude_code_is_dropped(server: RunningServer) -> None:
     def count(system: Any) -> int:
-        return int(server.ok("/v1/messages/count_tokens", {"messages": HELLO, "system": system})["input_tokens"])
+        return int(
+            server.ok("/v1/messages/count_tokens", {"messages": HELLO, "system": system})["input_tokens"]
+        )
 
-    blocks = [{"type": "text", "text": "x-anthropic-billing-header: cch=1234"}, {"type": "text", "text": "Be kind."}]
+    blocks = [
+        {"type": "text", "text": "x-anthropic-billing-header: cch=1234"},
+        {"type": "text", "text": "Be kind."},
+    ]
     assert count(blocks) == count("Be kind.")
 
 
@@ -85,7 +90,9 @@ def test_tokens_there_and_back(server: RunningServer) -> None:
     assert server.ok("/detokenize", {"tokens": tokens})["content"].strip() == text
     pieces = server.ok("/tokenize", {"content": text, "with_pieces": True})["tokens"]
     assert [piece["id"] for piece in pieces] == tokens
-    whole = b"".join(p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"]) for p in pieces)
+    whole = b"".join(
+        p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"]) for p in pieces
+    )
     assert whole.decode().strip() == text
 
 

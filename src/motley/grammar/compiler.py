@@ -136,8 +136,30 @@ class _Pieces:
         self.special_token_ids = sorted({*tokenizer.control_ids, *ends, self.eos_token_id})
 
     def __call__(self, text: bytes | str) -> list[int]:
-        text = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode(text, add_special=False, parse_special=False)
+        """Tokens with exactly these bytes: llguidance refuses others."""
+        data = text if isinstance(text, bytes) else text.encode()
+        ids = self._tokenizer.encode(data.decode(errors="replace"), add_special=False, parse_special=False)
+        return ids if b"".join(self.tokens[i] for i in ids) == data else self._longest(data)
+
+    def _longest(self, data: bytes) -> list[int]:
+        """Always the longest token that fits: SentencePiece's encoder puts a space before a text."""
+        ids, at = [], 0
+        while at < len(data):
+            n = next((n for n in range(self._n_longest, 0, -1) if data[at : at + n] in self._ids), 0)
+            if not n:
+                break
+            ids.append(self._ids[data[at : at + n]])
+            at += n
+        return ids
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {piece: i for i, piece in enumerate(self.tokens) if piece and i not in special}
+
+    @cached_property
+    def _n_longest(self) -> int:
+        return max(map(len, self._ids), default=0)
 
 
 def _vocabulary(tokenizer: Tokenizer, pieces: Sequence[bytes]) -> Any:

@@ -81,7 +81,7 @@ class Sampling:
     """What a request says about choosing tokens."""
 
     params: SamplingParams
-    n_predict: int  # as the client gave it, cut to the server's limit; -1: until the context is full
+    n_predict: int  # -1: until the context is full
     n_probs: int = 0
     post_sampling_probs: bool = False
     shown: tuple[tuple[str, Any], ...] = ()  # fields that are only echoed
@@ -226,13 +226,11 @@ def _n_predict(body: Fields, settings: ServerSettings) -> int:
             for name in ("n_predict", "max_completion_tokens", "max_tokens")
             if (n := body.integer(name)) is not None
         ),
-        -1,
+        None,
     )
-    limit = settings.n_predict
-    wanted = -1 if wanted < 0 else wanted
-    if limit < 0:
-        return wanted
-    return limit if wanted < 0 else min(wanted, limit)
+    if wanted is None:
+        wanted = settings.n_predict
+    return max(-1, wanted)
 
 
 def _n_probs(body: Fields, settings: ServerSettings) -> int:

@@ -39,7 +39,7 @@ class ServerSettings:
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     defaults: SamplingParams = field(default_factory=SamplingParams)
-    n_predict: int = -1  # the most tokens of an answer; -1: no limit
+    n_predict: int = -1  # tokens of an answer where the request does not say; -1: until the context is full
     chat_template: str | None = None
     reasoning_format: str = "auto"
     reasoning: str = "auto"
