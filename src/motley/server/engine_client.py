@@ -43,6 +43,7 @@ class Ticket:
     is_cancelled: bool = False
     submitted: float = 0.0
     generated: list[int] = field(default_factory=list)
+    leader: int | None = None  # the number of the ticket that computes its prompt
 
 
 class EngineClient:
@@ -141,12 +142,14 @@ class EngineClient:
                 headers={"Retry-After": "5"},
             )
         loop = asyncio.get_running_loop()
-        tickets = []
+        tickets: list[Ticket] = []
         for index, job in enumerate(jobs):
             self._last_number += 1
             ticket = Ticket(
                 self._last_number, job, index, mailbox, loop.create_future(), submitted=time.monotonic()
             )
+            if job.leader is not None:
+                ticket.leader = tickets[job.leader].number
             self._tickets[ticket.number] = ticket
             self.slots.take(ticket.number, job)
             tickets.append(ticket)
@@ -189,6 +192,7 @@ class EngineClient:
                 "continues": job.continues_prompt,
                 "progress": job.tells_progress,
                 "special": job.shows_special,
+                "leader": ticket.leader,
             }
         )
 

@@ -137,6 +137,7 @@ class Worker:
                 params,
                 continues_prompt=message["continues"],
                 shows_special=message["special"],
+                leader=self._requests.get(message["leader"]),
             )
             self._collector.attach(number, request, tells_progress=message["progress"])
             with self._lock:

@@ -22,6 +22,7 @@ class Job:
     shows_special: bool = False  # control tokens appear in the text
     tells_progress: bool = False
     id_slot: int = -1
+    leader: int | None = None  # the number of the job with the same prompt that computes it
     is_mute: bool = False  # only the prompt is wanted: nothing of the answer is passed on
 
 

@@ -39,11 +39,11 @@ _FLOATS = (
 )
 _INTS = (
     *("top_k", "repeat_last_n", "n_keep", "min_keep", "dry_allowed_length", "dry_penalty_last_n", "mirostat"),
-    *("n_expert_used", "n_layer_exit", "min_tokens"),
+    *("n_expert_used", "n_layer_exit", "min_tokens", "draft_max"),
 )
-_BOOLS = ("ignore_eos", "context_shift", "cache_prompt", "speculate")
+_BOOLS = ("ignore_eos", "context_shift", "cache_prompt")
 _LISTS = ("dry_sequence_breakers", "samplers")
-_STRINGS = ("cache_salt",)
+_STRINGS = ("cache_salt", "speculative")
 
 # llama-server's defaults of what `SamplingParams` may not have. Another value of such a field is refused.
 _LLAMA_DEFAULTS: dict[str, Any] = {
@@ -63,17 +63,26 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "adaptive_target": -1.0,
     "adaptive_decay": 0.9,
     "min_keep": 0,
-    "cache_prompt": True,
-    "speculate": True,
-    "min_tokens": 0,
     "samplers": [
         *("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"),
     ],
 }
 # Fields that change nothing if the other one of their feature is off.
-_HARMLESS = {"dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
-             "dry_sequence_breakers", "mirostat_tau", "mirostat_eta", "adaptive_decay", "min_keep", "samplers",
-             "cache_salt", "speculate"}  # fmt: skip
+_HARMLESS = frozenset(
+    [
+        "dynatemp_exponent",
+        "xtc_threshold",
+        "dry_base",
+        "dry_allowed_length",
+        "dry_penalty_last_n",
+        "dry_sequence_breakers",
+        "mirostat_tau",
+        "mirostat_eta",
+        "adaptive_decay",
+        "min_keep",
+        "samplers",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -120,8 +129,6 @@ def read_sampling(body: Fields, model: FrontModel, settings: ServerSettings, *, 
     n_predict = _n_predict(body, settings)
     values["max_tokens"] = None if n_predict < 0 else max(1, n_predict)
     if (milliseconds := body.number("t_max_predict_ms")) is not None and milliseconds > 0:
-        if "max_seconds" not in _KNOWN:
-            raise not_supported("t_max_predict_ms is not supported")
         values["max_seconds"] = milliseconds / 1000
     n_probs = _n_probs(body, settings) or n_probs
     if n_probs:
@@ -152,14 +159,9 @@ def read_stops(stop: Any, settings: ServerSettings) -> tuple[str, ...]:
     return tuple(text for text in stops if text)
 
 
-def for_choice(sampling: Sampling, choice: int) -> SamplingParams:
-    """The parameters of the n-th choice: with a seed of its own."""
-    seed = sampling.params.seed
-    return (
-        sampling.params
-        if seed is None or not choice
-        else replace(sampling.params, seed=(seed + choice) % 2**64)
-    )
+def for_choices(sampling: Sampling, n_choices: int) -> list[SamplingParams]:
+    """The parameters of each choice: with seeds of their own."""
+    return replace(sampling.params, n=n_choices).choices()
 
 
 def generation_settings(sampling: Sampling, model: FrontModel, **more: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class Limits:
     body_bytes: int = 64 * 2**20
     n_choices: int = 128
     n_prompts: int = 256
-    n_probs: int = 20
+    n_probs: int = 200
     n_messages: int = 10_000
     n_stops: int = 256
     stop_chars: int = 4096

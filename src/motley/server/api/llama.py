@@ -15,7 +15,7 @@ from motley.server.front import Front
 from motley.server.jobs import End, Job, Piece, Progress
 from motley.server.prompts import read_prompts, require_room
 from motley.server.replies import JSON, Answer, Run, answers_of, event, stream_of
-from motley.server.sampling import Sampling, for_choice, generation_settings, read_sampling
+from motley.server.sampling import Sampling, for_choices, generation_settings, read_sampling
 from motley.server.shape import LiveTimings, probabilities, stop_type, timings
 
 
@@ -70,18 +70,20 @@ def make_jobs(
         raise invalid(
             f"{len(prompts)} prompts with {n_choices} choices; at most {front.settings.limits.n_prompts}"
         )
+    tells_progress = body.flag("return_progress") and body.flag("stream")
     return [
         Job(
             tokens,
-            for_choice(sampling, choice),
+            params,
             continues_prompt=continues_prompt,
             shows_special=shows_special,
-            tells_progress=body.flag("return_progress") and body.flag("stream"),
+            tells_progress=tells_progress,
             id_slot=body.integer("id_slot", -1) or 0,
+            leader=number * n_choices if choice else None,
             is_mute=sampling.is_mute,
         )
-        for tokens in prompts
-        for choice in range(n_choices)
+        for number, tokens in enumerate(prompts)
+        for choice, params in enumerate(for_choices(sampling, n_choices))
     ]
 
 
