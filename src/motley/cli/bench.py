@@ -27,7 +27,7 @@ from motley.cli import options
 from motley.cli.bench_plot import Series, draw
 from motley.cli.console import reporting_errors, say, stdout, steps_bar
 from motley.cli.grouping import with_groups
-from motley.cli.inputs import check_writable, resolve_model, write_file
+from motley.cli.inputs import ModelOptions, check_writable, write_file
 from motley.cli.loading import CrewOptions
 from motley.cli.svg import COLOURS
 from motley.errors import ConfigError
@@ -124,8 +124,7 @@ class Trial:
 
 @with_groups
 def bench(
-    model: options.Model = None,
-    model_flag: options.ModelFlag = None,
+    source: ModelOptions = ModelOptions(),
     shape: ShapeName = None,
     layers: Layers = None,
     weights: Weights = "Q8_0",
@@ -152,11 +151,9 @@ def bench(
     """
     with reporting_errors(debug, as_json=as_json):
         check_writable(plot)
-        if shape is not None and (model or model_flag):
-            raise ConfigError(
-                f"two models: {model or model_flag} and --shape {shape}", hint="give one of them"
-            )
-        files = _files(shape, layers, weights, resolve_model(model, model_flag))
+        if shape is not None and source.given:
+            raise ConfigError(f"two models: {source.given} and --shape {shape}", hint="give one of them")
+        files = _files(shape, layers, weights, source.path())
         chosen = chosen.placed(next(iter(files.values())))
         crew, devices = chosen_crew(
             chosen.device,

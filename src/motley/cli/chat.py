@@ -8,8 +8,9 @@ import typer
 
 from motley.cli.chat_commands import COMMANDS, ChatState, obey
 from motley.cli.chat_input import read_messages
-from motley.cli.console import USER_ERROR, report, say, show_figures
+from motley.cli.console import USER_ERROR, report, say
 from motley.cli.conversation import Conversation
+from motley.cli.figures import show_figures
 from motley.errors import MotleyError
 
 CHAT_TOKENS = 4096  # of one answer, unless -n says otherwise: a small model may never stop by itself

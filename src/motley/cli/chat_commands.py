@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from motley.cli.console import show_figures
 from motley.cli.conversation import Conversation, Turn
+from motley.cli.figures import show_figures
 from motley.cli.inputs import read_text, write_file
 from motley.cli.report import in_flags, say
 from motley.engine import SamplingParams

@@ -22,6 +22,15 @@ COMMANDS = {
         "motley.cli.serve:serve",
         "Serve a model over HTTP: the APIs of OpenAI, Anthropic and llama-server.",
     ),
+    "pull": (
+        "motley.cli.pull:pull",
+        "Download a model from Hugging Face, or continue a broken download.",
+    ),
+    "list": ("motley.cli.pull:list_models", "List the models that were downloaded."),
+    "rm": (
+        "motley.cli.pull:remove",
+        "Delete a downloaded model: all its files, or those of one quantization.",
+    ),
     "perplexity": (
         "motley.cli.perplexity:perplexity",
         "Measure how well a model predicts a text: lower is better, 1 is perfect.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
@@ -19,10 +19,7 @@ from rich.progress import (
 )
 
 from motley.cli.report import INTERRUPTED, USER_ERROR, in_flags, printable, report, say, stderr
-from motley.engine import Completion
-from motley.engine.request import CANCELLED
 from motley.errors import DeviceError, MotleyError
-from motley.units import show_bytes
 
 _TOO_LITTLE = DeviceError(
     "this machine has too little memory for that", hint="try a smaller -c, batch or KV cache"
@@ -38,8 +35,6 @@ __all__ = [
     "report",
     "reporting_errors",
     "say",
-    "show_figures",
-    "show_speed",
     "stderr",
     "stdout",
     "steps_bar",
@@ -102,23 +97,3 @@ def steps_bar(title: str, n_steps: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=n_steps)
         yield lambda so_far: progress.update(task, advance=1, description=f"{title}, {so_far}")
-
-
-def show_speed(completion: Completion) -> None:
-    """Prints the length of one answer and its speed."""
-    timings = completion.timings
-    stopped = ", stopped" if completion.finish_reason == CANCELLED else ""
-    say(f"{timings.new_tokens} tokens, {timings.new_rate:.1f} tokens/s{stopped}")
-
-
-def show_figures(completion: Completion, memory: Mapping[str, int]) -> None:
-    """Prints speed and memory of one answer."""
-    timings = completion.timings
-    cached = f" ({timings.cached_tokens} cached)" if timings.cached_tokens else ""
-    stopped = " (stopped)" if completion.finish_reason == CANCELLED else ""
-    parts = ", ".join(f"{name.replace('_', ' ')} {show_bytes(n_bytes)}" for name, n_bytes in memory.items())
-    say(
-        f"prompt: {timings.prompt_tokens} tokens{cached}, {timings.prompt_rate:.1f} tokens/s | "
-        f"answer: {timings.new_tokens} tokens{stopped}, {timings.new_rate:.1f} tokens/s | "
-        f"memory: {show_bytes(sum(memory.values()))} ({parts})"
-    )

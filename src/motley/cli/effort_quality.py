@@ -15,7 +15,7 @@ from motley.cli import options
 from motley.cli.console import reporting_errors, stdout, steps_bar
 from motley.cli.effort_plot import draw
 from motley.cli.grouping import with_groups
-from motley.cli.inputs import check_writable, resolve_model, resolve_text, write_file
+from motley.cli.inputs import ModelOptions, check_writable, resolve_text, write_file
 from motley.cli.loading import LoadOptions
 from motley.errors import ConfigError
 from motley.gguf import read_spec
@@ -53,8 +53,7 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw 
 
 @with_groups
 def effort_quality(
-    model: options.Model = None,
-    model_flag: options.ModelFlag = None,
+    source: ModelOptions = ModelOptions(),
     prompt: options.Prompt = None,
     file: options.File = None,
     chunks: options.Chunks = 8,
@@ -89,7 +88,7 @@ def effort_quality(
                 "--n-expert-used and --n-layer-exit choose one effort", hint="use --experts and --layers"
             )
         check_writable(plot)
-        path = resolve_model(model, model_flag)
+        path = source.path()
         spec = read_spec(path)
         params = read_params(spec)
         wanted = choose_efforts(

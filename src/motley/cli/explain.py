@@ -15,7 +15,7 @@ from rich.text import Text
 from motley.cli import options
 from motley.cli.console import reporting_errors, stdout
 from motley.cli.grouping import with_groups
-from motley.cli.inputs import check_writable, resolve_model, write_file
+from motley.cli.inputs import ModelOptions, check_writable, write_file
 from motley.cli.loading import DeviceOptions
 from motley.cli.picture import draw
 from motley.gguf import read_spec
@@ -34,8 +34,7 @@ All = Annotated[
 
 @with_groups
 def explain_command(
-    model: options.Model = None,
-    model_flag: options.ModelFlag = None,
+    source: ModelOptions = ModelOptions(),
     chosen: DeviceOptions = DeviceOptions(),
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
@@ -57,7 +56,7 @@ def explain_command(
     """
     with reporting_errors(debug, as_json=as_json):
         check_writable(svg)
-        path = resolve_model(model, model_flag)
+        path = source.path()
         spec = read_spec(path)
         params = read_params(spec)
         chosen = chosen.placed(path)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from motley.bundled import bundled_model_path
+from motley.cli import options
+from motley.cli.hub_names import is_hub_name, parse_name
+from motley.cli.report import say
 from motley.errors import ConfigError
 from motley.units import show_bytes
 
@@ -14,13 +18,49 @@ MAX_TEXT = 256 << 20  # bytes of a text
 _WRITE_HINT = "FILE is a file in a folder that exists, has room and may be written"
 
 
-def resolve_model(argument: Path | None, flag: Path | None) -> Path:
-    """The model's file: MODEL, or -m, or the bundled one."""
-    if argument is not None and flag is not None:
-        raise ConfigError(f"two models: {argument} and -m {flag}", hint="give one of them")
-    path = argument or flag
-    if path is None:
-        return bundled_model_path()
+@dataclass(frozen=True)
+class ModelOptions:
+    """The flags that name a model: a file, or one on a hub."""
+
+    model: options.Model = None
+    model_flag: options.ModelFlag = None
+    hf_repo: options.HfRepo = None
+    hf_file: options.HfFile = None
+    hf_token: options.HfToken = None
+    offline: options.Offline = False
+
+    @property
+    def given(self) -> str | None:
+        """The model's name; None: the bundled one."""
+        names = [str(name) for name in (self.model, self.model_flag, self.hf_repo) if name is not None]
+        if len(names) > 1:
+            raise ConfigError(f"two models: {names[0]} and {names[1]}", hint="give one of them")
+        return names[0] if names else None
+
+    def path(self) -> Path:
+        """The model's file, downloaded if it is one on a hub; the bundled one if none is named."""
+        if self.given is None:
+            return bundled_model_path()
+        if self.hf_repo is not None:
+            return fetch_from_hub(self.hf_repo, self.hf_file, self.hf_token, is_offline=self.offline)
+        return existing_model(Path(self.given))
+
+
+def fetch_from_hub(
+    name: str, file: str | None = None, token: str | None = None, *, is_offline: bool = False
+) -> Path:
+    """The file of a model on a hub, with a progress bar while it is downloaded."""
+    from motley.cli.console import loading_bar
+    from motley.cli.hub import Hub
+
+    parsed = parse_name(name)
+    hub = Hub(token=token, is_offline=is_offline)
+    with loading_bar(f"Downloading {parsed}") as (progress, _):
+        return hub.fetch(parsed, progress, say, file)
+
+
+def existing_model(path: Path) -> Path:
+    """`path`, if there is such a file."""
     try:
         if path.is_dir():
             raise ConfigError(f"{path} is a folder", hint="give the path of a .gguf file in it")
@@ -29,7 +69,10 @@ def resolve_model(argument: Path | None, flag: Path | None) -> Path:
         is_there = False
     if not is_there:
         raise ConfigError(
-            f"there is no file {path}", hint="MODEL is the path of a .gguf file; a prompt goes after -p"
+            f"there is no file {path}",
+            hint=f"-hf {path} downloads it"
+            if is_hub_name(str(path))
+            else "MODEL is the path of a .gguf file; a prompt goes after -p",
         )
     return path
 

@@ -14,7 +14,8 @@ from rich.text import Text
 from motley.backends import backend_for_heads
 from motley.cli import options
 from motley.cli.console import printable, reporting_errors, stdout
-from motley.cli.inputs import resolve_model
+from motley.cli.grouping import with_groups
+from motley.cli.inputs import ModelOptions
 from motley.errors import MotleyError
 from motley.gguf import ModelSpec, read_spec
 from motley.gguf.inspect import Description, TensorRow, TypeRow, describe
@@ -27,9 +28,9 @@ _VALUE_CHARS = 200  # of a metadata value: more than a line shows, less than a c
 Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor.")]
 
 
+@with_groups
 def inspect(
-    model: options.Model = None,
-    model_flag: options.ModelFlag = None,
+    source: ModelOptions = ModelOptions(),
     tensors: Tensors = False,
     as_json: options.Json = False,
     debug: options.Debug = False,
@@ -43,7 +44,7 @@ def inspect(
     [bold]motley inspect model.gguf --json | jq .parameters[/]
     """
     with reporting_errors(debug, as_json=as_json):
-        spec = read_spec(resolve_model(model, model_flag))
+        spec = read_spec(source.path())
         contents, found = describe(spec), examine(spec)
     if as_json:
         typer.echo(json.dumps({**contents, **asdict(found)}, ensure_ascii=False))

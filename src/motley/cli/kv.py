@@ -15,7 +15,7 @@ from motley.backends import backend_for
 from motley.cli import options
 from motley.cli.console import reporting_errors
 from motley.cli.grouping import with_groups
-from motley.cli.inputs import resolve_model
+from motley.cli.inputs import ModelOptions
 from motley.cli.loading import LoadOptions
 from motley.gguf import read_spec
 from motley.kvcache.types import get_cache_type
@@ -35,8 +35,7 @@ _N_BATCH = 512  # tokens per step: layers with a window need room for them
 
 @with_groups
 def kv(
-    model: options.Model = None,
-    model_flag: options.ModelFlag = None,
+    source: ModelOptions = ModelOptions(),
     chosen: LoadOptions = LoadOptions(),
     as_json: options.Json = False,
     debug: options.Debug = False,
@@ -51,7 +50,7 @@ def kv(
     [bold]motley kv model.gguf --device cpu,cpu --device-memory 8GiB,4GiB[/]
     """
     with reporting_errors(debug, as_json=as_json):
-        figures, devices = _plan(resolve_model(model, model_flag), chosen)
+        figures, devices = _plan(source.path(), chosen)
     if as_json:
         contents = asdict(figures) | {"devices": [asdict(device) for device in devices]}
         typer.echo(json.dumps(contents, ensure_ascii=False))

@@ -16,7 +16,7 @@ from motley.bundled import bundled_model_path
 from motley.cli import options
 from motley.cli.console import reporting_errors, say, stdout, steps_bar
 from motley.cli.grouping import with_groups
-from motley.cli.inputs import check_writable, resolve_model, resolve_text, write_file
+from motley.cli.inputs import ModelOptions, check_writable, resolve_text, write_file
 from motley.cli.loading import CrewOptions
 from motley.cli.quality_plot import draw
 from motley.errors import ConfigError
@@ -79,8 +79,7 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw 
 
 @with_groups
 def kv_quality(
-    model: options.Model = None,
-    model_flag: options.ModelFlag = None,
+    source: ModelOptions = ModelOptions(),
     prompt: options.Prompt = None,
     file: options.File = None,
     chunks: options.Chunks = 8,
@@ -117,7 +116,7 @@ def kv_quality(
         if text is None:
             raise ConfigError("there is no text to measure", hint="add -f FILE")
         check_writable(plot)
-        path = resolve_model(model, model_flag)
+        path = source.path()
         is_asked = path == bundled_model_path() if recall is None else recall
         asked = parse_choices(types, rotation.cases)
         spec = read_spec(path)

@@ -30,6 +30,28 @@ Model = Annotated[
 ModelFlag = Annotated[
     Path | None, _flag("-m", "--model", text="The same as MODEL.", panel=_MODEL, metavar="FILE")
 ]
+HfRepo = Annotated[
+    str | None,
+    _flag(
+        "-hf",
+        "-hfr",
+        "--hf-repo",
+        text="A model on Hugging Face, downloaded when it is first used. QUANT is Q4_K_M unless you name another.",
+        panel=_MODEL,
+        metavar="USER/REPO[:QUANT]",
+    ),
+]
+HfFile = Annotated[
+    str | None,
+    _flag("-hff", "--hf-file", text="The file of the repository to use.", panel=_MODEL, metavar="FILE"),
+]
+HfToken = Annotated[
+    str | None,
+    _flag("-hft", "--hf-token", text="Access token. Default: HF_TOKEN.", panel=_MODEL, metavar="TOKEN"),
+]
+Offline = Annotated[
+    bool, _flag("--offline", text="Use only models that were downloaded before.", panel=_MODEL)
+]
 CtxSize = Annotated[
     int,
     _flag(

@@ -10,7 +10,7 @@ import typer
 from motley.cli import options
 from motley.cli.console import reporting_errors, steps_bar
 from motley.cli.grouping import with_groups
-from motley.cli.inputs import resolve_model, resolve_text
+from motley.cli.inputs import ModelOptions, resolve_text
 from motley.cli.loading import LoadOptions, load
 from motley.errors import ConfigError
 from motley.llm import LLM
@@ -21,8 +21,7 @@ _N_CTX = 512  # as in llama.cpp, so that figures can be compared
 
 @with_groups
 def perplexity(
-    model: options.Model = None,
-    model_flag: options.ModelFlag = None,
+    source: ModelOptions = ModelOptions(),
     prompt: options.Prompt = None,
     file: options.File = None,
     chunks: options.Chunks = None,
@@ -46,7 +45,7 @@ def perplexity(
         text = resolve_text(prompt, file)
         if text is None:
             raise ConfigError("there is no text to measure", hint="add -f FILE")
-        path = resolve_model(model, model_flag)
+        path = source.path()
         n_ctx = chosen.ctx_size or _N_CTX
         with load(path, replace(chosen, ctx_size=n_ctx)) as llm:
             score, n_chunks = measure(llm, text, n_ctx, chunks)

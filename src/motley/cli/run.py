@@ -10,10 +10,11 @@ import typer
 
 from motley.cli import options
 from motley.cli.chat import CHAT_TOKENS, chat
-from motley.cli.console import INTERRUPTED, reporting_errors, show_figures, show_speed
+from motley.cli.console import INTERRUPTED, reporting_errors
 from motley.cli.conversation import Conversation
+from motley.cli.figures import show_figures, show_speed
 from motley.cli.grouping import with_groups
-from motley.cli.inputs import resolve_model, resolve_text, unescape
+from motley.cli.inputs import ModelOptions, resolve_text, unescape
 from motley.cli.loading import LoadOptions, load
 from motley.cli.prompt_cache import PromptCacheOptions
 from motley.cli.sampling import SamplingOptions
@@ -26,8 +27,7 @@ from motley.gguf import read_spec
 
 @with_groups
 def run(
-    model: options.Model = None,
-    model_flag: options.ModelFlag = None,
+    source: ModelOptions = ModelOptions(),
     prompt: options.Prompt = None,
     file: options.File = None,
     system_prompt: options.SystemPrompt = None,
@@ -81,7 +81,7 @@ def run(
             raise ConfigError("--json needs a prompt", hint="add -p TEXT or -f FILE")
         template = templates.chosen
         conversation = True if conversation is None and template is not None else conversation
-        path = resolve_model(model, model_flag)
+        path = source.path()
         other = None if template is None else resolve_template(read_spec(path).metadata, template)
         with load(path, chosen) as llm:
             if other is not None:

@@ -15,7 +15,7 @@ import typer
 from motley.cli import options
 from motley.cli.console import reporting_errors
 from motley.cli.grouping import with_groups
-from motley.cli.inputs import resolve_model
+from motley.cli.inputs import ModelOptions
 from motley.cli.loading import LoadOptions
 from motley.cli.sampling import SamplingOptions
 from motley.engine import SamplingParams
@@ -114,8 +114,7 @@ class ServerOptions:
 
 @with_groups
 def serve(
-    model: options.Model = None,
-    model_flag: options.ModelFlag = None,
+    source: ModelOptions = ModelOptions(),
     predict: options.Predict = None,
     server: ServerOptions = ServerOptions(),
     chosen: LoadOptions = LoadOptions(),
@@ -139,7 +138,7 @@ def serve(
             raise ConfigError(
                 f"the server needs the package {error.name}", hint="pip install 'motley-llm[server]'"
             ) from None
-        path = resolve_model(model, model_flag)
+        path = source.path()
         _start_log(quiet=server.quiet, debug=debug)
         settings = ServerSettings(
             model=path,

@@ -10,7 +10,8 @@ import typer
 
 from motley.cli import options
 from motley.cli.console import printable, reporting_errors, say
-from motley.cli.inputs import resolve_model, resolve_text
+from motley.cli.grouping import with_groups
+from motley.cli.inputs import ModelOptions, resolve_text
 from motley.gguf import read_spec
 from motley.text import Tokenizer
 
@@ -21,9 +22,9 @@ NoParseSpecial = Annotated[
 ]
 
 
+@with_groups
 def tokenize(
-    model: options.Model = None,
-    model_flag: options.ModelFlag = None,
+    source: ModelOptions = ModelOptions(),
     prompt: options.Prompt = None,
     file: options.File = None,
     ids: Ids = False,
@@ -42,7 +43,7 @@ def tokenize(
     [bold]cat book.txt | motley tokenize model.gguf --ids[/]
     """
     with reporting_errors(debug, as_json=as_json):
-        path = resolve_model(model, model_flag)
+        path = source.path()
         text = resolve_text(prompt, file)
         tokenizer = Tokenizer.from_spec(read_spec(path))
         tokens = tokenizer.encode(

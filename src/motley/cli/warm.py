@@ -5,15 +5,14 @@ from __future__ import annotations
 from motley.cli import options
 from motley.cli.console import loading_bar, reporting_errors, say
 from motley.cli.grouping import with_groups
-from motley.cli.inputs import resolve_model
+from motley.cli.inputs import ModelOptions
 from motley.cli.loading import LoadOptions
 from motley.llm import LLM
 
 
 @with_groups
 def warm(
-    model: options.Model = None,
-    model_flag: options.ModelFlag = None,
+    source: ModelOptions = ModelOptions(),
     chosen: LoadOptions = LoadOptions(),
     debug: options.Debug = False,
 ) -> None:
@@ -25,7 +24,7 @@ def warm(
     [bold]motley warm model.gguf --device cuda:0 -ctk q8_0 -ctv q8_0[/]
     """
     with reporting_errors(debug):
-        path = resolve_model(model, model_flag)
+        path = source.path()
         placed = chosen.placed(path)
         with loading_bar(f"Loading {path.name}") as (progress, compiling):
             for n_parallel in dict.fromkeys((chosen.parallel, 1)):  # `motley run` has one request
