@@ -311,11 +311,11 @@ class LLM:
         return self._call(self._kv_stats)
 
     def _kv_stats(self) -> KVStats:
-        loaded, arenas = self._loaded, self._loaded.runner.arenas
-        allocated = [sum(groups) for groups in zip(*(arena.group_bytes() for arena in arenas), strict=True)]
+        loaded, parts = self._loaded, self._loaded.runner.cache_bytes()
+        allocated = [sum(groups) for groups in zip(*(part.groups for part in parts), strict=True)]
         devices = tuple(
-            DeviceFigures(loaded.split.crew.label(i), arena.n_bytes, arena.n_resident)
-            for i, arena in enumerate(arenas)
+            DeviceFigures(loaded.split.crew.label(i), part.total, part.resident)
+            for i, part in enumerate(parts)
         )
         return KVStats(cache_figures(loaded.split, loaded.fit, allocated), loaded.cache.stats(), devices)
 
@@ -364,7 +364,7 @@ class LLM:
             self._service,
             loaded.engine,
             identity_of(loaded.split, loaded.fit.plan, salt),
-            CacheExchange(loaded.split, loaded.fit.plan, loaded.runner.arenas),
+            CacheExchange(loaded.split, loaded.fit.plan, loaded.runner),
             loaded.fit.plan.group_of_layers(),
             salt,
         )

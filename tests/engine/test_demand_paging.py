@@ -37,7 +37,7 @@ def resident(llm: LLM) -> int:
 
     The system may join neighbouring mappings, so there can be a little that is not the cache's.
     """
-    layer = llm._loaded.runner._devices[0].arena.layer(0)
+    layer = llm._loaded.runner.local.devices[0].arena.layer(0)
     addresses = [plane.data_ptr() for store in (layer.keys, layer.values) for plane in store.planes.values()]
     total, is_ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -52,7 +52,7 @@ def resident(llm: LLM) -> int:
 
 def is_all_given_back(llm: LLM) -> bool:
     llm.memory()  # whatever was asked of the engine before has been done now
-    return llm._loaded.runner._devices[0].arena.n_resident == 0 and resident(llm) < USED // 10
+    return llm._loaded.runner.local.devices[0].arena.n_resident == 0 and resident(llm) < USED // 10
 
 
 def test_memory_rises_with_a_request_and_falls_when_it_ends(llm: LLM) -> None:

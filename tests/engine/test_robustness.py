@@ -90,7 +90,7 @@ def test_a_budget_that_is_too_small_is_refused_before_loading(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "motley.runtime.runner.load_weights", lambda *a, **k: pytest.fail("something was loaded")
+        "motley.runtime.worker.load_weights", lambda *a, **k: pytest.fail("something was loaded")
     )
     for budgets, device in ((("1GiB", "100KiB"), "cpu#1"), (("100KiB", "1GiB"), "cpu#0")):
         with pytest.raises(DeviceError, match=rf"device {device} needs .* [KM]iB are missing") as error:

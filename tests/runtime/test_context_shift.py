@@ -43,7 +43,7 @@ TOKENS: list[int] = np.random.default_rng(1).integers(1, 250, N).tolist()
 def stored(d: CacheDriver, sequence: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values (tokens, heads, dim) of a layer as they are stored, over all devices."""
     parts = []
-    for arena in d.runner.arenas:
+    for arena in d.runner.local.arenas:
         own = arena.layer(layer)
         view = d.cache.tables([sequence], own.group)[0]
         size = d.cache.block_size
@@ -62,7 +62,7 @@ def shift(d: CacheDriver, sequence: int) -> None:
 
 def expected_keys(d: CacheDriver, layer: int, before: torch.Tensor, sequence_tokens: int) -> torch.Tensor:
     kept = torch.arange(N_KEEP + N_DROP, sequence_tokens)
-    turned = d.runner._devices[0].key_rotator(layer, before[kept], -N_DROP)
+    turned = d.runner.local.devices[0].key_rotator(layer, before[kept], -N_DROP)
     return torch.cat([before[:N_KEEP], turned])
 
 
@@ -115,7 +115,7 @@ def test_what_follows_a_shift_is_computed_from_the_moved_keys(
         wanted = [(expected_keys(d, i, k, N), torch.cat([v[:5], v[42:]])) for i, (k, v) in enumerate(before)]
         other, _ = d.open()
         d.feed(other, tokens[: N - N_DROP])
-        arena = d.runner.arenas[0]
+        arena = d.runner.local.arenas[0]
         view = d.cache.tables([other])[0]
         slots = torch.tensor([view.blocks[t // 8] * 8 + t % 8 for t in range(view.n_tokens)])
         for layer, (keys, values) in enumerate(wanted):

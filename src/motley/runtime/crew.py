@@ -45,19 +45,21 @@ class Crew:
         is_alone = sum(device.name == name for device in self.devices) == 1
         return name if is_alone else f"{name}#{index}"
 
-    def threads(self, asked: int | None) -> list[int]:
+    def threads(self, asked: int | None, members: Sequence[int] | None = None) -> list[int]:
         """The number of threads of each device: one for each of its cores. Devices without cores share the rest of
-        `asked` (default: torch's number of threads) evenly, with at least one each.
+        `asked` (default: torch's number of threads) evenly, with at least one each. `members`: the devices of one
+        process; default: all.
         """
-        n_bound = sum(len(device.cores) for device in self.devices)
-        n_free = sum(not device.cores for device in self.devices)
+        devices = self.devices if members is None else [self.devices[index] for index in members]
+        n_bound = sum(len(device.cores) for device in devices)
+        n_free = sum(not device.cores for device in devices)
         if asked is not None and not n_free:
             raise ConfigError(
                 f"{asked} threads, but the devices name their cores",
                 hint="each core has one thread: leave out -t",
             )
         rest = ((asked or torch.get_num_threads()) - n_bound) // max(n_free, 1)
-        return [len(device.cores) or max(1, rest) for device in self.devices]
+        return [len(device.cores) or max(1, rest) for device in devices]
 
 
 def known_devices() -> tuple[str, ...]:

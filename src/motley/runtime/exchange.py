@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
+from typing import Protocol
 
 import torch
 
 from motley.graph.ops import CacheStore, Rope, Weight, cache_layer
-from motley.kvcache.arena import Arena
 from motley.kvcache.session_file import Identity
 from motley.kvcache.types import TILE, CacheType
 from motley.models import BatchShape
@@ -22,12 +22,23 @@ _SAMPLE_BYTES = 4096  # of each end of each tensor: enough to tell a model from 
 Planes = dict[str, torch.Tensor]  # by name: (tokens, heads, tiles, width)
 
 
+class Parts(Protocol):
+    """Access to the parts of a layer's K/V on all devices (`Runner`)."""
+
+    def gather(self, layer: int, slots: torch.Tensor) -> Sequence[Sequence[Mapping[str, torch.Tensor]]]: ...
+
+    def scatter(
+        self, layer: int, slots: torch.Tensor, parts: Sequence[Sequence[Mapping[str, torch.Tensor]]]
+    ) -> None: ...
+
+
 class CacheExchange:
     """Reads and writes planes of whole layers, whichever devices own their heads."""
 
-    def __init__(self, split: ModelSplit, plan: CachePlan, arenas: Sequence[Arena]) -> None:
+    def __init__(self, split: ModelSplit, plan: CachePlan, parts: Parts) -> None:
         whole = split.split(BatchShape(1, 1))
-        self._arenas = arenas
+        self._parts = parts
+        self._n_devices = len(split.crew)
         self._repeat = split.options.kv_repeat
         self._n_heads = split.params.n_kv_heads
         self._head_dim = plan.head_dim
@@ -42,8 +53,8 @@ class CacheExchange:
     def read(self, layer: int, slots: Sequence[int]) -> list[Planes]:
         """The planes of K and of V, with each KV head once."""
         whole = [self._empty(kind, len(slots), self._n_heads * self._repeat) for kind in self._kinds]
-        for device, arena in enumerate(self._arenas):
-            for part, planes in zip(arena.gather(layer, torch.tensor(slots)), whole, strict=True):
+        for device, own in enumerate(self._parts.gather(layer, torch.tensor(slots))):
+            for part, planes in zip(own, whole, strict=True):
                 for name, items in part.items():
                     self._put(planes[name], items, layer, device)
         return [{name: items[:, :: self._repeat] for name, items in planes.items()} for planes in whole]
@@ -54,11 +65,11 @@ class CacheExchange:
             {name: items.repeat_interleave(self._repeat, 1) for name, items in part.items()}
             for part in planes
         ]
-        for device, arena in enumerate(self._arenas):
-            parts = [
-                {name: self._take(items, layer, device) for name, items in part.items()} for part in whole
-            ]
-            arena.scatter(layer, torch.tensor(slots), parts)
+        parts = [
+            [{name: self._take(items, layer, device) for name, items in part.items()} for part in whole]
+            for device in range(self._n_devices)
+        ]
+        self._parts.scatter(layer, torch.tensor(slots), parts)
 
     def part_sizes(self, n_tokens: int) -> Iterator[list[tuple[str, tuple[int, ...], torch.dtype]]]:
         """Name, shape and type of each plane of `n_tokens` tokens: first those of K, then those of V."""

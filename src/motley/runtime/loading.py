@@ -31,24 +31,26 @@ def load_weights(
     backends: Sequence[Backend],
     on_all: Callable[[Callable[[int], None]], Any],
     progress: Progress | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> list[dict[str, LoadedWeight]]:
     """Each device's weights by their name in its graph. Tables that are only looked up by row stay mapped.
 
-    `on_all(work)` runs work(device) on every device and waits. It is called for some megabytes at a time, so that the
-    caller's thread can call `progress` and receive an interrupt in between.
+    `on_all(work)` runs work(index) for each device and waits. It is called for some megabytes at a time, so that the
+    caller's thread can call `progress` and receive an interrupt in between. `numbers`: of the devices in the crew, if
+    these are not all of them.
     """
     loaders = [
         _Loader(spec, share, backend, device)
-        for device, (share, backend) in enumerate(zip(shares, backends, strict=True))
+        for device, share, backend in zip(numbers or range(len(shares)), shares, backends, strict=True)
     ]
     for share, backend in zip(shares, backends, strict=True):
         backend.expect_weights(weight_bytes(share))
     total = sum(map(weight_bytes, shares))
     while not all(loader.is_done for loader in loaders):
-        on_all(lambda device: loaders[device].load_some())
+        on_all(lambda index: loaders[index].load_some())
         if progress is not None:
             progress(min(sum(loader.n_bytes for loader in loaders), total), total)
-    on_all(lambda device: backends[device].finish_loading())
+    on_all(lambda index: backends[index].finish_loading())
     return [loader.weights for loader in loaders]
 
 

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from motley.backends import Backend, Executable, Joint, join, make_rendezvous
-from motley.graph import Graph
-from motley.kvcache.arena import Arena
+from motley.backends import Backend
 from motley.kvcache.batching import Extent, group_batches
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import N_EXPERT_USED, BatchShape, ExpertParams
 from motley.runtime.batch import Batch, PlacedBatch
 from motley.runtime.caching import CachePlan
-from motley.runtime.device import DeviceRunner
-from motley.runtime.group import CollectiveKernel, ThreadGroup
-from motley.runtime.loading import Progress, load_weights, weight_bytes
+from motley.runtime.loading import Progress
 from motley.runtime.splitting import ModelSplit
-
-_MAX_STEPS = 64  # batch shapes whose steps are kept; the least recently used is evicted
-
-
-@dataclass(frozen=True)
-class _Step:
-    """How batches of one shape run: each device's executable, and the joint executable if the backend has one."""
-
-    executables: list[Executable]
-    joint: Joint | None
+from motley.runtime.worker import CacheBytes, Planes, Worker
 
 
 class Runner:
@@ -47,32 +32,11 @@ class Runner:
         n_threads: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        n_devices = len(split.crew)
         self._experts = split.params.experts
         self._is_demand_paged = cache.config.demand_paged
-        self.n_plans = 0  # shapes that were planned so far: the first run of a shape takes longer
         self.n_runs = 0  # number of runs so far: logits are valid until it changes
         self._backends = list(backends)
-        shares = [split.share(device, BatchShape(1, 1)) for device in range(n_devices)]
-        threads, cores = split.crew.threads(n_threads), [device.cores for device in split.crew.devices]
-        for backend, count, own in zip(backends, threads, cores, strict=True):
-            backend.use_threads(count, own)
-        self._group = ThreadGroup(threads, cores, make_rendezvous(backends))
-        # Each device's own threads touch its memory first: Linux then allocates it on their NUMA node.
-        weights = load_weights(split.spec, shares, backends, self._group.run, progress)
-        arenas = self._group.run(lambda device: cache.arena(device, backends[device].device))
-        self._devices = [
-            DeviceRunner(
-                backends[device],
-                weights[device],
-                arenas[device],
-                build=partial(_graph_of, split, device),
-                collectives=CollectiveKernel(self._group.lines[device]),
-                n_weight_bytes=weight_bytes(shares[device]),
-            )
-            for device in range(n_devices)
-        ]
-        self._steps: OrderedDict[BatchShape, _Step] = OrderedDict()
+        self.local = Worker(split, dict(enumerate(backends)), cache, n_threads=n_threads, progress=progress)
 
     def place(self, batch: Batch, manager: CacheManager) -> PlacedBatch:
         """The batch with its slots, block tables and other inputs. Its slots must be reserved before, and must not
@@ -102,16 +66,13 @@ class Runner:
         self.n_runs += 1
         given = tokens if isinstance(tokens, torch.Tensor) else _int32(tokens)
         inputs = {"tokens": given, **batch.inputs}
-        step = self._step(self._padded(batch.shape))
-        if step.joint is not None:
-            outputs = step.joint.run([device.begin(batch, inputs, copies) for device in self._devices])
-        else:
-            outputs = self._group.run(
-                lambda device: step.executables[device].run(
-                    self._devices[device].begin(batch, inputs, copies)
-                )
-            )
+        outputs = self.local.run(self._padded(batch.shape), batch, inputs, copies)
         return outputs[0][0][: batch.shape.n_outputs]
+
+    @property
+    def n_plans(self) -> int:
+        """Batch shapes that were planned so far: the first run of a shape takes longer."""
+        return self.local.n_plans
 
     @property
     def can_chain(self) -> bool:
@@ -132,64 +93,42 @@ class Runner:
             return shape
         return replace(shape, n_tokens=n_tokens.pop(), n_outputs=n_outputs.pop())
 
-    def _step(self, shape: BatchShape) -> _Step:
-        if shape in self._steps:
-            self._steps.move_to_end(shape)
-        else:
-            executables = self._group.run(lambda device: self._devices[device].prepare(shape))
-            self._steps[shape] = _Step(executables, join(executables))
-            self.n_plans += 1
-            if len(self._steps) > _MAX_STEPS:
-                self._steps.popitem(last=False)
-        return self._steps[shape]
-
     def store_random(self, manager: CacheManager, sequence: int, n_tokens: int) -> None:
         """Fills the next slots of a sequence with random keys and values. The slots must be reserved before."""
         batch = group_batches(manager, [Extent(sequence, manager.n_tokens(sequence), n_tokens)])
-        for arena in self.arenas:
-            arena.store_random(batch)
+        self.local.store_random(batch)
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
         """Moves cached K/V to earlier positions, immediately."""
-        self._group.run(lambda device: self._devices[device].shift(shifts))
+        self.local.shift(shifts)
 
     def require_shift(self) -> None:
         """CacheError if this model's keys cannot move to other positions."""
-        for device in self._devices:
-            _ = device.key_rotator
+        self.local.require_shift()
 
     def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
         """Releases the memory of empty blocks. `emptied`: blocks of each cache group; see Arena.give_back."""
-        for device in self._devices:
-            device.arena.give_back(emptied)
+        self.local.give_back(emptied)
+
+    def gather(self, layer: int, slots: torch.Tensor) -> list[tuple[dict[str, torch.Tensor], ...]]:
+        """K and V of each device's heads of a layer; see Arena.gather."""
+        return self.local.gather(layer, slots)
+
+    def scatter(self, layer: int, slots: torch.Tensor, parts: Sequence[Sequence[Planes]]) -> None:
+        """The reverse of `gather`."""
+        self.local.scatter(layer, slots, parts)
 
     def memory(self) -> list[dict[str, int]]:
         """Bytes by purpose, for each device."""
-        return [
-            {
-                "weights": device.n_weight_bytes,
-                "kv_cache": device.arena.n_bytes,
-                "activations": max(
-                    (s.executables[i].n_activation_bytes for s in self._steps.values()), default=0
-                ),
-            }
-            for i, device in enumerate(self._devices)
-        ]
+        return self.local.memory()
 
-    @property
-    def arenas(self) -> list[Arena]:
-        """The arena of each device."""
-        return [device.arena for device in self._devices]
+    def cache_bytes(self) -> list[CacheBytes]:
+        """The bytes of each device's part of the cache."""
+        return self.local.cache_bytes()
 
     def close(self) -> None:
-        self._group.close()
-        self._steps.clear()
-        self._devices.clear()
+        self.local.close()
         self._backends.clear()
-
-
-def _graph_of(split: ModelSplit, device: int, shape: BatchShape) -> Graph:
-    return split.share(device, shape).graph
 
 
 def _max_experts(n_used: int, experts: ExpertParams) -> int:

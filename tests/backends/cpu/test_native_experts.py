@@ -118,4 +118,4 @@ def test_a_step_of_the_model_is_one_native_call(shared: Path, name: str) -> None
     crew = {"devices": "cpu,cpu", "split_mode": "tensor", "tensor_split": (3, 1)}
     with LLM(path, n_ctx=64, backend="cpu", **crew) as llm:
         runner = llm._loaded.runner
-        assert llm._call(lambda: runner._step(BatchShape(1, 1)).joint) is not None
+        assert llm._call(lambda: runner.local.prepare(BatchShape(1, 1)).joint) is not None

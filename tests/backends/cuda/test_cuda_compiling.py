@@ -81,7 +81,7 @@ def test_an_inert_batch_leaves_the_cache_as_it_is(tmp_path: Path) -> None:
 
 
 def _stores(runner: Runner) -> list[object]:
-    return [store for group in runner.arenas[0]._groups for store in (group.keys, group.values)]  # type: ignore[misc]
+    return [store for group in runner.local.arenas[0]._groups for store in (group.keys, group.values)]  # type: ignore[misc]
 
 
 def test_without_a_gpu_nothing_is_compiled() -> None:

@@ -1,0 +1,175 @@
+"""`Worker`: the devices of one process, with their weights, their part of the cache and their plans."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from motley.backends import Backend, Executable, Joint, join, make_rendezvous
+from motley.graph import Graph
+from motley.kvcache.arena import Arena, GroupBatch
+from motley.kvcache.sequences import BlockCopy, BlockShift
+from motley.models import BatchShape
+from motley.runtime.batch import PlacedBatch
+from motley.runtime.caching import CachePlan
+from motley.runtime.device import DeviceRunner
+from motley.runtime.group import CollectiveKernel, ThreadGroup
+from motley.runtime.loading import Progress, load_weights, weight_bytes
+from motley.runtime.splitting import ModelSplit
+
+_MAX_STEPS = 64  # batch shapes whose steps are kept; the least recently used is evicted
+
+Planes = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """How batches of one shape run: each device's executable, and the joint executable if the backend has one."""
+
+    executables: list[Executable]
+    joint: Joint | None
+
+
+@dataclass(frozen=True)
+class CacheBytes:
+    """Bytes of one device's part of the cache."""
+
+    groups: tuple[int, ...]  # of each group, as allocated
+    resident: int  # in memory at this moment
+
+    @property
+    def total(self) -> int:
+        return sum(self.groups)
+
+
+class Worker:
+    """Runs batches on the devices of one process: all devices of the crew, or some of them.
+
+    Results for each device are in the order of `members`, the devices' numbers in the crew.
+    """
+
+    def __init__(
+        self,
+        split: ModelSplit,
+        backends: Mapping[int, Backend],
+        cache: CachePlan,
+        *,
+        n_threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """`backends`: by the device's number in the crew. `n_threads`: of all devices of this process."""
+        self.members = tuple(backends)
+        self._is_whole_crew = len(self.members) == len(split.crew)
+        own = [backends[device] for device in self.members]
+        shares = [split.share(device, BatchShape(1, 1)) for device in self.members]
+        threads = split.crew.threads(n_threads, self.members)
+        cores = [split.crew.devices[device].cores for device in self.members]
+        for backend, count, bound in zip(own, threads, cores, strict=True):
+            backend.use_threads(count, bound)
+        self._group = ThreadGroup(threads, cores, make_rendezvous(own) if self._is_whole_crew else None)
+        # Each device's own threads touch its memory first: Linux then allocates it on their NUMA node.
+        weights = load_weights(split.spec, shares, own, self._group.run, progress, self.members)
+        arenas = self._group.run(lambda index: cache.arena(self.members[index], own[index].device))
+        self.devices = [
+            DeviceRunner(
+                own[index],
+                weights[index],
+                arenas[index],
+                build=partial(_graph_of, split, device),
+                collectives=CollectiveKernel(self._group.lines[index]),
+                n_weight_bytes=weight_bytes(shares[index]),
+            )
+            for index, device in enumerate(self.members)
+        ]
+        self._steps: OrderedDict[BatchShape, _Step] = OrderedDict()
+        self.n_plans = 0  # batch shapes that were planned so far
+
+    def run(
+        self,
+        shape: BatchShape,
+        batch: PlacedBatch,
+        inputs: Mapping[str, torch.Tensor],
+        copies: Sequence[BlockCopy],
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """The outputs of each device. `shape`: the batch's own, or with more rows. `copies` are made first."""
+        step = self.prepare(shape)
+        if step.joint is not None:
+            return step.joint.run([device.begin(batch, inputs, copies) for device in self.devices])
+        return self._group.run(
+            lambda index: step.executables[index].run(self.devices[index].begin(batch, inputs, copies))
+        )
+
+    def prepare(self, shape: BatchShape) -> _Step:
+        """The plans of all devices for a batch shape. They are kept."""
+        if shape in self._steps:
+            self._steps.move_to_end(shape)
+        else:
+            executables = self._group.run(lambda index: self.devices[index].prepare(shape))
+            self._steps[shape] = _Step(executables, join(executables) if self._is_whole_crew else None)
+            self.n_plans += 1
+            if len(self._steps) > _MAX_STEPS:
+                self._steps.popitem(last=False)
+        return self._steps[shape]
+
+    def store_random(self, batch: Sequence[GroupBatch]) -> None:
+        """Fills a batch's slots with random keys and values."""
+        for arena in self.arenas:
+            arena.store_random(batch)
+
+    def shift(self, shifts: Sequence[BlockShift]) -> None:
+        """Moves cached K/V to earlier positions, immediately."""
+        self._group.run(lambda index: self.devices[index].shift(shifts))
+
+    def require_shift(self) -> None:
+        """CacheError if this model's keys cannot move to other positions."""
+        for device in self.devices:
+            _ = device.key_rotator
+
+    def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
+        """Releases the memory of empty blocks. `emptied`: blocks of each cache group; see Arena.give_back."""
+        for device in self.devices:
+            device.arena.give_back(emptied)
+
+    def gather(self, layer: int, slots: torch.Tensor) -> list[tuple[dict[str, torch.Tensor], ...]]:
+        """K and V of each device's heads of a layer; see Arena.gather."""
+        return [arena.gather(layer, slots) for arena in self.arenas]
+
+    def scatter(self, layer: int, slots: torch.Tensor, parts: Sequence[Sequence[Planes]]) -> None:
+        """The reverse of `gather`."""
+        for arena, planes in zip(self.arenas, parts, strict=True):
+            arena.scatter(layer, slots, planes)
+
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes by purpose, for each device."""
+        return [
+            {
+                "weights": device.n_weight_bytes,
+                "kv_cache": device.arena.n_bytes,
+                "activations": max(
+                    (s.executables[i].n_activation_bytes for s in self._steps.values()), default=0
+                ),
+            }
+            for i, device in enumerate(self.devices)
+        ]
+
+    def cache_bytes(self) -> list[CacheBytes]:
+        """The bytes of each device's part of the cache."""
+        return [CacheBytes(tuple(arena.group_bytes()), arena.n_resident) for arena in self.arenas]
+
+    @property
+    def arenas(self) -> list[Arena]:
+        """The arena of each device."""
+        return [device.arena for device in self.devices]
+
+    def close(self) -> None:
+        self._group.close()
+        self._steps.clear()
+        self.devices.clear()
+
+
+def _graph_of(split: ModelSplit, device: int, shape: BatchShape) -> Graph:
+    return split.share(device, shape).graph
