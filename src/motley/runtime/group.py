@@ -1,7 +1,7 @@
 """Devices that work on one batch together, and their communication.
 
-`Communicator` is the whole interface; each device has one. `ThreadGroup` is the in-process implementation, with one
-thread for each device; an implementation with processes is possible.
+`Communicator` is the whole interface; each device has one. `ThreadGroup` is the implementation within a process, with
+one thread for each device; `runtime.hosts.mesh` has the implementation for devices of several processes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from motley.backends import Rendezvous
 from motley.errors import DeviceError, MotleyError
+from motley.graph import F32, I32, Shape, Tensor
 from motley.ownership import Word
 from motley.plan import Launch, Single, Stage
 from motley.split.collectives import (
@@ -33,6 +35,28 @@ from motley.split.collectives import (
 )
 
 T = TypeVar("T")
+_DTYPES = {F32: torch.float32, I32: torch.int32}
+
+
+@dataclass(eq=False, slots=True)
+class PartSizes:
+    """The shape of each device's part in one collective (None: it sends nothing), and the type of all parts."""
+
+    shapes: tuple[Shape | None, ...]
+    dtype: torch.dtype
+    follower: PartSizes | None = None  # of the next collective of the same plan, once it is known
+
+    @staticmethod
+    def of(node: Tensor, n_devices: int) -> PartSizes:
+        """For a collective of all devices."""
+        op, dtype = node.op, _DTYPES[node.dtype]
+        if isinstance(op, Broadcast):
+            return PartSizes(tuple(op.size if d == op.root else None for d in range(n_devices)), dtype)
+        shape = node.inputs[0].shape
+        if isinstance(op, AllGather):
+            counts = [op.word.count(device) for device in range(n_devices)]
+            return PartSizes(tuple((*shape[: op.axis], n, *shape[op.axis + 1 :]) for n in counts), dtype)
+        return PartSizes((shape,) * n_devices, dtype)
 
 
 class Communicator(Protocol):
@@ -40,15 +64,16 @@ class Communicator(Protocol):
     the receiver of a message call `send` and `receive`.
     """
 
-    device: int
+    device: int  # its number in the crew
+    n_devices: int  # of the crew
 
-    def exchange(self, part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    def exchange(self, part: torch.Tensor | None, sizes: PartSizes) -> Sequence[torch.Tensor | None]:
         """The tensors of all devices, in the order of devices. They may be read until the next call."""
         ...
 
     def send(self, tensor: torch.Tensor, target: int) -> None: ...
 
-    def receive(self, source: int) -> torch.Tensor: ...
+    def receive(self, source: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class CollectiveKernel:
@@ -67,22 +92,28 @@ class CollectiveKernel:
 
     def prepare(self, stage: Stage) -> Launch:
         assert isinstance(stage, Single)
-        op, line = stage.node.op, self._line
+        node, op, line = stage.node, stage.node.op, self._line
+        is_message = isinstance(op, Send | Receive)
+        sizes = None if is_message else PartSizes.of(node, line.n_devices)
+
+        def exchange(part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+            assert sizes is not None
+            return line.exchange(part, sizes)
 
         def launch(inputs: Sequence[Any], out: Any) -> Any:
             match op:
                 case AllReduce():
-                    _sum_into(out, line.exchange(inputs[0]))
+                    _sum_into(out, exchange(inputs[0]))
                 case ReduceScatter(axis, word, device):
-                    _sum_into(out, [take(_some(t), axis, word, device) for t in line.exchange(inputs[0])])
+                    _sum_into(out, [take(_some(t), axis, word, device) for t in exchange(inputs[0])])
                 case AllGather(axis, word):
-                    _join_into(out, line.exchange(inputs[0]), axis, word)
+                    _join_into(out, exchange(inputs[0]), axis, word)
                 case Broadcast(root, _):
-                    out.copy_(line.exchange(inputs[0] if inputs else None)[root])
+                    out.copy_(exchange(inputs[0] if inputs else None)[root])
                 case Send(_, target):
                     line.send(inputs[0], target)
-                case Receive(source, _, _):
-                    out.copy_(line.receive(source))
+                case Receive(source, _, size, kind):
+                    out.copy_(line.receive(source, size, _DTYPES[kind]))
             return out
 
         return launch
@@ -272,10 +303,13 @@ class _Line:
     def __init__(self, group: ThreadGroup, device: int) -> None:
         self._group = group
         self.device = device
+        self.n_devices = len(group._workers)
         self.rendezvous = None if group.rendezvous is None else (group.rendezvous, device)
         self.n_exchanges = 0
 
-    def exchange(self, part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    def exchange(
+        self, part: torch.Tensor | None, sizes: PartSizes | None = None
+    ) -> Sequence[torch.Tensor | None]:
         slots = self._group._slots[self.n_exchanges % 2]
         self.n_exchanges += 1
         slots[self.device] = None if part is None else part.clone()
@@ -285,7 +319,7 @@ class _Line:
     def send(self, tensor: torch.Tensor, target: int) -> None:
         self._group._mail[self.device, target].put(tensor.clone())
 
-    def receive(self, source: int) -> torch.Tensor:
+    def receive(self, source: int, shape: Shape = (), dtype: torch.dtype | None = None) -> torch.Tensor:
         tensor = self._group._mail[source, self.device].get()
         if tensor is None:
             raise _AbortedError
