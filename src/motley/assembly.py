@@ -28,6 +28,9 @@ from motley.runtime import (
 )
 from motley.runtime.budget import require_host_memory
 from motley.runtime.defaults import batch_sizes, choose_context, chosen_crew
+from motley.runtime.hosts.opening import Opening
+from motley.runtime.hosts.protocol import read_secret
+from motley.runtime.hosts.remote import Hosts
 from motley.runtime.notices import notices
 from motley.runtime.warming import KernelWarmer, WarmUp
 from motley.text import Tokenizer
@@ -51,6 +54,7 @@ class Options:
     device_memory: str | Sequence[str | int] | None = None
     kv_rotation: bool = True
     split_experts: str = "auto"
+    secret_file: str | os.PathLike[str] | None = None  # of workers on other hosts
     n_expert_used: int | None = None
     n_layer_exit: int | None = None
     spec: str = "off"
@@ -154,7 +158,15 @@ def load_model(
         reading = undo.enter_context(ThreadPoolExecutor(1)).submit(Tokenizer.from_spec, spec)
         warmer = KernelWarmer(split, backends, fit.plan, n_batch=n_batch, n_parallel=n_parallel)
         undo.callback(warmer.close)
-        runner = Runner(split, backends, fit.plan, n_threads=options.n_threads, progress=progress)
+        hosts = None
+        if crew.hosts:
+            opening = Opening.of(split, fit.plan, backends, n_batch)
+            hosts = Hosts(opening, fit.plan, crew.hosts, read_secret(options.secret_file))
+            undo.callback(hosts.close)
+            hosts.open()
+        runner = Runner(
+            split, backends, fit.plan, n_threads=options.n_threads, progress=progress, hosts=hosts
+        )
         undo.callback(runner.close)
         tokenizer = reading.result()
         warm_up = warmer.warm(runner, compiling)
@@ -182,6 +194,7 @@ def load_model(
     details = tuple(
         f"{device.name}: {detail}"
         for device, runs in zip(crew.devices, backends, strict=True)
+        if device.host is None
         for detail in runs.details
     )
     return LoadedModel(

@@ -10,6 +10,7 @@ MotleyError
 ├── SplitError        a split that no rule of an op allows
 ├── PlanError         no kernel or not enough memory for a plan
 ├── DeviceError       a device that is unknown, missing or has failed
+│   └── LostWorkerError   a worker process of the crew that has ended or does not answer
 ├── CacheError        a KV cache request that can never be fulfilled
 └── RequestError      a generation request that cannot be served
 
@@ -74,6 +75,15 @@ class PlanError(MotleyError):
 
 class DeviceError(MotleyError):
     """A device that is unknown, missing or has failed."""
+
+
+class LostWorkerError(DeviceError):
+    """A worker process of the crew that has ended or does not answer: its host, and the reason."""
+
+    def __init__(self, host: str, why: str, *, hint: str | None = None) -> None:
+        super().__init__(f"lost the worker {host}: {why}", hint=hint)
+        self.host = host
+        self.why = why
 
 
 class CacheError(MotleyError):

@@ -81,6 +81,7 @@ class LLM:
         tensor_split: str | Sequence[float] | None = None,
         device_memory: str | Sequence[str | int] | None = None,
         split_experts: str = "auto",
+        secret_file: str | os.PathLike[str] | None = None,
         n_expert_used: int | None = None,
         n_layer_exit: int | None = None,
         spec: str = "off",
@@ -108,6 +109,8 @@ class LLM:
         `devices="cpu,cpu"`, `split_mode="tensor"` (or "layer"), `tensor_split=(3, 1)`: share the model over devices;
         `device_memory=("2GiB", "1GiB")`: what each may use at most. `devices="cpu:0-7,cpu:8+10"` or `"cpu:node0"`: each
         keeps to these cores, or to a NUMA node's. `n_threads`: over all devices that name no cores.
+        `devices="cpu,cpu@10.0.0.2:29400"`: a device of a worker process (`motley worker`) on another host, or on this
+        one; `secret_file`: the secret of the workers.
         `split_experts`: in tensor mode, "ffn" cuts every expert, "whole" gives each device whole ones. `n_expert_used`,
         `n_layer_exit`: what requests use that do not say (see SamplingParams).
         `spec`, `draft_max`, `draft_min`: which drafters guess tokens of requests that do not say, and the most and the
@@ -138,6 +141,7 @@ class LLM:
             device_memory=device_memory,
             kv_rotation=kv_rotation,
             split_experts=split_experts,
+            secret_file=secret_file,
             n_expert_used=n_expert_used,
             n_layer_exit=n_layer_exit,
             spec=spec,

@@ -52,6 +52,10 @@ COMMANDS = {
         "motley.cli.devices:devices",
         "Show the devices of this machine: name, memory, cores, instruction set.",
     ),
+    "worker": (
+        "motley.cli.worker:worker",
+        "Lend this machine's devices to a Motley on this or another machine.",
+    ),
     "warm": (
         "motley.cli.warm:warm",
         "Compile a model's kernels for this machine's GPUs ahead of its first use.",

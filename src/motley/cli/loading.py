@@ -36,6 +36,7 @@ class DeviceOptions:
     tensor_split: options.TensorSplit = None
     device_memory: options.DeviceMemory = None
     split_experts: options.SplitExperts = "auto"
+    secret_file: options.SecretFile = None
 
     def placed(self, path: Path) -> Self:
         """The same with -ngl and -mg as devices and proportions, for the model in `path`."""

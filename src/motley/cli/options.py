@@ -139,7 +139,7 @@ Device = Annotated[
         "--device",
         text="Comma-separated devices that share the model: cpu, cuda:0. auto: all GPUs, or the CPU if there are none. "
         "The same device twice makes two virtual devices. cpu:0-7, cpu:0+2+4 and cpu:node0 use those cores only, with "
-        "one thread on each.",
+        "one thread on each. cpu@10.0.0.2:29400 is a device of a worker process (motley worker).",
         panel=_CREW,
         metavar="NAMES",
     ),
@@ -204,6 +204,16 @@ SplitExperts = Annotated[
         "gets whole experts; auto: whichever is closer to the proportions.",
         panel=_CREW,
         metavar="WAY",
+    ),
+]
+
+SecretFile = Annotated[
+    Path | None,
+    _flag(
+        "--secret-file",
+        text="The secret that this process and workers on other hosts share. Only the user may be able to read it.",
+        panel=_CREW,
+        metavar="FILE",
     ),
 ]
 

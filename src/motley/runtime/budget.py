@@ -46,7 +46,7 @@ def room_for_cache(
             )
         room.append(None if device.memory is None else device.memory - need.total)
     for name, backend in {
-        device.name: b for device, b in zip(split.crew.devices, backends, strict=True)
+        device.name: b for device, b in zip(split.crew.devices, backends, strict=True) if device.host is None
     }.items():
         free = backend.free_bytes()
         for index, n_bytes in _shared_room(split, needs, name, free).items():
@@ -61,7 +61,7 @@ def _shared_room(
     """By device: its share of what the `free` bytes of its hardware leave for the caches of all devices on it."""
     if free is None:
         return {}
-    members = [index for index, device in enumerate(split.crew.devices) if device.name == name]
+    members = [index for index, device in enumerate(split.crew.devices) if device.full_name == name]
     total = sum(needs[index].total for index in members)
     if total > free:
         wants = "; ".join(f"{split.crew.label(index)} needs {needs[index]}" for index in members)
@@ -80,7 +80,11 @@ def require_host_memory(crew: Crew, plan: CachePlan) -> None:
     Linux would grant the allocation and kill the process when the pages are used. A demand-paged cache may reserve more
     addresses than there is memory, but the lists of its blocks have to fit.
     """
-    n_bytes = sum(plan.n_bytes(index) for index, device in enumerate(crew.devices) if not device.is_gpu)
+    n_bytes = sum(
+        plan.n_bytes(index)
+        for index, device in enumerate(crew.devices)
+        if not device.is_gpu and device.host is None
+    )
     memory = host_bytes()
     if memory is not None and n_bytes > memory and not plan.config.demand_paged:
         raise CacheError(

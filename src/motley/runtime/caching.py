@@ -128,10 +128,7 @@ def plan_cache(
     Full-attention layers get as many tokens as the limit allows, by default all that `n_parallel` sequences of
     `n_ctx` tokens can use. Sliding-window layers get what the windows of those sequences need.
     """
-    heads = tuple(_heads(share.graph) for share in shares)
-    head_dim = next(node.shape[1] for node in graph.inputs if node.dtype == CACHE)
-    groups = _groups(graph)
-    plan = CachePlan(config, head_dim, groups, heads)
+    plan = plan_layout(graph, shares, config)
     size = config.block_size
     most = n_parallel * -(-n_ctx // size)
     if config.max_tokens is not None:
@@ -160,6 +157,13 @@ def plan_cache(
             hint="raise --kv-cache-bytes or --device-memory, or choose a smaller cache type or block",
         )
     return sized(n_blocks)
+
+
+def plan_layout(graph: Graph, shares: Sequence[LocalGraph], config: CacheConfig) -> CachePlan:
+    """The layout of the cache, without blocks."""
+    heads = tuple(_heads(share.graph) for share in shares)
+    head_dim = next(node.shape[1] for node in graph.inputs if node.dtype == CACHE)
+    return CachePlan(config, head_dim, _groups(graph), heads)
 
 
 def plan_for_one(plan: CachePlan, n_tokens: int, n_batch: int) -> CachePlan:

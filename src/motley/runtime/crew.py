@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,6 +14,10 @@ from motley.runtime.cores import parse_cores
 from motley.split.placement import AUTO, EXPERT_SPLITS, LAYER, NONE, SPLIT_MODES
 from motley.units import parse_bytes
 
+DEFAULT_PORT = 29400  # of workers
+_REMOTE_NAME = re.compile(r"cpu(:[0-9a-z+-]+)?|cuda:[0-9]{1,3}")
+_ADDRESS = re.compile(r"(\[(?P<v6>[0-9a-fA-F:.%]+)\]|(?P<host>[^:\[\]@/\s]+))(:(?P<port>[0-9]{1,5}))?")
+
 
 @dataclass(frozen=True)
 class Device:
@@ -21,6 +26,12 @@ class Device:
     name: str
     memory: int | None = None  # bytes it may use; None: as much as there is
     cores: tuple[int, ...] = ()  # one for each of its threads, which are pinned to it; empty: any core
+    host: str | None = None  # address and port of the worker process that has it; None: this process
+
+    @property
+    def full_name(self) -> str:
+        """The name as the user gives it: `cpu`, `cuda:0@10.0.0.2:29400`."""
+        return self.name if self.host is None else f"{self.name}@{self.host}"
 
     @property
     def is_gpu(self) -> bool:
@@ -41,9 +52,24 @@ class Crew:
 
     def label(self, index: int) -> str:
         """The name of a device in messages: `cpu`, or `cpu#1` if several devices have this name."""
-        name = self.devices[index].name
-        is_alone = sum(device.name == name for device in self.devices) == 1
+        name = self.devices[index].full_name
+        is_alone = sum(device.full_name == name for device in self.devices) == 1
         return name if is_alone else f"{name}#{index}"
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The workers of other processes, in the order of their first devices."""
+        return tuple(dict.fromkeys(device.host for device in self.devices if device.host is not None))
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The rank of each device's process: 0 is this one, then the workers in the order of `hosts`."""
+        hosts = self.hosts
+        return tuple(0 if device.host is None else 1 + hosts.index(device.host) for device in self.devices)
+
+    def members(self, rank: int) -> tuple[int, ...]:
+        """The devices of a process."""
+        return tuple(device for device, owner in enumerate(self.owners) if owner == rank)
 
     def threads(self, asked: int | None, members: Sequence[int] | None = None) -> list[int]:
         """The number of threads of each device: one for each of its cores. Devices without cores share the rest of
@@ -76,7 +102,7 @@ def make_crew(
     split_experts: str = AUTO,
 ) -> Crew:
     """A checked crew with defaults. Shares default to the memory budgets; without budgets, to equal shares."""
-    names = _names(devices)
+    names, hosts = _names(devices)
     mode = split_mode or (NONE if len(names) == 1 else LAYER)
     if mode not in SPLIT_MODES:
         raise ConfigError(f"unknown split mode {mode!r}", hint=f"there are: {', '.join(SPLIT_MODES)}")
@@ -91,28 +117,58 @@ def make_crew(
         )
     shares = _shares(tensor_split, budgets, len(names))
     memory: Sequence[int | None] = budgets or [None] * len(names)
-    crew = tuple(map(Device, names, memory, _cores(names)))
+    crew = tuple(map(Device, names, memory, _cores(names, hosts), hosts))
+    if hosts[0] is not None:
+        raise DeviceError(
+            f"the first device, {crew[0].full_name}, is not of this machine",
+            hint="name one of this machine first, with share 0 (-ts 0,1) if it shall have no weights",
+        )
     return Crew(crew[:1], mode, (Fraction(1),)) if mode == NONE else Crew(crew, mode, shares, split_experts)
 
 
-def _names(devices: str | Sequence[str]) -> list[str]:
+def _names(devices: str | Sequence[str]) -> tuple[list[str], list[str | None]]:
+    """The name of each device on its host, and its host."""
     known = known_devices()
-    names = ["cuda:0" if name == "cuda" else name for name in _listed(devices)]
+    names, hosts = [], []
+    for given in _listed(devices):
+        name, _, address = given.partition("@")
+        names.append("cuda:0" if name == "cuda" else name)
+        hosts.append(join_address(*parse_address(address)) if "@" in given else None)
     if not names:
         raise DeviceError("no devices were named", hint=f"there are: {', '.join(known)}")
-    for name in names:
-        if name not in known and not name.startswith("cpu:"):
+    for name, host in zip(names, hosts, strict=True):
+        if host is not None and not _REMOTE_NAME.fullmatch(name):
+            raise DeviceError(f"unknown device {name!r} of {host}", hint="a worker has cpu, cuda:0, …")
+        if host is None and name not in known and not name.startswith("cpu:"):
             blind = "; torch sees no GPU" if name.startswith("cuda") and known == ("cpu",) else ""
             raise DeviceError(f"unknown device {name!r}", hint=f"there are: {', '.join(known)}{blind}")
-    return names
+    return names, hosts
 
 
-def _cores(names: Sequence[str]) -> list[tuple[int, ...]]:
-    """The cores of each device, from names such as `cpu:0-7`.
+def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
+    """Host and port of `10.0.0.2:29400`, `host` or `[::1]:29400`."""
+    match = _ADDRESS.fullmatch(text.strip())
+    port = int(match["port"] or default_port) if match else -1
+    if match is None or not 0 <= port < 1 << 16:
+        raise ConfigError(f"{text!r} is no address of a worker", hint="for example 10.0.0.2:29400")
+    return match["v6"] or match["host"], port
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def device_cores(name: str) -> tuple[int, ...]:
+    """The cores in a device's name, such as `cpu:0-7`, on this machine; empty: any."""
+    return parse_cores(name.removeprefix("cpu:")) if name.startswith("cpu:") else ()
+
+
+def _cores(names: Sequence[str], hosts: Sequence[str | None]) -> list[tuple[int, ...]]:
+    """The cores of each device of this machine, from names such as `cpu:0-7`.
 
     Two devices may not share a core: each would wait in collectives while the other needs the core.
     """
-    cores = [parse_cores(name.removeprefix("cpu:")) if name.startswith("cpu:") else () for name in names]
+    cores = [device_cores(name) if host is None else () for name, host in zip(names, hosts, strict=True)]
     owners: dict[int, str] = {}
     for name, own in zip(names, cores, strict=True):
         for core in own:

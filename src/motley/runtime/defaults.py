@@ -147,7 +147,7 @@ def _host_tokens(plan: CachePlan, split: ModelSplit, is_limited: bool) -> int:
     n_bytes = sum(
         plan.block_bytes(index, group)
         for index, device in enumerate(split.crew.devices)
-        if not device.is_gpu
+        if not device.is_gpu and device.host is None
         for group in plan.groups
     )
     if memory is None or not n_bytes or is_limited:

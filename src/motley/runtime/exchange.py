@@ -107,7 +107,7 @@ def identity_of(split: ModelSplit, plan: CachePlan, salt: bytes = b"") -> Identi
     """
     params, options = split.params, split.options
     return Identity(
-        model=_fingerprint(split, salt),
+        model=fingerprint(split, salt),
         cache_type_k=plan.config.k_type.name,
         cache_type_v=plan.config.v_type.name,
         k_rotation=options.k_rotation,
@@ -118,7 +118,7 @@ def identity_of(split: ModelSplit, plan: CachePlan, salt: bytes = b"") -> Identi
     )
 
 
-def _fingerprint(split: ModelSplit, salt: bytes) -> str:
+def fingerprint(split: ModelSplit, salt: bytes = b"") -> str:
     """A hash of the parameters, of the ropes (they may depend on the context size) and of samples of all weights."""
     state = blake2b(digest_size=32)
     state.update(repr(split.params).encode() + salt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,9 +16,12 @@ from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import N_EXPERT_USED, BatchShape, ExpertParams
 from motley.runtime.batch import Batch, PlacedBatch
 from motley.runtime.caching import CachePlan
+from motley.runtime.hosts.remote import Hosts
 from motley.runtime.loading import Progress
 from motley.runtime.splitting import ModelSplit
 from motley.runtime.worker import CacheBytes, Planes, Worker
+
+T = TypeVar("T")
 
 
 class Runner:
@@ -31,12 +35,24 @@ class Runner:
         *,
         n_threads: int | None = None,
         progress: Progress | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
+        """`backends`: of all devices. `hosts`: the workers of devices in other processes, already opened."""
         self._experts = split.params.experts
         self._is_demand_paged = cache.config.demand_paged
         self.n_runs = 0  # number of runs so far: logits are valid until it changes
         self._backends = list(backends)
-        self.local = Worker(split, dict(enumerate(backends)), cache, n_threads=n_threads, progress=progress)
+        self._hosts = hosts
+        own = {device: backends[device] for device in split.crew.members(0)}
+        link = None if hosts is None else hosts.link
+        self.local = Worker(split, own, cache, n_threads=n_threads, progress=progress, link=link)
+        self._owners = split.crew.owners
+        if hosts is not None:
+            try:
+                hosts.connect(progress)
+            except BaseException:
+                self.local.close()
+                raise
 
     def place(self, batch: Batch, manager: CacheManager) -> PlacedBatch:
         """The batch with its slots, block tables and other inputs. Its slots must be reserved before, and must not
@@ -66,7 +82,13 @@ class Runner:
         self.n_runs += 1
         given = tokens if isinstance(tokens, torch.Tensor) else _int32(tokens)
         inputs = {"tokens": given, **batch.inputs}
-        outputs = self.local.run(self._padded(batch.shape), batch, inputs, copies)
+        shape = self._padded(batch.shape)
+        if self._hosts is None:
+            outputs = self.local.run(shape, batch, inputs, copies)
+        else:
+            with self._hosts.guarded():
+                self._hosts.run(shape, batch, inputs, copies)
+                outputs = self.local.run(shape, batch, inputs, copies)
         return outputs[0][0][: batch.shape.n_outputs]
 
     @property
@@ -82,7 +104,7 @@ class Runner:
         """
         gpus = {backend.device for backend in self._backends}
         is_one_gpu = len(gpus) == 1 and all(gpu.type == "cuda" for gpu in gpus)
-        return is_one_gpu and not self._is_demand_paged
+        return is_one_gpu and not self._is_demand_paged and self._hosts is None
 
     def _padded(self, shape: BatchShape) -> BatchShape:
         """The shape that plans are made for: rows are rounded up to a bucket, if all devices have the same buckets."""
@@ -96,37 +118,58 @@ class Runner:
     def store_random(self, manager: CacheManager, sequence: int, n_tokens: int) -> None:
         """Fills the next slots of a sequence with random keys and values. The slots must be reserved before."""
         batch = group_batches(manager, [Extent(sequence, manager.n_tokens(sequence), n_tokens)])
+        if self._hosts is not None:
+            self._hosts.store_random(batch)
         self.local.store_random(batch)
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
         """Moves cached K/V to earlier positions, immediately."""
+        if self._hosts is not None:
+            self._hosts.shift(shifts)
         self.local.shift(shifts)
 
     def require_shift(self) -> None:
         """CacheError if this model's keys cannot move to other positions."""
         self.local.require_shift()
+        if self._hosts is not None:
+            self._hosts.require_shift()
 
     def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
         """Releases the memory of empty blocks. `emptied`: blocks of each cache group; see Arena.give_back."""
+        if self._hosts is not None:
+            self._hosts.give_back(emptied)
         self.local.give_back(emptied)
 
     def gather(self, layer: int, slots: torch.Tensor) -> list[tuple[dict[str, torch.Tensor], ...]]:
         """K and V of each device's heads of a layer; see Arena.gather."""
-        return self.local.gather(layer, slots)
+        others = [] if self._hosts is None else [w.gather(layer, slots) for w in self._hosts.workers]
+        return self._in_order([self.local.gather(layer, slots), *others])
 
     def scatter(self, layer: int, slots: torch.Tensor, parts: Sequence[Sequence[Planes]]) -> None:
         """The reverse of `gather`."""
-        self.local.scatter(layer, slots, parts)
+        workers = [] if self._hosts is None else self._hosts.workers
+        for rank, scatter in enumerate((self.local.scatter, *(worker.scatter for worker in workers))):
+            own = [part for part, owner in zip(parts, self._owners, strict=True) if owner == rank]
+            scatter(layer, slots, own)
 
     def memory(self) -> list[dict[str, int]]:
         """Bytes by purpose, for each device."""
-        return self.local.memory()
+        others = [] if self._hosts is None else [worker.memory()[0] for worker in self._hosts.workers]
+        return self._in_order([self.local.memory(), *others])
 
     def cache_bytes(self) -> list[CacheBytes]:
         """The bytes of each device's part of the cache."""
-        return self.local.cache_bytes()
+        others = [] if self._hosts is None else [worker.memory()[1] for worker in self._hosts.workers]
+        return self._in_order([self.local.cache_bytes(), *others])
+
+    def _in_order(self, results: Sequence[Sequence[T]]) -> list[T]:
+        """The results of each process's devices, in the order of the crew's devices."""
+        left = [iter(own) for own in results]
+        return [next(left[owner]) for owner in self._owners]
 
     def close(self) -> None:
+        if self._hosts is not None:
+            self._hosts.close()
         self.local.close()
         self._backends.clear()
 

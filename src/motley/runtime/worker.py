@@ -17,7 +17,8 @@ from motley.models import BatchShape
 from motley.runtime.batch import PlacedBatch
 from motley.runtime.caching import CachePlan
 from motley.runtime.device import DeviceRunner
-from motley.runtime.group import CollectiveKernel, ThreadGroup
+from motley.runtime.group import CollectiveKernel, Communicator, ThreadGroup
+from motley.runtime.hosts.mesh import MeshLine, MeshLink
 from motley.runtime.loading import Progress, load_weights, weight_bytes
 from motley.runtime.splitting import ModelSplit
 
@@ -60,17 +61,23 @@ class Worker:
         *,
         n_threads: int | None = None,
         progress: Progress | None = None,
+        link: MeshLink | None = None,
     ) -> None:
-        """`backends`: by the device's number in the crew. `n_threads`: of all devices of this process."""
+        """`backends`: by the device's number in the crew. `n_threads`: of all devices of this process. `link`: to the
+        other processes of the crew, if there are any.
+        """
         self.members = tuple(backends)
-        self._is_whole_crew = len(self.members) == len(split.crew)
+        self._link = link
         own = [backends[device] for device in self.members]
         shares = [split.share(device, BatchShape(1, 1)) for device in self.members]
         threads = split.crew.threads(n_threads, self.members)
         cores = [split.crew.devices[device].cores for device in self.members]
         for backend, count, bound in zip(own, threads, cores, strict=True):
             backend.use_threads(count, bound)
-        self._group = ThreadGroup(threads, cores, make_rendezvous(own) if self._is_whole_crew else None)
+        self._group = ThreadGroup(threads, cores, make_rendezvous(own) if link is None else None)
+        lines: Sequence[Communicator] = self._group.lines
+        if link is not None:
+            lines = [MeshLine(self._group, index, self.members, link) for index in range(len(own))]
         # Each device's own threads touch its memory first: Linux then allocates it on their NUMA node.
         weights = load_weights(split.spec, shares, own, self._group.run, progress, self.members)
         arenas = self._group.run(lambda index: cache.arena(self.members[index], own[index].device))
@@ -80,7 +87,7 @@ class Worker:
                 weights[index],
                 arenas[index],
                 build=partial(_graph_of, split, device),
-                collectives=CollectiveKernel(self._group.lines[index]),
+                collectives=CollectiveKernel(lines[index]),
                 n_weight_bytes=weight_bytes(shares[index]),
             )
             for index, device in enumerate(self.members)
@@ -97,6 +104,8 @@ class Worker:
     ) -> list[tuple[torch.Tensor, ...]]:
         """The outputs of each device. `shape`: the batch's own, or with more rows. `copies` are made first."""
         step = self.prepare(shape)
+        if self._link is not None:
+            self._link.mesh.begin()
         if step.joint is not None:
             return step.joint.run([device.begin(batch, inputs, copies) for device in self.devices])
         return self._group.run(
@@ -109,7 +118,7 @@ class Worker:
             self._steps.move_to_end(shape)
         else:
             executables = self._group.run(lambda index: self.devices[index].prepare(shape))
-            self._steps[shape] = _Step(executables, join(executables) if self._is_whole_crew else None)
+            self._steps[shape] = _Step(executables, join(executables) if self._link is None else None)
             self.n_plans += 1
             if len(self._steps) > _MAX_STEPS:
                 self._steps.popitem(last=False)

@@ -1,0 +1,9 @@
+"""Crews whose devices are in several processes, on one host or on several.
+
+* `protocol`: authenticated messages over a TCP connection, the control connection of rank 0 and a worker
+* `messages`: what these messages contain: steps, shifts, parts of the cache
+* `mesh`: the connections between all processes (torch.distributed, Gloo), and collectives over them
+* `opening`: the model, the crew and the cache that a worker is asked to run
+* `remote`: rank 0's side, a `RemoteWorker` for each worker process
+* `serving`: the worker's side
+"""

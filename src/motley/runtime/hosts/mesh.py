@@ -1,0 +1,298 @@
+"""Connections between the processes of a crew, and collectives over them.
+
+Tensors travel over Gloo's point-to-point messages, one for each pair of processes and collective. Every process gets
+the parts of all devices and sums them in the order of devices: the same bits as in one process. Nothing that is
+received is interpreted: the number of bytes of each message follows from the plan.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import stat
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from motley.errors import DeviceError
+from motley.graph import Shape
+from motley.runtime.group import PartSizes, ThreadGroup
+
+_MAX_WAIT = timedelta(days=1)  # a lost process is found by the control connection, which then calls `abort`
+_CONNECT_SECONDS = 30
+_MAX_IN_FLIGHT = 4  # sends that may still be under way
+_EXCHANGE_TAG, _FIRST_MESSAGE_TAG = 1, 2
+
+Publish = Callable[[str, bytes], None]  # a key and its value, to all other processes
+Lookup = Callable[[str], bytes]  # waits for another process's value
+
+
+class MailStore(dist.Store):  # type: ignore[misc, name-defined]
+    """The store by which Gloo's processes find each other. Its values travel over the control connections."""
+
+    def __init__(self, publish: Publish, lookup: Lookup) -> None:
+        super().__init__()
+        self._publish, self._lookup = publish, lookup
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self.values[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._publish(key, self.values[key])
+
+    def get(self, key: str) -> bytes:
+        if key not in self.values:
+            self.values[key] = self._lookup(key)
+        return self.values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class _Posted:
+    """Receives that were posted before their collective."""
+
+    sizes: PartSizes
+    works: list[Any]
+    buffers: dict[int, torch.Tensor]  # by rank
+
+
+class Mesh:
+    """This process's connections to all other processes of the crew. `owners`: the rank of each device's process."""
+
+    def __init__(
+        self, rank: int, owners: Sequence[int], address: str, publish: Publish, lookup: Lookup
+    ) -> None:
+        """`address`: this host's address on the network of the crew; Gloo listens nowhere else."""
+        self.rank = rank
+        self.owners = tuple(owners)
+        self._peers = [r for r in range(max(owners) + 1) if r != rank]
+        self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()
+        self._posted: _Posted | None = None
+        self._latest: PartSizes | None = None  # the latest collective of this step
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its methods
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=_CONNECT_SECONDS)
+        options._threads = 1
+        store = MailStore(publish, lookup)
+        try:
+            options._devices = [gloo.create_device(hostname=address)]
+            self._gloo = gloo(store, rank, len(self._peers) + 1, options)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"the processes of the crew cannot reach each other: {_first_line(error)}"
+            ) from error
+        self._sockets = _sockets_of(store.values.values())
+
+    def abort(self) -> None:
+        """Ends all connections: whichever thread waits for another process fails now. May be called by any thread.
+
+        Gloo has no way to cancel a receive. It reports a closed connection at once, so its sockets are shut down.
+        """
+        for own in self._sockets:
+            with suppress(OSError):
+                own.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.abort()
+        for own in self._sockets:
+            own.close()
+        self._sockets = []
+        self._in_flight.clear()
+        self._posted = None
+
+    def begin(self) -> None:
+        """Starts a step."""
+        self._latest = None
+
+    def exchange(self, own: Sequence[torch.Tensor | None], sizes: PartSizes) -> list[torch.Tensor | None]:
+        """The parts of all devices from those of this process, in the order of devices."""
+        posted = self._take_posted(sizes)
+        given = [part.detach().to("cpu", sizes.dtype).flatten() for part in own if part is not None]
+        data = torch.cat(given) if given else torch.empty(0, dtype=sizes.dtype)
+        if data.numel():
+            for rank in self._peers:
+                self._send(data, rank, _EXCHANGE_TAG)
+        for work in posted.works:
+            work.wait(_MAX_WAIT)
+        self._post_follower(sizes)
+        return self._in_order(sizes, {self.rank: data, **posted.buffers})
+
+    def send(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        """Sends a tensor from a device of this process to a device of another one."""
+        data = tensor.detach().to("cpu", copy=True).flatten()
+        if data.numel():
+            self._send(data, self.owners[target], self._tag(source, target))
+
+    def receive(self, source: int, target: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        buffer = torch.empty(shape, dtype=dtype)
+        if buffer.numel():
+            tag = self._tag(source, target)
+            self._gloo.recv([buffer.flatten()], self.owners[source], tag).wait(_MAX_WAIT)
+        return buffer
+
+    def _tag(self, source: int, target: int) -> int:
+        return _FIRST_MESSAGE_TAG + source * len(self.owners) + target
+
+    def _send(self, data: torch.Tensor, rank: int, tag: int) -> None:
+        while len(self._in_flight) >= _MAX_IN_FLIGHT * len(self._peers):
+            self._in_flight.popleft()[0].wait(_MAX_WAIT)
+        self._in_flight.append((self._gloo.send([data], rank, tag), data))
+
+    def _take_posted(self, sizes: PartSizes) -> _Posted:
+        """The receives of a collective: those that were posted ahead, or new ones."""
+        if self._latest is not None:
+            self._latest.follower = sizes
+        self._latest = sizes
+        posted, self._posted = self._posted, None
+        if posted is None:
+            posted = self._post(sizes)
+        assert posted.sizes is sizes, "a plan's collectives have changed their order"
+        return posted
+
+    def _post_follower(self, sizes: PartSizes) -> None:
+        """Posts the receives of the plan's next collective: a sender waits for the receiver otherwise."""
+        if sizes.follower is not None:
+            self._posted = self._post(sizes.follower)
+
+    def _post(self, sizes: PartSizes) -> _Posted:
+        works, buffers = [], {}
+        for rank in self._peers:
+            n_values = sum(math.prod(shape) for _, shape in self._shapes_of(rank, sizes))
+            buffers[rank] = torch.empty(n_values, dtype=sizes.dtype)
+            if n_values:
+                works.append(self._gloo.recv([buffers[rank]], rank, _EXCHANGE_TAG))
+        return _Posted(sizes, works, buffers)
+
+    def _shapes_of(self, rank: int, sizes: PartSizes) -> list[tuple[int, Shape]]:
+        """The devices of a process that send a part, and its shape."""
+        return [
+            (device, shape)
+            for device, (owner, shape) in enumerate(zip(self.owners, sizes.shapes, strict=True))
+            if owner == rank and shape is not None
+        ]
+
+    def _in_order(self, sizes: PartSizes, buffers: dict[int, torch.Tensor]) -> list[torch.Tensor | None]:
+        parts: list[torch.Tensor | None] = [None] * len(self.owners)
+        for rank, buffer in buffers.items():
+            position = 0
+            for device, shape in self._shapes_of(rank, sizes):
+                n_values = math.prod(shape)
+                parts[device] = buffer[position : position + n_values].view(shape)
+                position += n_values
+        return parts
+
+
+class MeshLine:
+    """One device's communicator in a crew of several processes (group.Communicator)."""
+
+    rendezvous = None
+
+    def __init__(self, group: ThreadGroup, index: int, members: Sequence[int], link: MeshLink) -> None:
+        """`index`: the device's number among the devices of this process, which are `members` of the crew."""
+        self._inner = group.lines[index]
+        self._index = index
+        self._members = members
+        self._link = link
+        self.device = members[index]
+        self.n_devices = len(link.owners)
+
+    def exchange(self, part: torch.Tensor | None, sizes: PartSizes) -> Sequence[torch.Tensor | None]:
+        """The first device of the process exchanges the parts of all its devices; the others wait for it."""
+        if len(self._members) == 1:
+            return self._link.mesh.exchange([part], sizes)
+        own = self._inner.exchange(part)
+        if self._index == 0:
+            self._link.parts = self._link.mesh.exchange(own, sizes)
+        self._inner.exchange(None)
+        return self._link.parts
+
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        if target in self._members:
+            self._inner.send(tensor, self._members.index(target))
+        else:
+            self._link.mesh.send(tensor, self.device, target)
+
+    def receive(self, source: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        if source in self._members:
+            return self._inner.receive(self._members.index(source))
+        return self._link.mesh.receive(source, self.device, shape, dtype)
+
+
+class MeshLink:
+    """The mesh that the devices of a process use at present. After a loss there is another one, for the same plans."""
+
+    def __init__(self, owners: Sequence[int]) -> None:
+        self.owners = tuple(owners)
+        self.parts: Sequence[torch.Tensor | None] = ()  # of the latest exchange
+        self._mesh: Mesh | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        if self._mesh is None:
+            raise DeviceError("the crew is not connected", hint="a worker was lost")
+        return self._mesh
+
+    def connect(self, mesh: Mesh) -> None:
+        assert mesh.owners == self.owners
+        self._mesh = mesh
+
+    def abort(self) -> None:
+        """Makes devices that wait for other processes fail. May be called by any thread."""
+        mesh = self._mesh
+        if mesh is not None:
+            mesh.abort()
+
+    def disconnect(self) -> None:
+        mesh, self._mesh = self._mesh, None
+        if mesh is not None:
+            mesh.close()
+
+
+def _sockets_of(addresses: Any) -> list[socket.socket]:
+    """Duplicates of the connected sockets of this process from or to the listeners whose addresses Gloo published."""
+    found = []
+    for name in os.listdir("/dev/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            own = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        if any(end in address for end in _ends(own) for address in addresses):
+            found.append(own)
+        else:
+            own.close()
+    return found
+
+
+def _ends(own: socket.socket) -> list[bytes]:
+    """Port and address of both ends of a connection, as they are in Gloo's addresses."""
+    if own.family not in (socket.AF_INET, socket.AF_INET6):
+        return []
+    gap = b"" if own.family == socket.AF_INET else bytes(4)  # IPv6: the flow
+    try:
+        ends = own.getsockname(), own.getpeername()
+    except OSError:  # not connected
+        return []
+    return [struct.pack(">H", port) + gap + socket.inet_pton(own.family, host) for host, port, *_ in ends]
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return text.split("] ", 1)[-1]

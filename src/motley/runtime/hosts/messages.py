@@ -1,0 +1,302 @@
+"""What goes from rank 0 to workers while a crew runs: int32 numbers behind a fixed order, and bytes of the cache.
+
+A worker checks every number against the limits that were agreed on when the crew was opened: a false message is a
+ProtocolError, never an access outside of the cache. Block tables are sent as differences to those of the message
+before: a decode step is some tens of bytes for each request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from motley.kvcache.arena import GroupBatch, SequenceTable
+from motley.kvcache.sequences import BlockCopy, BlockShift
+from motley.kvcache.types import TILE, CacheType
+from motley.models import N_EXPERT_USED, BatchShape
+from motley.runtime.batch import PlacedBatch
+from motley.runtime.hosts.protocol import ProtocolError
+
+IntArray = npt.NDArray[np.int32]
+MAX_SLOTS = 256  # tokens whose K/V of one layer travel in one message
+_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the numbers in messages may be."""
+
+    n_vocab: int
+    n_layers: int
+    n_experts: int  # 0: a model without experts
+    max_tokens: int  # of a batch
+    block_size: int
+    n_blocks: tuple[int, ...]  # of each group
+
+    @property
+    def max_sequences(self) -> int:
+        return self.max_tokens
+
+
+class Step(NamedTuple):
+    """A batch to run, with the shape that plans are made for."""
+
+    shape: BatchShape
+    batch: PlacedBatch
+    inputs: dict[str, torch.Tensor]
+    copies: list[BlockCopy]
+
+
+class StepWriter:
+    """Encodes steps. Knows the block tables that were sent last."""
+
+    def __init__(self) -> None:
+        self._tables = _LatestTables()
+
+    def run(
+        self,
+        shape: BatchShape,
+        batch: PlacedBatch,
+        inputs: Mapping[str, torch.Tensor],
+        copies: Sequence[BlockCopy],
+    ) -> bytes:
+        own = batch.shape
+        numbers: list[int] = [own.n_tokens, own.n_outputs, own.n_layers, own.n_experts]
+        numbers += [shape.n_tokens, shape.n_outputs, int(N_EXPERT_USED in inputs), *_copies(copies)]
+        names = ["tokens", "positions", "output_rows", *([N_EXPERT_USED] if N_EXPERT_USED in inputs else [])]
+        arrays = [_array(numbers), *(inputs[name].numpy() for name in names)]
+        return np.concatenate([*arrays, *self._batches(batch.cache)]).astype(np.int32).tobytes()
+
+    def batches(self, batches: Sequence[GroupBatch]) -> bytes:
+        """The block tables of a batch, alone."""
+        return np.concatenate(list(self._batches(batches))).astype(np.int32).tobytes()
+
+    def _batches(self, batches: Sequence[GroupBatch]) -> Iterator[IntArray]:
+        tables = batches[0].tables
+        yield _array([len(tables), *(table.n_rows for table in tables)])
+        for group, batch in enumerate(batches):
+            for index, table in enumerate(batch.tables):
+                n_same = self._tables.n_same(group, index, table.blocks)
+                yield _array([table.position, table.first, n_same, len(table.blocks) - n_same])
+                yield table.blocks[n_same:]
+            self._tables.keep(group, [table.blocks for table in batch.tables])
+
+
+class StepReader:
+    """Decodes and checks steps. Knows the block tables that came last."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._tables = _LatestTables()
+
+    def run(self, payload: bytes) -> Step:
+        limits, ints = self._limits, _Ints(payload)
+        n_tokens = ints.number(1, limits.max_tokens)
+        n_outputs = ints.number(0, n_tokens)
+        n_layers = ints.number(0, limits.n_layers)
+        n_experts = ints.number(0, limits.n_experts)
+        own = BatchShape(n_tokens, n_outputs, n_layers, n_experts)
+        shape = BatchShape(
+            ints.number(n_tokens, 2 * limits.max_tokens + 16),
+            ints.number(n_outputs, 2 * limits.max_tokens + 16),
+            n_layers,
+            n_experts,
+        )
+        has_experts = ints.number(0, int(limits.n_experts > 0))
+        copies = self._copies(ints)
+        inputs = {
+            "tokens": ints.array(n_tokens, 0, limits.n_vocab - 1),
+            "positions": ints.array(n_tokens, 0, _INT32 // 2),
+            "output_rows": ints.array(n_outputs, 0, n_tokens - 1),
+        }
+        if has_experts:
+            inputs[N_EXPERT_USED] = ints.array(n_tokens, 0, limits.n_experts)
+        cache = self._batches(ints, n_tokens)
+        ints.require_end()
+        tensors = {name: torch.from_numpy(array.copy()) for name, array in inputs.items()}
+        batch = PlacedBatch(own, {n: t for n, t in tensors.items() if n != "tokens"}, cache)
+        return Step(shape, batch, tensors, copies)
+
+    def batches(self, payload: bytes) -> tuple[GroupBatch, ...]:
+        ints = _Ints(payload)
+        found = self._batches(ints, None)
+        ints.require_end()
+        return found
+
+    def shifts(self, payload: bytes) -> list[BlockShift]:
+        limits, ints, found = self._limits, _Ints(payload), []
+        for _ in range(ints.number(0, limits.max_sequences * len(limits.n_blocks))):
+            group = ints.number(0, len(limits.n_blocks) - 1)
+            copies = self._copies(ints)
+            last_slot = limits.n_blocks[group] * limits.block_size - 1
+            n_slots, distance = ints.number(0, last_slot + 1), ints.number(0, _INT32 // 2)
+            sources, targets = (ints.array(n_slots, 0, last_slot).tolist() for _ in range(2))
+            found.append(BlockShift(group, copies, sources, targets, distance))
+        ints.require_end()
+        return found
+
+    def emptied(self, payload: bytes) -> list[list[int]]:
+        ints = _Ints(payload)
+        found = [
+            ints.array(ints.number(0, n_blocks), 0, n_blocks - 1).tolist()
+            for n_blocks in self._limits.n_blocks
+        ]
+        ints.require_end()
+        return found
+
+    def layer_slots(self, payload: bytes, n_slots_of_layer: Sequence[int]) -> tuple[int, torch.Tensor, bytes]:
+        """A layer, slots in it, and the bytes after them."""
+        n_ints = min(2 + MAX_SLOTS, len(payload) // 4)
+        ints = _Ints(payload[: 4 * n_ints])
+        layer = ints.number(0, len(n_slots_of_layer) - 1)
+        n_slots = ints.number(1, MAX_SLOTS)
+        slots = ints.array(n_slots, 0, n_slots_of_layer[layer] - 1)
+        return layer, torch.from_numpy(slots.astype(np.int64)), payload[(2 + n_slots) * 4 :]
+
+    def _copies(self, ints: _Ints) -> list[BlockCopy]:
+        limits, found = self._limits, []
+        for _ in range(ints.number(0, 2 * limits.max_sequences * len(limits.n_blocks))):
+            group = ints.number(0, len(limits.n_blocks) - 1)
+            source, target = (ints.number(0, limits.n_blocks[group] - 1) for _ in range(2))
+            found.append(BlockCopy(group, source, target, ints.number(0, limits.block_size)))
+        return found
+
+    def _batches(self, ints: _Ints, n_tokens: int | None) -> tuple[GroupBatch, ...]:
+        limits, size = self._limits, self._limits.block_size
+        n_rows = ints.array(ints.number(1, limits.max_sequences), 1, limits.max_tokens).tolist()
+        if n_tokens is not None and sum(n_rows) != n_tokens:
+            raise ProtocolError(f"sequences with {sum(n_rows)} rows in a batch of {n_tokens}")
+        batches = []
+        for group, n_blocks in enumerate(limits.n_blocks):
+            tables, first_row = [], 0
+            for index, n in enumerate(n_rows):
+                position = ints.number(0, _INT32 // 2)
+                first = ints.number(0, position)
+                same = self._tables.first(group, index, ints.number(0, _INT32))
+                blocks = np.concatenate([same, ints.array(ints.number(0, _INT32), 0, n_blocks - 1)])
+                if first % size or len(blocks) != -(-(position + n - first) // size):
+                    raise ProtocolError(f"{len(blocks)} blocks for positions {first} to {position + n - 1}")
+                tables.append(SequenceTable(first_row, n, position, first, blocks))
+                first_row += n
+            self._tables.keep(group, [table.blocks for table in tables])
+            batches.append(GroupBatch.of(tables, size))
+        return tuple(batches)
+
+
+class _LatestTables:
+    """The block tables of the latest message, by group and by place in the batch."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, list[IntArray]] = {}
+
+    def n_same(self, group: int, index: int, blocks: IntArray) -> int:
+        """How many blocks the table begins with that the latest one has, too."""
+        latest = self._tables.get(group, ())
+        if index >= len(latest):
+            return 0
+        n = min(len(latest[index]), len(blocks))
+        differs = np.flatnonzero(latest[index][:n] != blocks[:n])
+        return int(differs[0]) if len(differs) else n
+
+    def first(self, group: int, index: int, n_blocks: int) -> IntArray:
+        if n_blocks == 0:
+            return np.empty(0, np.int32)
+        latest = self._tables.get(group, ())
+        if index >= len(latest) or n_blocks > len(latest[index]):
+            raise ProtocolError("a block table refers to one that was not sent")
+        return latest[index][:n_blocks]
+
+    def keep(self, group: int, tables: list[IntArray]) -> None:
+        self._tables[group] = tables
+
+
+def shifts_message(shifts: Sequence[BlockShift]) -> bytes:
+    numbers = [len(shifts)]
+    for shift in shifts:
+        numbers += [shift.group, *_copies(shift.copies), len(shift.sources), shift.distance]
+        numbers += [*shift.sources, *shift.targets]
+    return _array(numbers).tobytes()
+
+
+def emptied_message(emptied: Sequence[Sequence[int]]) -> bytes:
+    return _array([n for blocks in emptied for n in (len(blocks), *blocks)]).tobytes()
+
+
+def layer_slots_message(layer: int, slots: torch.Tensor) -> bytes:
+    assert 0 < len(slots) <= MAX_SLOTS
+    return _array([layer, len(slots), *slots.tolist()]).tobytes()
+
+
+class PlaneSizes:
+    """The sizes of one device's K/V of a layer: it travels as the bytes of its planes, one after the other."""
+
+    def __init__(self, kinds: Sequence[CacheType], head_dim: int) -> None:
+        self._kinds = kinds
+        self._n_tiles = -(-head_dim // TILE)
+
+    def to_bytes(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> bytes:
+        planes = (
+            part[plane.name] for part, kind in zip(parts, self._kinds, strict=True) for plane in kind.planes
+        )
+        return b"".join(p.cpu().contiguous().view(torch.uint8).numpy().tobytes() for p in planes)
+
+    def n_bytes(self, n_tokens: int, n_heads: int) -> int:
+        return n_tokens * n_heads * self._n_tiles * sum(kind.tile_bytes for kind in self._kinds)
+
+    def from_bytes(self, data: bytes, n_tokens: int, n_heads: int) -> tuple[dict[str, torch.Tensor], ...]:
+        """K and V. `data` has exactly `n_bytes`."""
+        found, position = [], 0
+        for kind in self._kinds:
+            planes = {}
+            for plane in kind.planes:
+                shape = n_tokens, n_heads, self._n_tiles, plane.width
+                n_bytes = math.prod(shape) * plane.dtype.itemsize
+                items = bytearray(data[position : position + n_bytes])
+                planes[plane.name] = (
+                    torch.frombuffer(items, dtype=plane.dtype).view(shape)
+                    if items
+                    else torch.empty(shape, dtype=plane.dtype)
+                )
+                position += n_bytes
+            found.append(planes)
+        return tuple(found)
+
+
+class _Ints:
+    """Reads int32 numbers; each within its limits."""
+
+    def __init__(self, payload: bytes) -> None:
+        if len(payload) % 4:
+            raise ProtocolError(f"{len(payload)} bytes are no whole number of int32")
+        self._numbers = np.frombuffer(payload, np.int32)
+        self._position = 0
+
+    def number(self, low: int, high: int) -> int:
+        return int(self.array(1, low, high)[0])
+
+    def array(self, n: int, low: int, high: int) -> IntArray:
+        if n > len(self._numbers) - self._position:
+            raise ProtocolError("a message ends too early")
+        found = self._numbers[self._position : self._position + n]
+        self._position += n
+        if n and not (low <= found.min() and found.max() <= high):
+            raise ProtocolError(f"a number outside of {low} to {high}")
+        return found
+
+    def require_end(self) -> None:
+        if self._position != len(self._numbers):
+            raise ProtocolError("a message has numbers after its end")
+
+
+def _copies(copies: Sequence[BlockCopy]) -> list[int]:
+    return [len(copies), *(n for c in copies for n in (c.group, c.src, c.dst, c.n_tokens))]
+
+
+def _array(numbers: Sequence[int]) -> IntArray:
+    return np.array(numbers, np.int32)

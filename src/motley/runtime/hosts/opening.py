@@ -1,0 +1,264 @@
+"""The model, the crew and the cache that rank 0 asks a worker to run, as JSON, and how a worker checks it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
+from functools import cached_property
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from motley.backends import Backend, backend_for
+from motley.errors import ConfigError, DeviceError, ModelError, MotleyError
+from motley.gguf import ModelSpec, read_spec
+from motley.kvcache.types import get_cache_type
+from motley.models import BatchShape, GraphOptions, read_params
+from motley.runtime.budget import host_bytes
+from motley.runtime.caching import CacheConfig, CachePlan, plan_layout
+from motley.runtime.crew import Crew, Device, device_cores
+from motley.runtime.exchange import fingerprint
+from motley.runtime.hosts.messages import Limits
+from motley.runtime.hosts.protocol import ProtocolError
+from motley.runtime.loading import weight_bytes
+from motley.runtime.splitting import ModelSplit
+from motley.split.placement import EXPERT_SPLITS, SPLIT_MODES
+from motley.units import show_bytes
+
+_MAX_DEVICES, _MAX_TOKENS, _MAX_BLOCKS = 256, 2**26, 2**26
+
+
+def software() -> str:
+    """What must agree between the processes of a crew: versions and the order of bytes."""
+    return f"motley {version('motley-llm')}, torch {'.'.join(torch.__version__.split('.')[:2])}, {sys.byteorder}-endian"
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a worker is asked to run."""
+
+    software: str
+    model: str  # path of the file on rank 0's host
+    fingerprint: str
+    layout: str  # hash of the placement of all weights and of the cache's layout
+    rank: int  # of the worker
+    owners: tuple[int, ...]  # the rank of each device's process
+    devices: tuple[str, ...]
+    shares: tuple[str, ...]
+    mode: str
+    experts: str
+    backends: tuple[str, ...]  # of each device
+    n_ctx: int
+    k_rotation: int
+    v_rotation: int
+    k_type: str
+    v_type: str
+    block_size: int
+    demand_paged: bool
+    n_blocks: tuple[int, ...]  # of each group
+    max_tokens: int  # of a batch
+
+    @staticmethod
+    def of(split: ModelSplit, plan: CachePlan, backends: Sequence[Backend], max_tokens: int) -> Opening:
+        """The opening for rank 1; `replace` makes those of the others."""
+        crew, options, config = split.crew, split.options, plan.config
+        return Opening(
+            software=software(),
+            model=str(split.spec.path.resolve()),
+            fingerprint=fingerprint(split),
+            layout=layout_hash(split, plan),
+            rank=1,
+            owners=crew.owners,
+            devices=tuple(device.name for device in crew.devices),
+            shares=tuple(map(str, crew.shares)),
+            mode=crew.mode,
+            experts=crew.experts,
+            backends=tuple(backend.name for backend in backends),
+            n_ctx=options.n_ctx,
+            k_rotation=options.k_rotation,
+            v_rotation=options.v_rotation,
+            k_type=config.k_type.name,
+            v_type=config.v_type.name,
+            block_size=config.block_size,
+            demand_paged=config.demand_paged,
+            n_blocks=tuple(group.n_blocks for group in plan.groups),
+            max_tokens=max_tokens,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(given: dict[str, Any]) -> Opening:
+        """Checks types and ranges; whether the model can be run so is found out by `Session`."""
+        names = {field.name: str(field.type) for field in fields(Opening)}
+        if given.get("software") != software():
+            raise ConfigError(
+                f"rank 0 has {str(given.get('software'))[:100]}, this worker has {software()}",
+                hint="install the same versions on all hosts",
+            )
+        if set(given) != set(names):
+            raise ProtocolError("an opening with other fields")
+        values = {}
+        for name, kind in names.items():
+            value = given[name]
+            if kind.startswith("tuple"):
+                item = int if "int" in kind else str
+                is_right = isinstance(value, list) and len(value) <= _MAX_DEVICES
+                is_right = is_right and all(type(v) is item for v in value)
+                value = tuple(value) if is_right else value
+            else:
+                is_right = type(value) is {"str": str, "int": int, "bool": bool}[kind]
+            if not is_right:
+                raise ProtocolError(f"an opening whose {name} is not {kind}")
+            values[name] = value
+        opening = Opening(**values)
+        opening._check()
+        return opening
+
+    def _check(self) -> None:
+        n = len(self.devices)
+        ranks = set(self.owners)
+        is_right = (
+            n == len(self.shares) == len(self.owners) == len(self.backends)
+            and ranks == set(range(len(ranks)))
+            and self.rank in ranks - {0}
+            and self.mode in SPLIT_MODES
+            and self.experts in EXPERT_SPLITS
+            and 1 <= self.n_ctx <= _MAX_TOKENS
+            and 1 <= self.max_tokens <= _MAX_TOKENS
+            and 0 <= self.k_rotation <= 1 << 16
+            and 0 <= self.v_rotation <= 1 << 16
+            and 1 <= self.block_size <= 1 << 16
+            and len(self.n_blocks) >= 1
+            and all(1 <= b <= _MAX_BLOCKS for b in self.n_blocks)
+        )
+        if not is_right:
+            raise ProtocolError("an opening whose numbers contradict each other")
+
+    @cached_property
+    def crew(self) -> Crew:
+        try:
+            shares = tuple(Fraction(share) for share in self.shares)
+        except (ValueError, ZeroDivisionError):
+            raise ProtocolError("an opening whose shares are no fractions") from None
+        if min(shares) < 0 or not any(shares):
+            raise ProtocolError("an opening whose shares are negative")
+        devices = tuple(
+            Device(name, None, device_cores(name) if owner == self.rank else (), None)
+            for name, owner in zip(self.devices, self.owners, strict=True)
+        )
+        return Crew(devices, self.mode, shares, self.experts)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The devices of the worker."""
+        return tuple(device for device, owner in enumerate(self.owners) if owner == self.rank)
+
+
+def layout_hash(split: ModelSplit, plan: CachePlan) -> str:
+    """A hash of where weights and cache layers are: all processes must compute the same."""
+    states = sorted((name, str(state)) for name, state in split.placement.states.items())
+    groups = [(group.window, group.layers, group.n_blocks) for group in plan.groups]
+    heads = [sorted(own.items()) for own in plan.heads]
+    described = repr((states, groups, heads, plan.head_dim, split.options, split.crew.mode))
+    return blake2b(described.encode(), digest_size=16).hexdigest()
+
+
+class WorkerModel:
+    """A model as a worker runs it: the same split and cache plan as on rank 0, computed here from the opening."""
+
+    def __init__(self, opening: Opening, models: Path | None) -> None:
+        """`models`: a folder in which the model file is looked for first."""
+        self.spec: ModelSpec = read_spec(_find_model(opening.model, models))
+        params = read_params(self.spec)
+        options = GraphOptions(opening.n_ctx, k_rotation=opening.k_rotation, v_rotation=opening.v_rotation)
+        self.split = ModelSplit(self.spec, params, opening.crew, options)
+        if fingerprint(self.split) != opening.fingerprint:
+            raise ModelError(
+                f"{self.spec.path} is another model than rank 0's {opening.model}",
+                hint="copy the model file from rank 0's host",
+            )
+        config = CacheConfig(
+            get_cache_type(opening.k_type),
+            get_cache_type(opening.v_type),
+            block_size=opening.block_size,
+            demand_paged=opening.demand_paged,
+        )
+        self.plan = self._plan(opening, config)
+        if layout_hash(self.split, self.plan) != opening.layout:
+            raise DeviceError(
+                "rank 0 places the model in another way",
+                hint="install the same version of Motley on all hosts",
+            )
+        self.backends = {device: self._backend(opening, device) for device in opening.members}
+        self._require_memory(opening)
+        experts = params.experts
+        self.limits = Limits(
+            n_vocab=params.n_vocab,
+            n_layers=params.n_layers,
+            n_experts=0 if experts is None else experts.n_experts,
+            max_tokens=opening.max_tokens,
+            block_size=opening.block_size,
+            n_blocks=opening.n_blocks,
+        )
+
+    def _plan(self, opening: Opening, config: CacheConfig) -> CachePlan:
+        smallest = BatchShape(1, 1)
+        shares = [self.split.share(device, smallest) for device in range(len(self.split.crew))]
+        plan = plan_layout(self.split.split(smallest).graph, shares, config)
+        if len(plan.groups) != len(opening.n_blocks):
+            raise ProtocolError(
+                f"{len(opening.n_blocks)} groups of cache layers instead of {len(plan.groups)}"
+            )
+        groups = zip(plan.groups, opening.n_blocks, strict=True)
+        return replace(plan, groups=tuple(replace(group, n_blocks=n) for group, n in groups))
+
+    def _backend(self, opening: Opening, device: int) -> Backend:
+        name = opening.devices[device]
+        backend = backend_for(name, "auto" if name.startswith("cuda") else opening.backends[device])
+        if backend.name != opening.backends[device]:
+            raise DeviceError(
+                f"{name} has the backend {backend.name} here, but {opening.backends[device]} on rank 0",
+                hint="--backend names one for all",
+            )
+        return backend
+
+    def _require_memory(self, opening: Opening) -> None:
+        """DeviceError if weights and cache of the CPU devices do not fit into this machine's memory."""
+        members = [d for d in opening.members if not opening.devices[d].startswith("cuda")]
+        needed = sum(
+            weight_bytes(self.split.share(device, BatchShape(1, 1))) + self.plan.n_bytes(device)
+            for device in members
+        )
+        memory = host_bytes()
+        if memory is not None and needed > memory and not opening.demand_paged:
+            raise DeviceError(
+                f"weights and KV cache would take {show_bytes(needed)}, but this machine has {show_bytes(memory)}",
+                hint="give it a smaller share (-ts), or lower the context (-c)",
+            )
+
+
+def _find_model(path: str, models: Path | None) -> Path:
+    """The model file on this host: of the same name in `models`, or at the same path."""
+    given = Path(path)
+    places = [given] if models is None else [models / given.name, given]
+    for place in places:
+        if place.is_file():
+            return place
+    raise ModelError(
+        f"there is no {' and no '.join(map(str, places))} on this host",
+        hint="copy the model file here; --models names the folder",
+    )
+
+
+def describe(error: BaseException) -> dict[str, str]:
+    """An error as fields of a message."""
+    message = error.message if isinstance(error, MotleyError) else f"{type(error).__name__}: {error}"
+    hint = error.hint if isinstance(error, MotleyError) else None
+    return {"message": message[:4000], "hint": (hint or "")[:1000]}

@@ -1,0 +1,167 @@
+"""Crews of several processes answer bit for bit as the crew of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from worker_process import WorkerProcess, worker_processes
+
+from motley import LLM
+from motley.errors import ConfigError, DeviceError
+from motley.runtime import make_crew
+
+TOKENS: list[int] = np.random.default_rng(3).integers(1, 250, 70).tolist()
+OPTIONS: dict[str, Any] = {"n_ctx": 128, "n_parallel": 2, "n_batch": 48, "kv_block_size": 16}
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[WorkerProcess]]:
+    with worker_processes(2) as found:
+        yield found
+
+
+def devices(names: str, workers: list[WorkerProcess]) -> str:
+    """`cpu,cpu@a,cpu@b` with the addresses of workers instead of a and b; without workers: in one process."""
+    for letter, worker in zip("ab", workers, strict=False):
+        names = names.replace(f"@{letter}", f"@{worker.address}")
+    return names if workers else names.replace("@a", "").replace("@b", "")
+
+
+def answers(llm: LLM) -> tuple[npt.NDArray[np.float32], list[tuple[int, ...]]]:
+    """Logits of a text; greedy answers of requests that run together."""
+    prompts = [TOKENS[:40], TOKENS[:20], TOKENS[5:60]]
+    done = llm.generate(prompts, max_tokens=12, temperature=0, ignore_eos=True)
+    return llm.logits(TOKENS), [each.tokens for each in done]
+
+
+@pytest.mark.parametrize(
+    ("names", "mode", "shares"),
+    [
+        ("cpu,cpu@a", "tensor", (1, 1)),
+        ("cpu,cpu@a", "tensor", (3, 1)),
+        ("cpu,cpu@a", "layer", (1, 1)),
+        pytest.param("cpu,cpu@a", "layer", (3, 1), marks=pytest.mark.slow),
+        ("cpu,cpu@a", "tensor", (0, 1)),
+        pytest.param("cpu,cpu@a", "tensor", (1, 0), marks=pytest.mark.slow),
+        pytest.param("cpu,cpu@a", "layer", (0, 1), marks=pytest.mark.slow),
+        ("cpu,cpu@a,cpu@b", "tensor", (2, 1, 1)),
+        ("cpu,cpu@a,cpu@b", "layer", (1, 1, 2)),
+        ("cpu,cpu@a,cpu@b", "tensor", (1, 0, 1)),
+        ("cpu,cpu@a,cpu,cpu@a", "tensor", (1, 1, 1, 1)),  # two devices in each process, and mixed
+        pytest.param("cpu,cpu@a,cpu,cpu@a", "layer", (1, 1, 1, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_logits_and_texts_are_those_of_one_process(
+    names: str, mode: str, shares: tuple[int, ...], random_llama: Path, workers: list[WorkerProcess]
+) -> None:
+    options = OPTIONS | {"split_mode": mode, "tensor_split": shares}
+    with LLM(random_llama, devices=devices(names, []), **options) as llm:
+        expected = answers(llm)
+    with LLM(random_llama, devices=devices(names, workers), n_threads=1, **options) as llm:
+        found = answers(llm)
+        llm._call(llm._loaded.cache.check_integrity)
+    assert np.array_equal(found[0], expected[0])
+    assert found[1] == expected[1]
+
+
+@pytest.mark.parametrize("mode", ["tensor", pytest.param("layer", marks=pytest.mark.slow)])
+def test_windows_and_quantized_caches(mode: str, random_gemma3: Path, workers: list[WorkerProcess]) -> None:
+    options = OPTIONS | {"split_mode": mode, "cache_type_k": "q8_0", "cache_type_v": "q4_0"}
+    found = []
+    for crew in ([], workers):
+        with LLM(random_gemma3, devices=devices("cpu,cpu@a", crew), **options) as llm:
+            found.append(answers(llm))
+    assert np.array_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", pytest.param("gpt-oss", marks=pytest.mark.slow)])
+def test_experts(architecture: str, shared: Path, workers: list[WorkerProcess]) -> None:
+    path = shared / "golden" / architecture / "model.gguf"
+    tokens = np.load(path.parent / "tokens.npy")[:24].tolist()
+    found = []
+    for crew in ([], workers):
+        with LLM(path, devices=devices("cpu,cpu@a", crew), n_ctx=64, split_mode="tensor") as llm:
+            done = [llm.generate(tokens, max_tokens=6, temperature=0, n_expert_used=n) for n in (None, 1)]
+            found.append((llm.logits(tokens), [each.tokens for each in done]))
+    assert np.array_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_context_shift(random_llama: Path, workers: list[WorkerProcess]) -> None:
+    """The context is full several times: each worker rotates the keys of its heads."""
+    found = []
+    for crew in ([], workers):
+        options = OPTIONS | {"n_ctx": 64, "split_mode": "tensor"}
+        with LLM(random_llama, devices=devices("cpu,cpu@a", crew), **options) as llm:
+            sampling = {"max_tokens": 120, "temperature": 0, "ignore_eos": True, "context_shift": True}
+            found.append(llm.generate(TOKENS[:30], n_keep=4, **sampling).tokens)
+    assert found[0] == found[1]
+
+
+def test_sessions_are_the_same_bytes_and_load_anywhere(
+    random_llama: Path, workers: list[WorkerProcess], tmp_path: Path
+) -> None:
+    options = OPTIONS | {"split_mode": "tensor", "tensor_split": (1, 1), "n_ctx": 1024, "n_batch": 512}
+    tokens = (TOKENS * 10)[:600]  # more than one message has room for
+    for name, crew in (("one", []), ("several", workers)):
+        with LLM(random_llama, devices=devices("cpu,cpu@a", crew), **options) as llm:
+            llm.save_session(tmp_path / name, tokens)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "several").read_bytes()
+    with LLM(random_llama, devices=devices("cpu,cpu@a", workers), **options) as llm:
+        assert llm.load_session(tmp_path / "one") == tokens
+        done = llm.generate([*tokens, 7], max_tokens=8, temperature=0)
+    with LLM(random_llama, devices="cpu", n_ctx=1024) as llm:
+        alone = llm.generate([*tokens, 7], max_tokens=8, temperature=0)
+    assert done.timings.cached_tokens >= 592
+    assert done.tokens == alone.tokens
+
+
+def test_memory_of_all_devices_is_shown(random_llama: Path, workers: list[WorkerProcess]) -> None:
+    names = devices("cpu,cpu@a", workers)
+    with LLM(random_llama, devices=names, split_mode="tensor", tensor_split=(3, 1), **OPTIONS) as llm:
+        llm.generate(TOKENS[:5], max_tokens=2)
+        memory, cache = llm.device_memory(), llm.kv_stats()
+    assert list(memory) == ["cpu", f"cpu@{workers[0].address}"]
+    assert all(own["weights"] > 0 and own["activations"] > 0 for own in memory.values())
+    assert [device.reserved for device in cache.devices] == [m["kv_cache"] for m in memory.values()]
+
+
+def test_a_demand_paged_cache_is_given_back_on_all_hosts(
+    random_llama: Path, workers: list[WorkerProcess]
+) -> None:
+    names = devices("cpu,cpu@a", workers)
+    options = OPTIONS | {"n_ctx": 2048, "n_batch": 512, "kv_cache_demand_paged": True, "prefix_cache": False}
+    with LLM(random_llama, devices=names, split_mode="tensor", **options) as llm:
+        with llm.raw_sequence() as sequence:
+            sequence.pretend(1500)
+            used = [device.resident for device in llm.kv_stats().devices]
+        freed = [device.resident for device in llm.kv_stats().devices]
+    assert all(after < before for before, after in zip(used, freed, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("cpu@10.0.0.2:29400", "the first device, cpu@10.0.0.2:29400, is not of this machine"),
+        ("cpu,cpu@", "no address of a worker"),
+        ("cpu,cpu@host:99999", "no address of a worker"),
+        ("cpu,tpu@host", "unknown device 'tpu' of host:29400"),
+    ],
+)
+def test_names_of_devices_are_checked(names: str, message: str) -> None:
+    with pytest.raises((ConfigError, DeviceError), match=message):
+        make_crew(names)
+
+
+def test_a_crew_knows_its_processes() -> None:
+    crew = make_crew("cpu,cpu:0-3@b:1,cpu@a,cpu@b:1,cpu@[::1]:7", "tensor")
+    assert crew.hosts == ("b:1", "a:29400", "[::1]:7")
+    assert crew.owners == (0, 1, 2, 1, 3)
+    assert crew.members(1) == (1, 3)
+    assert crew.label(1) == "cpu:0-3@b:1"
