@@ -26,6 +26,7 @@ from motley.engine import (
     SamplingParams,
     Stream,
 )
+from motley.engine.embedding import choose_pooling, pooled
 from motley.engine.options import (
     ParamsLike,
     at_index,
@@ -267,6 +268,38 @@ class LLM:
         with self._guest_lock, RawSequence(self._service, engine, is_guest=True, effort=effort) as sequence:
             result: npt.NDArray[np.float32] = sequence.feed(ids).numpy()
             return result
+
+    def embed(
+        self, texts: Any, *, pooling: str | None = None, normalize: bool = True, parse_special: bool = True
+    ) -> Any:
+        """The embedding of a text (or token ids): its hidden states after the final norm, pooled. (embd,) float32
+
+        Of a list of texts: (texts, embd). `pooling`: "mean", "last", "cls" (the first token) or "none", which gives
+        (tokens, embd), of a list a list of these. Default: the model file's, or "mean". `normalize`: to length 1.
+        """
+        kind = choose_pooling(pooling, self.spec.metadata, self.spec.architecture)
+        is_list = is_list_of_prompts(texts)
+        read = partial(read_prompt, self.tokenizer, parse_special=parse_special)
+        engine = self._open_engine()
+        all_ids = [
+            at_index("texts", i, partial(read, text)) for i, text in enumerate(texts if is_list else [texts])
+        ]
+        for i, ids in enumerate(all_ids):
+            at_index("texts", i, partial(engine.check_length, ids))
+        found = []
+        for ids in all_ids:
+            with self._guest_lock, RawSequence(self._service, engine, is_guest=True) as sequence:
+                found.append(pooled(sequence.embed(ids).numpy(), kind, normalize))
+        if not is_list:
+            return found[0]
+        if kind == "none":
+            return found
+        return np.stack(found) if found else np.zeros((0, self.n_embd), dtype=np.float32)
+
+    @property
+    def n_embd(self) -> int:
+        """The size of an embedding."""
+        return self._loaded.split.params.n_embd
 
     def raw_sequence(
         self, *, n_expert_used: int | None = None, n_layer_exit: int | None = None

@@ -48,6 +48,13 @@ def test_logits_are_the_reference_s(load: Load, crew: dict[str, Any], kinds: tup
 
 
 @CREWS
+def test_embeddings_are_the_reference_s(load: Load, crew: dict[str, Any]) -> None:
+    expected = load(devices="cpu", backend="reference").embed([TEXT, "The sea"])
+    got = load(**crew).embed([TEXT, "The sea"])
+    assert (got * expected).sum(1).min() > 0.99
+
+
+@CREWS
 def test_what_is_replayed_gives_the_bits_of_what_was_launched(load: Load, crew: dict[str, Any]) -> None:
     llm = load(cache_type_k="q8_0", cache_type_v="q8_0", **crew)
     first = stepwise(llm, 24, 12)

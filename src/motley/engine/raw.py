@@ -81,6 +81,13 @@ class RawSequence:
             rows.append(self._owner.call(partial(self._logits, part, n_rows)))
         return torch.cat(rows)
 
+    def embed(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Computes the next tokens. Returns the hidden state of each after the final norm. (tokens, embd)"""
+        tokens = self._checked(tokens)
+        n_portion = self._n_batch
+        parts = [tuple(tokens[start : start + n_portion]) for start in range(0, len(tokens), n_portion)]
+        return torch.cat([self._owner.call(partial(self._hidden, part)) for part in parts])
+
     def follow(self, token: int, n_tokens: int = 1) -> int:
         """Computes a token, then the likeliest next token, and so on, `n_tokens` in all. Returns the token after them.
 
@@ -147,17 +154,21 @@ class RawSequence:
     def _logits(self, tokens: Sequence[int], n_outputs: int) -> torch.Tensor:
         return self._run(tokens, n_outputs).to("cpu", copy=True)
 
-    def _run(self, tokens: Sequence[int], n_outputs: int) -> torch.Tensor:
-        """Logits of the last `n_outputs` tokens, on their device. Valid until the next run."""
+    def _hidden(self, tokens: Sequence[int]) -> torch.Tensor:
+        return self._run(tokens, len(tokens), wants_hidden=True).to("cpu", copy=True)
+
+    def _run(self, tokens: Sequence[int], n_outputs: int, *, wants_hidden: bool = False) -> torch.Tensor:
+        """Logits or hidden states of the last `n_outputs` tokens, on their device. Valid until the next run."""
         sequence = self._opened()
         copies = [*self._copies, *self._reserve(len(tokens))]
         self._copies = copies
         start, effort = self._cache.n_tokens(sequence), self._effort
         chunk = Chunk(sequence, start, len(tokens), n_outputs, effort.n_experts, effort.n_layers)
-        logits = self._runner.run(self._runner.place(Batch.of([chunk]), self._cache), tokens, copies)
+        batch = Batch.of([chunk], wants_hidden=wants_hidden)
+        output = self._runner.run(self._runner.place(batch, self._cache), tokens, copies)
         self._copies = []
         self._cache.commit(sequence, tokens)
-        return logits
+        return output
 
     def _store_random(self, n_tokens: int) -> None:
         sequence = self._opened()

@@ -38,6 +38,7 @@ class BatchShape:
     n_outputs: int  # rows for which logits are computed
     n_layers: int = 0  # number of layers that run, from the first; 0: all
     n_experts: int = 0  # maximum per token; 0: the file's number
+    wants_hidden: bool = False  # the output is the hidden state after the final norm, instead of logits
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,16 @@ class ModelBuilder:
         return GetRows()(table, self.tokens, name="embedding")
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits: final norm and output matrix, for the output rows only. (outputs, vocab)"""
+        """Logits: final norm and output matrix, for the output rows only. (outputs, vocab)
+
+        If the batch wants the hidden state, it ends after the norm. (outputs, embd)
+        """
         p = self.params
         x = GetRows()(x, self.output_rows, name="output_hidden")
         norm = self.weight("output_norm.weight", p.n_embd, role=Role(OUTPUT))
         x = RmsNorm(p.norm_eps)(x, norm, name="output_norm")
+        if self.batch.wants_hidden:
+            return x
         source = "output.weight" if "output.weight" in self.spec.tensors else "token_embd.weight"  # tied
         weight = self.weight("output.weight", p.n_vocab, p.n_embd, role=Role(VOCABULARY), source=source)
         return self._soft_capped(MatMul()(x, weight, name="logits"))

@@ -28,10 +28,11 @@ class Batch:
     """The chunks of one batch, at most one for each sequence. All chunks run the same layers."""
 
     chunks: tuple[Chunk, ...]
+    wants_hidden: bool = False  # the output rows are hidden states instead of logits
 
     @staticmethod
-    def of(chunks: Iterable[Chunk]) -> Batch:
-        batch = Batch(tuple(chunks))
+    def of(chunks: Iterable[Chunk], *, wants_hidden: bool = False) -> Batch:
+        batch = Batch(tuple(chunks), wants_hidden)
         assert len({c.sequence for c in batch.chunks}) == len(batch.chunks), "a sequence has two chunks"
         assert all(0 <= c.n_outputs <= c.n_tokens for c in batch.chunks), "more outputs than tokens"
         assert len({c.n_layers for c in batch.chunks}) <= 1, "chunks run different layers"

@@ -65,7 +65,7 @@ class Runner:
             inputs[N_EXPERT_USED] = batch.n_experts(self._experts.n_used)
             max_experts = _max_experts(max(inputs[N_EXPERT_USED], default=0), self._experts)
         return PlacedBatch(
-            BatchShape(batch.n_tokens, batch.n_outputs, batch.n_layers, max_experts),
+            BatchShape(batch.n_tokens, batch.n_outputs, batch.n_layers, max_experts, batch.wants_hidden),
             {name: _int32(numbers) for name, numbers in inputs.items()},
             tuple(group_batches(manager, extents)),
         )
@@ -73,7 +73,8 @@ class Runner:
     def run(
         self, batch: PlacedBatch, tokens: Sequence[int] | torch.Tensor, copies: Sequence[BlockCopy]
     ) -> torch.Tensor:
-        """Logits (outputs, vocab) of the batch's output rows, on their device. Valid until the next run.
+        """Logits (outputs, vocab) of the batch's output rows, on their device, or hidden states (outputs, embd) if it
+        wants them. Valid until the next run.
 
         `tokens`: of all chunks, concatenated; if `can_chain`, an int32 tensor on the device is allowed too, even before
         the device has computed it. `copies` are made first. A GPU may still be computing when this returns.
