@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from motley.server.api import anthropic, chat, completions, infill, llama, models, responses, state, tokens
 from motley.server.front import Handle, health
+from motley.server.live import live
 
 _Route = tuple[str, tuple[str, ...], Handle]
 
 ROUTES: list[_Route] = [
     ("GET", ("/health", "/v1/health"), health),
+    ("GET", ("/motley/live",), live),
     ("GET", ("/v1/models", "/models"), models.list_models),
     ("POST", ("/v1/chat/completions", "/chat/completions"), chat.complete),
     ("POST", ("/v1/completions",), completions.complete),
