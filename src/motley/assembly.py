@@ -13,7 +13,7 @@ from motley.engine import Engine
 from motley.engine.drafting import Lookup, Speculator
 from motley.engine.drafting.choice import DRAFT_MAX, MAX_DRAFT
 from motley.engine.effort import Efforts
-from motley.errors import ConfigError
+from motley.errors import ConfigError, DeviceError
 from motley.gguf import ModelSpec, read_spec
 from motley.kvcache.manager import CacheManager
 from motley.models import DecoderParams, check_tensors, read_params
@@ -27,7 +27,9 @@ from motley.runtime import (
     split_model,
 )
 from motley.runtime.budget import require_host_memory
-from motley.runtime.defaults import batch_sizes, choose_context, chosen_crew
+from motley.runtime.crew import Crew
+from motley.runtime.defaults import ContextChoice, batch_sizes, choose_context, chosen_crew
+from motley.runtime.expert_fitting import experts_notice, settle_experts, with_cpu_experts
 from motley.runtime.hosts.opening import Opening
 from motley.runtime.hosts.protocol import read_secret
 from motley.runtime.hosts.remote import Hosts
@@ -55,6 +57,8 @@ class Options:
     kv_rotation: bool = True
     split_experts: str = "auto"
     secret_file: str | os.PathLike[str] | None = None  # of workers on other hosts
+    n_cpu_moe: int | str | None = None
+    expert_split: str | Sequence[float] | None = None
     n_expert_used: int | None = None
     n_layer_exit: int | None = None
     spec: str = "off"
@@ -118,33 +122,19 @@ def load_model(
         options.tensor_split,
         options.device_memory,
         options.split_experts,
+        options.n_cpu_moe,
+        options.expert_split,
         backend=options.backend,
     )
-    names = [device.name for device in crew.devices]
-    n_batch, n_parallel = batch_sizes(options.n_batch, options.n_parallel, names)
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(device.name for device in crew.devices):
         backend_for(name, options.backend)  # what a device lacks is said before the file is read
     spec = read_spec(model)
     params = read_params(spec)
     unused = check_tensors(spec, params)
-    chosen_backends = [
-        backend_for_heads(name, options.backend, params.head_dim, params.n_heads // params.n_kv_heads)
-        for name in names
-    ]
-    backends = [backend for backend, _ in chosen_backends]
-    slow = dict.fromkeys(notice for _, notice in chosen_backends)
-    for device, backend in zip(crew.devices, backends, strict=True):
-        _require_cache(device.name, backend, cache)
     efforts = _efforts(params, options)
-    context = choose_context(
-        options.n_ctx,
-        lambda n_ctx: split_model(spec, params, crew, cache, n_ctx=n_ctx, rotate=options.kv_rotation),
-        params,
-        backends,
-        cache,
-        n_batch=n_batch,
-        n_parallel=n_parallel,
-    )
+    planned = _plan_on_crew(crew, spec, params, options)
+    crew, backends, context = planned.crew, planned.backends, planned.context
+    n_batch, n_parallel = planned.n_batch, planned.n_parallel
     n_ctx, split, fit = context.n_ctx, context.split, context.fit
     require_host_memory(crew, fit.plan)
     manager = CacheManager(
@@ -190,7 +180,7 @@ def load_model(
         ),
     )
     said = notices(spec, params, cache, backends, n_ctx=n_ctx, rotates=options.kv_rotation)
-    said = tuple(notice for notice in (context.notice, unused, *slow, *said) if notice is not None)
+    said = tuple(notice for notice in (*planned.notices, unused, *said) if notice is not None)
     details = tuple(
         f"{device.name}: {detail}"
         for device, runs in zip(crew.devices, backends, strict=True)
@@ -200,6 +190,58 @@ def load_model(
     return LoadedModel(
         spec, tokenizer, n_ctx, chosen, said, details, warm_up, split, fit, manager, runner, engine
     )
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A crew with its backends, and the context and the cache that fit."""
+
+    crew: Crew
+    backends: list[Backend]
+    context: ContextChoice
+    n_batch: int
+    n_parallel: int
+    notices: tuple[str | None, ...]
+
+
+def _plan_on_crew(crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options) -> _Planned:
+    """The plan for the crew. Experts that do not fit on GPUs are on the CPU, unless the user has said how to split."""
+    asked = (options.n_cpu_moe, options.expert_split, options.split_mode, options.tensor_split)
+    is_left_to_us = params.experts is not None and all(option is None for option in asked)
+    other = with_cpu_experts(crew) if is_left_to_us else None
+    if other is not None and len(other) == len(crew):  # the CPU is in the crew already
+        return _plan(other, spec, params, options)
+    try:
+        return _plan(crew, spec, params, options)
+    except DeviceError:
+        if other is None:
+            raise
+        return _plan(other, spec, params, options)
+
+
+def _plan(crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options) -> _Planned:
+    names = [device.name for device in crew.devices]
+    n_batch, n_parallel = batch_sizes(options.n_batch, options.n_parallel, names)
+    sizes = {"n_batch": n_batch, "n_parallel": n_parallel}
+    chosen = [
+        backend_for_heads(name, options.backend, params.head_dim, params.n_heads // params.n_kv_heads)
+        for name in names
+    ]
+    backends = [backend for backend, _ in chosen]
+    cache = options.cache
+    for device, backend in zip(crew.devices, backends, strict=True):
+        _require_cache(device.name, backend, cache)
+
+    def split_over(crew: Crew, n_ctx: int) -> ModelSplit:
+        return split_model(spec, params, crew, cache, n_ctx=n_ctx, rotate=options.kv_rotation)
+
+    settled = settle_experts(crew, params, split_over, backends, cache, n_ctx=options.n_ctx, **sizes)
+    context = choose_context(
+        options.n_ctx, lambda n_ctx: split_over(settled, n_ctx), params, backends, cache, **sizes
+    )
+    slow = dict.fromkeys(notice for _, notice in chosen)
+    notices = (context.notice, experts_notice(crew, settled, params), *slow)
+    return _Planned(settled, backends, context, n_batch, n_parallel, notices)
 
 
 def _efforts(params: DecoderParams, options: Options) -> Efforts:

@@ -83,6 +83,8 @@ class LLM:
         device_memory: str | Sequence[str | int] | None = None,
         split_experts: str = "auto",
         secret_file: str | os.PathLike[str] | None = None,
+        n_cpu_moe: int | str | None = None,
+        expert_split: str | Sequence[float] | None = None,
         n_expert_used: int | None = None,
         n_layer_exit: int | None = None,
         spec: str = "off",
@@ -112,7 +114,10 @@ class LLM:
         keeps to these cores, or to a NUMA node's. `n_threads`: over all devices that name no cores.
         `devices="cpu,cpu@10.0.0.2:29400"`: a device of a worker process (`motley worker`) on another host, or on this
         one; `secret_file`: the secret of the workers.
-        `split_experts`: in tensor mode, "ffn" cuts every expert, "whole" gives each device whole ones. `n_expert_used`,
+        `split_experts`: in tensor mode, "ffn" cuts every expert, "whole" gives each device whole ones. `n_cpu_moe=20`:
+        the routed experts of the first 20 layers are on the CPU (of several CPU devices: on the last one), everything
+        else is on the other devices; "auto": of as few layers as the others' memory needs. `expert_split=(1, 3)`: these
+        experts are shared out in proportions of their own. `n_expert_used`,
         `n_layer_exit`: what requests use that do not say (see SamplingParams).
         `spec`, `draft_max`, `draft_min`: which drafters guess tokens of requests that do not say, and the most and the
         fewest tokens of a draft (see SamplingParams).
@@ -143,6 +148,8 @@ class LLM:
             kv_rotation=kv_rotation,
             split_experts=split_experts,
             secret_file=secret_file,
+            n_cpu_moe=n_cpu_moe,
+            expert_split=expert_split,
             n_expert_used=n_expert_used,
             n_layer_exit=n_layer_exit,
             spec=spec,

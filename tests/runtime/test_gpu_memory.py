@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from motley.assembly import Options, _plan_on_crew
 from motley.backends import Backend, backend_for
 from motley.backends.cuda.footprint import stored_bytes
 from motley.backends.cuda.weights import load
+from motley.bundled import bundled_experts_path
 from motley.errors import DeviceError
 from motley.formats import PackedTensor, get_format
 from motley.gguf import read_spec
@@ -20,6 +23,7 @@ from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, read_params
 from motley.runtime import CacheConfig, CacheFit, ModelSplit, fit_cache, make_crew, split_model
 from motley.runtime.budget import device_needs
+from motley.runtime.defaults import chosen_crew
 
 F16 = get_cache_type("f16")
 GIB = 1 << 30
@@ -95,6 +99,33 @@ def test_a_budget_is_not_more_than_there_is(path: Path, free: dict[str, int]) ->
     free["bytes"] = need + 2_000_000
     assert fit(path, devices="cuda", device_memory=str(need + 1_500_000)).room == (1_500_000,)
     assert fit(path, devices="cuda", device_memory="90GiB").room == (2_000_000,)
+
+
+@pytest.mark.parametrize("devices", ["cuda:0", "cuda:0,cpu", "auto"])
+def test_experts_that_do_not_fit_are_on_the_cpu(free: dict[str, int], devices: str) -> None:
+    """The plan only: nothing is loaded."""
+    path = bundled_experts_path()
+    spec = read_spec(path)
+    params = read_params(spec)
+    options = Options(CacheConfig(F16, F16), n_ctx=64, n_batch=16, n_parallel=1, devices=devices)
+    (need,) = needs_of(path, devices="cuda")
+
+    def planned() -> ModelSplit:
+        crew, _ = chosen_crew(devices, None, None, None)
+        return _plan_on_crew(crew, spec, params, options).context.split
+
+    free["bytes"] = 2 * need
+    whole = planned().crew
+    n_apart = 0 if whole.apart is None else whole.apart.n_layers
+    assert n_apart == 0
+    free["bytes"] = need - 3 * 1024**2  # experts of a layer have 1.2 MiB
+    less = planned()
+    assert [device.name for device in less.crew.devices] == ["cuda:0", "cpu"]
+    assert less.crew.apart is not None
+    assert 0 < (less.crew.apart.n_layers or 0) < params.n_layers
+    assert less.crew.shares[1] == 0
+    with pytest.raises(DeviceError, match="cuda:0 has"):  # the user wants it otherwise
+        _plan_on_crew(make_crew("cuda:0"), spec, params, replace(options, n_cpu_moe=0))
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "Q5_K", "F32"])

@@ -33,7 +33,7 @@ from motley.cli.svg import COLOURS
 from motley.errors import ConfigError
 from motley.formats import get_format
 from motley.llm import LLM
-from motley.runtime.defaults import batch_sizes, chosen_crew
+from motley.runtime.defaults import batch_sizes
 from motley.units import show_bytes
 
 PromptTokens = Annotated[
@@ -155,14 +155,7 @@ def bench(
             raise ConfigError(f"two models: {source.given} and --shape {shape}", hint="give one of them")
         files = _files(shape, layers, weights, source.path())
         chosen = chosen.placed(next(iter(files.values())))
-        crew, devices = chosen_crew(
-            chosen.device,
-            chosen.split_mode,
-            chosen.tensor_split,
-            chosen.device_memory,
-            chosen.split_experts,
-            backend=chosen.backend,
-        )
+        crew, devices = chosen.crew(chosen.backend)
         if devices is not None:
             say(devices)
         trial = Trial(

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from motley.backends import backend_for
 from motley.cli import options
 from motley.cli.console import reporting_errors, stdout
 from motley.cli.grouping import with_groups
@@ -21,8 +22,10 @@ from motley.cli.picture import draw
 from motley.gguf import read_spec
 from motley.kvcache.types import get_cache_type
 from motley.models import read_params
-from motley.runtime import CacheConfig, default_context, split_model
-from motley.runtime.defaults import chosen_crew
+from motley.runtime import CacheConfig, ModelSplit, default_context, split_model
+from motley.runtime.crew import Crew
+from motley.runtime.defaults import batch_sizes
+from motley.runtime.expert_fitting import settle_experts
 from motley.runtime.explain import Explanation, Section, explain
 from motley.units import show_bytes
 
@@ -52,6 +55,7 @@ def explain_command(
     \b
     [bold]motley explain model.gguf --device cpu,cpu -sm tensor -ts 3,1[/]
     [bold]motley explain model.gguf --device cpu,cpu,cpu -sm layer --svg split.svg[/]
+    [bold]motley explain moe.gguf --device cpu,cpu --n-cpu-moe 20[/]
     [bold]motley explain model.gguf --device cpu,cpu -sm tensor -ctk q8_0 -ctv q4_0 --all[/]  with K and V rotated
     """
     with reporting_errors(debug, as_json=as_json):
@@ -60,16 +64,23 @@ def explain_command(
         spec = read_spec(path)
         params = read_params(spec)
         chosen = chosen.placed(path)
-        crew, _ = chosen_crew(
-            chosen.device,
-            chosen.split_mode,
-            chosen.tensor_split,
-            chosen.device_memory,
-            chosen.split_experts,
-        )
+        asked, _ = chosen.crew()
         cache = CacheConfig(get_cache_type(cache_type_k), get_cache_type(cache_type_v))
         n_ctx = chosen.ctx_size or default_context(params)
-        contents = explain(split_model(spec, params, crew, cache, n_ctx=n_ctx, rotate=kv_rotation))
+
+        def split_over(crew: Crew, n_ctx: int) -> ModelSplit:
+            return split_model(spec, params, crew, cache, n_ctx=n_ctx, rotate=kv_rotation)
+
+        names = [device.name for device in asked.devices]
+        n_batch, _ = batch_sizes(None, None, names)
+        backends = [backend_for(name, "auto") for name in names]
+        crew = settle_experts(
+            *(asked, params, split_over, backends, cache),
+            n_ctx=chosen.ctx_size or None,
+            n_batch=n_batch,
+            n_parallel=1,
+        )
+        contents = explain(split_over(crew, n_ctx))
         if svg is not None:
             write_file(svg, draw(contents))
     if as_json:
@@ -116,6 +127,8 @@ def _devices(contents: Explanation) -> Table:
         said.append(
             f"each KV head is stored up to {contents['kv_repeat']} times: there are more devices than heads"
         )
+    if contents["experts_apart"]:
+        said.append(contents["experts_apart"])
     if contents["split_experts"]:
         said.append(f"experts: {contents['split_experts']} ({contents['split_experts_reason']})")
     table.caption = "\n".join(said) or None

@@ -23,11 +23,14 @@ from motley.models import read_params
 from motley.runtime import (
     CacheConfig,
     CacheFigures,
+    Crew,
     DeviceFigures,
+    ModelSplit,
     cache_figures,
     split_model,
 )
-from motley.runtime.defaults import choose_context, chosen_crew
+from motley.runtime.defaults import choose_context
+from motley.runtime.expert_fitting import settle_experts
 from motley.units import parse_bytes, show_bytes
 
 _N_BATCH = 512  # tokens per step: layers with a window need room for them
@@ -71,24 +74,16 @@ def _plan(path: Path, chosen: LoadOptions) -> tuple[CacheFigures, list[DeviceFig
         max_bytes=None if limit is None else parse_bytes(limit),
         demand_paged=chosen.kv_cache_demand_paged,
     )
-    crew, _ = chosen_crew(
-        chosen.device,
-        chosen.split_mode,
-        chosen.tensor_split,
-        chosen.device_memory,
-        chosen.split_experts,
-        backend=chosen.backend,
-    )
-    backends = [backend_for(device.name, chosen.backend) for device in crew.devices]
-    context = choose_context(
-        chosen.ctx_size or None,
-        lambda n_ctx: split_model(spec, params, crew, config, n_ctx=n_ctx, rotate=chosen.kv_rotation),
-        params,
-        backends,
-        config,
-        n_batch=chosen.n_batch or _N_BATCH,
-        n_parallel=chosen.parallel or 1,
-    )
+    asked, _ = chosen.crew(chosen.backend)
+    backends = [backend_for(device.name, chosen.backend) for device in asked.devices]
+    sizes = {"n_batch": chosen.n_batch or _N_BATCH, "n_parallel": chosen.parallel or 1}
+    n_ctx = chosen.ctx_size or None
+
+    def split_over(crew: Crew, n_ctx: int) -> ModelSplit:
+        return split_model(spec, params, crew, config, n_ctx=n_ctx, rotate=chosen.kv_rotation)
+
+    crew = settle_experts(asked, params, split_over, backends, config, n_ctx=n_ctx, **sizes)
+    context = choose_context(n_ctx, lambda n: split_over(crew, n), params, backends, config, **sizes)
     split, fit = context.split, context.fit
     reserved = [fit.plan.n_bytes(device) for device in range(len(crew))]
     is_paged = chosen.kv_cache_demand_paged  # then nothing is resident before the first token

@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Any, Self
 
 from motley.cli import options
 from motley.cli.console import loading_bar, say
+from motley.errors import ConfigError
 from motley.units import show_bytes
 
 if TYPE_CHECKING:
     from motley.llm import LLM
+    from motley.runtime.crew import Crew
 
-_OWN = {"verbose", "gpu_layers", "main_gpu", "ubatch_size"}  # flags that `motley.LLM` does not have
+_ALL_LAYERS = 2**31 - 1  # more than any model has
+_OWN = {
+    "verbose",
+    "gpu_layers",
+    "main_gpu",
+    "ubatch_size",
+    "cpu_moe",
+}  # flags that `motley.LLM` does not have
 # The names in `motley.LLM` of flags that have another name here.
 _LLM_NAMES = {
     "ctx_size": "n_ctx",
@@ -37,15 +46,54 @@ class DeviceOptions:
     device_memory: options.DeviceMemory = None
     split_experts: options.SplitExperts = "auto"
     secret_file: options.SecretFile = None
+    n_cpu_moe: options.NCpuMoe = None
+    cpu_moe: options.CpuMoe = False
+    expert_split: options.ExpertSplit = None
+
+    def crew(self, backend: str = "auto") -> tuple[Crew, str | None]:
+        """The devices, and the sentence about them if they were left to Motley."""
+        from motley.runtime.defaults import chosen_crew  # here for the same reason as in `load`
+
+        return chosen_crew(
+            self.device,
+            self.split_mode,
+            self.tensor_split,
+            self.device_memory,
+            self.split_experts,
+            self.layers_apart,
+            self.expert_split,
+            backend=backend,
+        )
+
+    @property
+    def layers_apart(self) -> int | str | None:
+        """The number of layers of --n-cpu-moe (--cpu-moe: all), "auto", or None."""
+        n_layers = self.n_cpu_moe
+        if n_layers is not None and self.cpu_moe:
+            raise ConfigError(f"two numbers: --n-cpu-moe {n_layers} and --cpu-moe", hint="give one of them")
+        if self.cpu_moe:
+            return _ALL_LAYERS
+        if n_layers is None or n_layers == "auto":
+            return n_layers
+        if not n_layers.isdecimal():
+            raise ConfigError(
+                f"--n-cpu-moe {n_layers!r} is not a number of layers", hint="for example 20, or auto"
+            )
+        return min(int(n_layers), _ALL_LAYERS)
 
     def placed(self, path: Path) -> Self:
         """The same with -ngl and -mg as devices and proportions, for the model in `path`."""
-        from motley.cli.placement import Places, place_layers  # here for the same reason as in `load`
+        from motley.cli.placement import (  # here for the same reason as in `load`
+            Places,
+            experts_notice,
+            place_layers,
+        )
 
         asked = Places(self.device, self.split_mode, self.tensor_split)
         places = place_layers(path, asked, self.gpu_layers, self.main_gpu)
-        if places.notice is not None:
-            say(f"note: {places.notice}")
+        for notice in (places.notice, experts_notice(places.device, self.layers_apart)):
+            if notice is not None:
+                say(f"note: {notice}")
         return replace(
             self,
             device=places.device,
@@ -78,7 +126,8 @@ class CrewOptions(DeviceOptions):
         values = {
             _LLM_NAMES.get(f.name, f.name): getattr(self, f.name) for f in fields(self) if f.name not in _OWN
         }
-        return values | {"n_ctx": self.ctx_size or None, "n_batch": self.n_batch}
+        own = {"n_ctx": self.ctx_size or None, "n_batch": self.n_batch, "n_cpu_moe": self.layers_apart}
+        return values | own
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,30 @@ SecretFile = Annotated[
         metavar="FILE",
     ),
 ]
+NCpuMoe = Annotated[
+    str | None,
+    _flag(
+        "-ncmoe",
+        "--n-cpu-moe",
+        text="Keep the routed experts of the first N layers on the CPU, everything else on the other devices; auto: "
+        "of as few layers as the others' memory needs. If all devices are CPUs, these experts are on the last one.",
+        panel=_CREW,
+        metavar="N",
+    ),
+]
+CpuMoe = Annotated[
+    bool, _flag("-cmoe", "--cpu-moe", text="The same as --n-cpu-moe with all layers.", panel=_CREW)
+]
+ExpertSplit = Annotated[
+    str | None,
+    _flag(
+        "--expert-split",
+        text="With --n-cpu-moe: proportions in which devices share these experts, such as 1,3. Default: all of them on "
+        "the CPU.",
+        panel=_CREW,
+        metavar="N,N,…",
+    ),
+]
 
 # --- how much of the model ----------------------------------------------------------------------------------
 

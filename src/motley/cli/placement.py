@@ -1,4 +1,4 @@
-"""llama.cpp's -ngl and -mg, as Motley's devices and proportions."""
+"""llama.cpp's -ngl, -mg, -ncmoe and -cmoe, as Motley's devices and proportions."""
 
 from __future__ import annotations
 
@@ -79,3 +79,13 @@ def _gpu_shares(asked: str | None, gpus: Sequence[str]) -> list[Fraction]:
     if len(shares) != len(gpus) or min(shares) < 0 or not any(shares):
         raise ConfigError(f"-ts {asked} for {len(gpus)} GPUs", hint="with -ngl, give one number for each GPU")
     return shares
+
+
+def experts_notice(device: str, n_layers: int | str | None) -> str | None:
+    """The sentence about -ncmoe if the CPU is the only device anyway."""
+    if n_layers is None:
+        return None
+    is_alone = device.startswith("cpu") and "," not in device
+    if device == "auto":
+        is_alone = not any(name.startswith("cuda") for name in known_devices())
+    return "no effect here: --n-cpu-moe or --cpu-moe (the CPU is the only device)" if is_alone else None

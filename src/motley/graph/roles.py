@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Groups: weights of one group and one layer are split together, because one computation uses them all.
-WHOLE = "whole"  # norms, routers, small vectors: every device holds all of them
+WHOLE = "whole"  # norms, small vectors: every device holds all of them
 HEADS = "heads"  # attention: cut at KV heads with their query groups
 FFN = "ffn"  # a dense FFN: cut at columns of its hidden layer
 SHARED_FFN = "shared_ffn"  # the FFN of the shared expert
 EXPERTS = "experts"  # cut at columns of each expert's hidden layer, or at whole experts (axis 0)
+ROUTER = "router"  # the router and the biases of experts: whole on every device that has experts
 EMBEDDING = "embedding"  # the token embedding: rows are looked up by id
 OUTPUT = "output"  # the norm after the last layer
 VOCABULARY = "vocabulary"  # the output matrix: cut at rows

@@ -22,7 +22,7 @@ from motley.graph.ops import (
     Scale,
     Weight,
 )
-from motley.graph.roles import EMBEDDING, HEADS, OUTPUT, QUERY_HEADS, VOCABULARY, WHOLE, Role
+from motley.graph.roles import EMBEDDING, HEADS, OUTPUT, QUERY_HEADS, ROUTER, VOCABULARY, WHOLE, Role
 from motley.models.params import DecoderParams, tensor_info
 
 Ranges = tuple[tuple[int, int], ...]
@@ -180,7 +180,8 @@ class LayerBuilder:
         """x·Wᵀ (+ bias, where the file has one), for all `n_out` rows of W or for `rows` of them."""
         weight = self.model.weight(self.label(f"{name}.weight"), n_out, x.shape[-1], role=role, rows=rows)
         out = MatMul()(x, weight, name=self.label(name))
-        bias = self.model.optional_weight(self.label(f"{name}.bias"), n_out, role=self.role(), rows=rows)
+        bias_role = role if role.group == ROUTER else self.role()
+        bias = self.model.optional_weight(self.label(f"{name}.bias"), n_out, role=bias_role, rows=rows)
         return out if bias is None else Add()(out, bias, name=self.label(f"{name}+bias"))
 
     def kv_rows(self, n_before: int, n_heads: int) -> Ranges:

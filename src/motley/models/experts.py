@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from motley.graph import Tensor
 from motley.graph.ops import Add, ExpertFfn, Route, RouteWeights
-from motley.graph.roles import COLUMNS, EXPERTS, SHARED_FFN, Role
+from motley.graph.roles import COLUMNS, EXPERTS, ROUTER, SHARED_FFN, Role
 from motley.models.blocks import separate_ffn
 from motley.models.builder import LayerBuilder
 from motley.models.params import ExpertParams
@@ -18,13 +18,15 @@ def expert_ffn(layer: LayerBuilder, x: Tensor, *, function: str = "silu") -> Ten
     if not experts.n_ff_shared:
         return routed
     shared = separate_ffn(layer, x, experts.n_ff_shared, suffix="_shexp", group=SHARED_FFN)
-    return Add()(routed, shared, name=layer.label("ffn_experts+shared"))
+    # The shared expert first: where routed experts are on another device, their result comes to this one.
+    return Add()(shared, routed, name=layer.label("ffn_experts+shared"))
 
 
 def _routed(layer: LayerBuilder, x: Tensor, experts: ExpertParams, function: str) -> Tensor:
     n_experts, n_ff, n_embd = experts.n_experts, experts.n_ff, x.shape[1]
-    logits = layer.linear(x, "ffn_gate_inp", n_experts, layer.role())
-    bias = [layer.vector("exp_probs_b.bias", n_experts)] if layer.has("exp_probs_b.bias") else []
+    logits = layer.linear(x, "ffn_gate_inp", n_experts, layer.role(ROUTER))
+    router = layer.role(ROUTER)
+    bias = [layer.vector("exp_probs_b.bias", n_experts, role=router)] if layer.has("exp_probs_b.bias") else []
     max_experts = layer.model.batch.n_experts or experts.n_used
     route = Route(max_experts, experts.score, experts.n_groups, experts.n_groups_used)
     ids = route(logits, layer.model.n_expert_used, *bias, name=layer.label("ffn_expert_ids"))
@@ -35,8 +37,8 @@ def _routed(layer: LayerBuilder, x: Tensor, experts: ExpertParams, function: str
         layer.vector("ffn_down_exps.weight", n_experts, n_embd, n_ff, role=layer.role(EXPERTS, 2, COLUMNS)),
     ]
     if layer.has("ffn_gate_exps.bias") or layer.has("ffn_gate_up_exps.bias"):
-        parts += _gates_and_ups(layer, "bias", n_experts, n_ff, role=layer.role())
-        parts.append(layer.vector("ffn_down_exps.bias", n_experts, n_embd))
+        parts += _gates_and_ups(layer, "bias", n_experts, n_ff, role=router)
+        parts.append(layer.vector("ffn_down_exps.bias", n_experts, n_embd, role=router))
     return ExpertFfn(function)(x, ids, weights, *parts, name=layer.label("ffn_experts"))
 
 

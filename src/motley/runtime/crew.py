@@ -11,12 +11,14 @@ import torch
 
 from motley.errors import ConfigError, DeviceError
 from motley.runtime.cores import parse_cores
-from motley.split.placement import AUTO, EXPERT_SPLITS, LAYER, NONE, SPLIT_MODES
+from motley.split.apart import ExpertsApart
+from motley.split.placement import AUTO, EXPERT_SPLITS, LAYER, NONE, SPLIT_MODES, TENSOR
 from motley.units import parse_bytes
 
 DEFAULT_PORT = 29400  # of workers
 _REMOTE_NAME = re.compile(r"cpu(:[0-9a-z+-]+)?|cuda:[0-9]{1,3}")
 _ADDRESS = re.compile(r"(\[(?P<v6>[0-9a-fA-F:.%]+)\]|(?P<host>[^:\[\]@/\s]+))(:(?P<port>[0-9]{1,5}))?")
+_ALL_LAYERS = 2**31  # more than any model has
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Crew:
     mode: str
     shares: tuple[Fraction, ...]
     experts: str = AUTO  # how experts are shared out in tensor mode
+    apart: ExpertsApart | None = None  # experts that other devices have than the rest of their layers
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -73,18 +76,23 @@ class Crew:
 
     def threads(self, asked: int | None, members: Sequence[int] | None = None) -> list[int]:
         """The number of threads of each device: one for each of its cores. Devices without cores share the rest of
-        `asked` (default: torch's number of threads) evenly, with at least one each. `members`: the devices of one
-        process; default: all.
+        `asked` (default: torch's number of threads) evenly, with at least one each. Beside a CPU, a GPU has one thread,
+        which launches its kernels. `members`: the devices of one process; default: all.
         """
         devices = self.devices if members is None else [self.devices[index] for index in members]
         n_bound = sum(len(device.cores) for device in devices)
+        n_gpus = sum(device.is_gpu for device in devices)
         n_free = sum(not device.cores for device in devices)
         if asked is not None and not n_free:
             raise ConfigError(
                 f"{asked} threads, but the devices name their cores",
                 hint="each core has one thread: leave out -t",
             )
-        rest = ((asked or torch.get_num_threads()) - n_bound) // max(n_free, 1)
+        n_threads = (asked or torch.get_num_threads()) - n_bound
+        if 0 < n_gpus < len(devices):
+            rest = (n_threads - n_gpus) // max(n_free - n_gpus, 1)
+            return [1 if device.is_gpu else len(device.cores) or max(1, rest) for device in devices]
+        rest = n_threads // max(n_free, 1)
         return [len(device.cores) or max(1, rest) for device in devices]
 
 
@@ -100,10 +108,21 @@ def make_crew(
     tensor_split: str | Sequence[float] | None = None,
     device_memory: str | Sequence[str | int] | None = None,
     split_experts: str = AUTO,
+    n_cpu_moe: int | str | None = None,
+    expert_split: str | Sequence[float] | None = None,
 ) -> Crew:
-    """A checked crew with defaults. Shares default to the memory budgets; without budgets, to equal shares."""
+    """A checked crew with defaults. Shares default to the memory budgets; without budgets, to equal shares.
+
+    `n_cpu_moe`: the routed experts of this many layers are on the CPU (of CPU devices: on the last one), or are shared
+    out by `expert_split`; "auto": of as few layers as fit. Other weights are shared out over the other devices.
+    """
     names, hosts = _names(devices)
-    mode = split_mode or (NONE if len(names) == 1 else LAYER)
+    is_apart = n_cpu_moe not in (None, 0) or expert_split is not None
+    if is_apart and len(names) == 1 and names[0].startswith("cuda"):
+        names.append("cpu")
+        hosts.append(None)
+    is_apart = is_apart and len(names) > 1
+    mode = split_mode or (NONE if len(names) == 1 else TENSOR if is_apart else LAYER)
     if mode not in SPLIT_MODES:
         raise ConfigError(f"unknown split mode {mode!r}", hint=f"there are: {', '.join(SPLIT_MODES)}")
     if split_experts not in EXPERT_SPLITS:
@@ -115,7 +134,7 @@ def make_crew(
         raise ConfigError(
             f"{len(budgets)} memory budgets for {len(names)} devices", hint="give one for each device"
         )
-    shares = _shares(tensor_split, budgets, len(names))
+    shares = _shares("tensor split", tensor_split, budgets, len(names))
     memory: Sequence[int | None] = budgets or [None] * len(names)
     crew = tuple(map(Device, names, memory, _cores(names, hosts), hosts))
     if hosts[0] is not None:
@@ -123,7 +142,47 @@ def make_crew(
             f"the first device, {crew[0].full_name}, is not of this machine",
             hint="name one of this machine first, with share 0 (-ts 0,1) if it shall have no weights",
         )
-    return Crew(crew[:1], mode, (Fraction(1),)) if mode == NONE else Crew(crew, mode, shares, split_experts)
+    if mode == NONE:
+        if is_apart:
+            raise ConfigError(
+                "experts are on other devices than the rest, but split mode none uses one device",
+                hint="leave out --split-mode",
+            )
+        return Crew(crew[:1], mode, (Fraction(1),))
+    if not is_apart:
+        return Crew(crew, mode, shares, split_experts)
+    holders = _expert_devices(names)
+    if not _listed(tensor_split):
+        shares = tuple(Fraction(0) if device in holders else share for device, share in enumerate(shares))
+    return Crew(crew, mode, shares, split_experts, _apart(n_cpu_moe, expert_split, holders, len(names)))
+
+
+def _expert_devices(names: Sequence[str]) -> list[int]:
+    """The devices for experts that are apart: the CPUs beside GPUs; otherwise the last device."""
+    cpus = [index for index, name in enumerate(names) if name.startswith("cpu")]
+    return cpus if 0 < len(cpus) < len(names) else [len(names) - 1]
+
+
+def _apart(
+    n_cpu_moe: int | str | None,
+    expert_split: str | Sequence[float] | None,
+    holders: Sequence[int],
+    n_devices: int,
+) -> ExpertsApart:
+    if expert_split is not None:
+        shares = _shares("expert split", expert_split, (), n_devices)
+    else:
+        shares = tuple(Fraction(index in holders) for index in range(n_devices))
+    if n_cpu_moe == AUTO:
+        return ExpertsApart(None, shares)
+    if n_cpu_moe is None:  # only the proportions are given
+        return ExpertsApart(_ALL_LAYERS, shares)
+    is_number = isinstance(n_cpu_moe, int) and not isinstance(n_cpu_moe, bool)
+    if not is_number or int(n_cpu_moe) < 0:
+        raise ConfigError(
+            f"n_cpu_moe is {n_cpu_moe!r:.60}", hint="n_cpu_moe must be a number of layers, or auto"
+        )
+    return ExpertsApart(int(n_cpu_moe), shares)
 
 
 def _names(devices: str | Sequence[str]) -> tuple[list[str], list[str | None]]:
@@ -181,7 +240,7 @@ def _cores(names: Sequence[str], hosts: Sequence[str | None]) -> list[tuple[int,
 
 
 def _shares(
-    asked: str | Sequence[float] | None, budgets: Sequence[int], n_devices: int
+    what: str, asked: str | Sequence[float] | None, budgets: Sequence[int], n_devices: int
 ) -> tuple[Fraction, ...]:
     values = _listed(asked)
     if not values:
@@ -190,17 +249,15 @@ def _shares(
         # Exponents go through float: a huge one becomes infinity, not an integer of a million digits.
         shares = tuple(Fraction(float(v)) if "e" in v.lower() else Fraction(v) for v in values)
     except (ValueError, OverflowError, ZeroDivisionError):
-        raise ConfigError(
-            f"tensor split {asked!r} is not a list of numbers", hint="for example 3,1"
-        ) from None
+        raise ConfigError(f"{what} {asked!r} is not a list of numbers", hint="for example 3,1") from None
     if len(shares) != n_devices:
         raise ConfigError(
-            f"tensor split {asked!r} has {len(shares)} numbers, but the number of devices is {n_devices}",
+            f"{what} {asked!r} has {len(shares)} numbers, but the number of devices is {n_devices}",
             hint="give one for each device; --device cpu,cpu names two",
         )
     if min(shares) < 0 or not any(shares):
         raise ConfigError(
-            f"tensor split {asked!r} cannot be met", hint="proportions are 0 or more, and one is above 0"
+            f"{what} {asked!r} cannot be met", hint="proportions are 0 or more, and one is above 0"
         )
     return shares
 

@@ -77,12 +77,22 @@ def chosen_crew(
     tensor_split: str | Sequence[float] | None,
     device_memory: str | Sequence[str | int] | None,
     split_experts: str = AUTO,
+    n_cpu_moe: int | str | None = None,
+    expert_split: str | Sequence[float] | None = None,
     *,
     backend: str = AUTO,
 ) -> tuple[Crew, str | None]:
     """The requested or default crew, and the sentence about the default: None if nothing was chosen."""
     choice = choose_devices(devices, split_mode, tensor_split, backend=backend)
-    crew = make_crew(choice.devices, choice.split_mode, choice.tensor_split, device_memory, split_experts)
+    crew = make_crew(
+        choice.devices,
+        choice.split_mode,
+        choice.tensor_split,
+        device_memory,
+        split_experts,
+        n_cpu_moe,
+        expert_split,
+    )
     return crew, choice.notice
 
 

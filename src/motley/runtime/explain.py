@@ -56,6 +56,7 @@ class Explanation(TypedDict):
         str  # ffn: a part of every expert on each device; whole: whole experts; "": no experts are cut
     )
     split_experts_reason: str
+    experts_apart: str  # the sentence about experts on other devices than the rest of their layers; "": none
     devices: list[DeviceRow]
     sections: list[Section]
     collectives: dict[str, int]  # how many of each kind, for one token
@@ -91,6 +92,7 @@ def explain(split: ModelSplit) -> Explanation:
         kv_repeat=split.options.kv_repeat,
         split_experts="" if experts is None else experts.way,
         split_experts_reason="" if experts is None else experts.reason,
+        experts_apart=_apart(split),
         devices=[
             DeviceRow(
                 device=split.crew.label(i),
@@ -105,6 +107,21 @@ def explain(split: ModelSplit) -> Explanation:
         collectives={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
         bytes_per_token=sum(t.n_bytes for t in whole.collectives),
     )
+
+
+def _apart(split: ModelSplit) -> str:
+    apart, crew = split.crew.apart, split.crew
+    n_layers = 0 if apart is None else min(apart.n_layers or 0, split.params.n_layers)
+    if apart is None or not n_layers:
+        return ""
+    total = sum(apart.shares)
+    holders = [
+        crew.label(i) if share == total else f"{float(share / total):.0%} on {crew.label(i)}"
+        for i, share in enumerate(apart.shares)
+        if share
+    ]
+    where = f"on {holders[0]}" if apart.owner is not None else ", ".join(holders)
+    return f"routed experts of the first {n_layers} layers: {where}"
 
 
 def _section(node: Tensor) -> str:

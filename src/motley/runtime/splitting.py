@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from motley.gguf import ModelSpec
 from motley.models import BatchShape, DecoderParams, GraphOptions, build_graph
 from motley.runtime.crew import Crew
+from motley.split.apart import demands_of
 from motley.split.infer import SplitGraph, infer
 from motley.split.localize import LocalGraph, localize
 from motley.split.placement import TENSOR, choose_kv_repeat, place
@@ -33,7 +34,7 @@ class ModelSplit:
         repeat = choose_kv_repeat(weights, params, crew.shares) if crew.mode == TENSOR else 1
         self.options = replace(options, kv_repeat=repeat)
         weights = build_graph(spec, params, smallest, self.options).weights
-        self.placement = place(crew.mode, weights, params, crew.shares, repeat, crew.experts)
+        self.placement = place(crew.mode, weights, params, crew.shares, repeat, crew.experts, crew.apart)
         self._splits: _Memo[BatchShape, SplitGraph] = _Memo()
         self._shares: _Memo[tuple[int, BatchShape], LocalGraph] = _Memo()
 
@@ -44,7 +45,9 @@ class ModelSplit:
             graph = build_graph(self.spec, self.params, batch, self.options)
             names = {node.name for node in graph.nodes if not node.inputs}  # fewer if fewer layers run
             states = {name: state for name, state in self.placement.states.items() if name in names}
-            return infer(graph, len(self.crew), states)
+            is_cut = self.crew.mode == TENSOR and sum(share > 0 for share in self.crew.shares) > 1
+            demands = demands_of(graph, self.crew.apart, is_cut=is_cut)
+            return infer(graph, len(self.crew), states, demands)
 
         return self._splits.get(batch, make)
 

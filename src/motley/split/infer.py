@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from types import MappingProxyType
 
 from motley.errors import SplitError
 from motley.graph import Graph, Tensor, Way
@@ -40,13 +41,21 @@ class SplitGraph:
         return tuple(t for t in self.transitions if t.kind) if self.n_devices > 1 else ()
 
 
-def infer(graph: Graph, n_devices: int, placement: Mapping[str, State]) -> SplitGraph:
-    """States of all tensors, given the states of weights and inputs by name (default: mirrored)."""
+def infer(
+    graph: Graph,
+    n_devices: int,
+    placement: Mapping[str, State],
+    demands: Mapping[Tensor, State] = MappingProxyType({}),
+) -> SplitGraph:
+    """States of all tensors, given the states of weights and inputs by name (default: mirrored).
+
+    `demands`: states in which all users of an activation get it, also if a cheaper state would do for the first user.
+    """
     known = {node.name for node in graph.nodes if not node.inputs}
     unknown = sorted(set(placement) - known)
     if unknown:
         raise SplitError("placement", [], f"{unknown[0]!r} is no weight or input of the graph")
-    inference = _Inference(n_devices)
+    inference = _Inference(n_devices, demands)
     for node in graph.nodes:
         if node.inputs:
             inference.visit(node)
@@ -64,8 +73,9 @@ def sole(tensor: Tensor, device: int) -> State:
 
 
 class _Inference:
-    def __init__(self, n_devices: int) -> None:
+    def __init__(self, n_devices: int, demands: Mapping[Tensor, State]) -> None:
         self.n_devices = n_devices
+        self._demands = dict(demands)  # those of tensors that have not been used yet
         self.ways: dict[Tensor, Way] = {}
         self.transitions: list[Transition] = []
         # Of each tensor: first the state in which it is computed, then the states after transitions.
@@ -79,6 +89,10 @@ class _Inference:
         self._produce(node, Way((), state))
 
     def visit(self, node: Tensor) -> None:
+        for tensor in node.inputs:
+            if (demanded := self._demands.pop(tensor, None)) is not None:
+                self.require(tensor, demanded, node)
+                self._available[tensor] = [demanded]
         best: tuple[Cost, Way] | None = None
         for way in self._ways(node):
             cost = self._cost(node, way)
@@ -118,8 +132,15 @@ class _Inference:
         yield Way((MIRRORED,) * len(node.inputs), MIRRORED)
 
     def _combinations(self, node: Tensor) -> list[tuple[State, ...]]:
-        """Combinations of the inputs' available states. If too many: each state once, for all inputs that have it."""
-        available = [self._available[t] for t in node.inputs]
+        """Combinations of the inputs' available states. If too many: each state once, for all inputs that have it.
+
+        A tensor that was computed mirrored counts as mirrored only: any other state of it is free, and what an earlier
+        node took must not attract this one.
+        """
+        available = [
+            [MIRRORED] if states[0] == MIRRORED else states
+            for states in (self._available[t] for t in node.inputs)
+        ]
         if prod(map(len, available)) <= _MAX_COMBINATIONS:
             return list(product(*available))
         known = dict.fromkeys(state for states in available for state in states)

@@ -9,7 +9,7 @@ of the batch's tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm
 
@@ -32,6 +32,7 @@ from motley.graph.roles import (
 )
 from motley.models import DecoderParams
 from motley.ownership import Split, State, Word
+from motley.split.apart import ExpertsApart, is_apart, place_apart
 from motley.split.apportion import Apportioner, DeadlineApportioner
 
 _LANES = 32  # smallest unit of columns and rows: kernels work on whole vectors
@@ -60,6 +61,7 @@ class Placement:
 
     states: Mapping[str, State]
     experts: ExpertSplit | None = None  # None: no experts, or no split
+    apart: ExpertsApart | None = None  # experts that are not placed with the rest of their layer
 
 
 def place(
@@ -69,11 +71,20 @@ def place(
     shares: Sequence[Fraction],
     kv_repeat: int = 1,
     experts: str = AUTO,
+    apart: ExpertsApart | None = None,
 ) -> Placement:
-    """The placement of a graph's weights on `len(shares)` devices; the graph has each KV head `kv_repeat` times."""
+    """The placement of a graph's weights on `len(shares)` devices; the graph has each KV head `kv_repeat` times.
+
+    `apart`: routed experts of some layers that have shares of their own.
+    """
+    rest = [weight for weight in weights if not is_apart(weight, apart)]
     if mode == TENSOR and len(shares) > 1:
-        return _TensorPlacement(weights, params, shares, kv_repeat, experts).place()
-    return _place_layers(weights, params, shares)
+        placed = _TensorPlacement(rest, params, shares, kv_repeat, experts).place()
+    else:
+        placed = _place_layers(rest, params, shares)
+    if apart is None:
+        return placed
+    return replace(placed, states={**placed.states, **place_apart(weights, apart)}, apart=apart)
 
 
 def choose_kv_repeat(weights: Sequence[Tensor], params: DecoderParams, shares: Sequence[Fraction]) -> int:

@@ -27,6 +27,7 @@ from motley.runtime.hosts.messages import Limits
 from motley.runtime.hosts.protocol import ProtocolError
 from motley.runtime.loading import weight_bytes
 from motley.runtime.splitting import ModelSplit
+from motley.split.apart import ExpertsApart
 from motley.split.placement import EXPERT_SPLITS, SPLIT_MODES
 from motley.units import show_bytes
 
@@ -52,6 +53,8 @@ class Opening:
     shares: tuple[str, ...]
     mode: str
     experts: str
+    apart_layers: int  # whose experts have shares of their own
+    apart_shares: tuple[str, ...]  # these shares; empty: none
     backends: tuple[str, ...]  # of each device
     n_ctx: int
     k_rotation: int
@@ -78,6 +81,8 @@ class Opening:
             shares=tuple(map(str, crew.shares)),
             mode=crew.mode,
             experts=crew.experts,
+            apart_layers=0 if crew.apart is None else crew.apart.n_layers or 0,
+            apart_shares=() if crew.apart is None else tuple(map(str, crew.apart.shares)),
             backends=tuple(backend.name for backend in backends),
             n_ctx=options.n_ctx,
             k_rotation=options.k_rotation,
@@ -130,6 +135,8 @@ class Opening:
             and self.rank in ranks - {0}
             and self.mode in SPLIT_MODES
             and self.experts in EXPERT_SPLITS
+            and self.apart_layers >= 0
+            and len(self.apart_shares) in (0, n)
             and 1 <= self.n_ctx <= _MAX_TOKENS
             and 1 <= self.max_tokens <= _MAX_TOKENS
             and 0 <= self.k_rotation <= 1 << 16
@@ -143,22 +150,28 @@ class Opening:
 
     @cached_property
     def crew(self) -> Crew:
-        try:
-            shares = tuple(Fraction(share) for share in self.shares)
-        except (ValueError, ZeroDivisionError):
-            raise ProtocolError("an opening whose shares are no fractions") from None
-        if min(shares) < 0 or not any(shares):
-            raise ProtocolError("an opening whose shares are negative")
+        shares = _fractions(self.shares)
+        apart = ExpertsApart(self.apart_layers, _fractions(self.apart_shares)) if self.apart_shares else None
         devices = tuple(
             Device(name, None, device_cores(name) if owner == self.rank else (), None)
             for name, owner in zip(self.devices, self.owners, strict=True)
         )
-        return Crew(devices, self.mode, shares, self.experts)
+        return Crew(devices, self.mode, shares, self.experts, apart)
 
     @property
     def members(self) -> tuple[int, ...]:
         """The devices of the worker."""
         return tuple(device for device, owner in enumerate(self.owners) if owner == self.rank)
+
+
+def _fractions(texts: Sequence[str]) -> tuple[Fraction, ...]:
+    try:
+        shares = tuple(Fraction(text) for text in texts)
+    except (ValueError, ZeroDivisionError):
+        raise ProtocolError("an opening whose shares are no fractions") from None
+    if min(shares) < 0 or not any(shares):
+        raise ProtocolError("an opening whose shares are negative")
+    return shares
 
 
 def layout_hash(split: ModelSplit, plan: CachePlan) -> str:

@@ -1,0 +1,83 @@
+"""Experts apart: routed experts on other devices than the rest of their layer.
+
+Most bytes of a mixture of experts are experts, of which a token reads few. So a device with little memory and much
+bandwidth (a GPU) can have attention, cache, shared experts and output, while another one (the CPU) has the routed
+experts of some layers. The states of their weights say so; inference does the rest:
+
+    experts of one device      its router is there, too: x is sent, the result is sent back
+    experts of several         x is mirrored, every device routes for itself, and the results are summed up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from motley.graph import Graph, Tensor
+from motley.graph.ops import ExpertFfn, Weight
+from motley.graph.roles import EXPERTS, ROUTER
+from motley.ownership import MIRRORED, PARTIAL, Split, State, Word
+from motley.split.apportion import Apportioner
+
+
+@dataclass(frozen=True)
+class ExpertsApart:
+    """The routed experts of the first `n_layers` layers are shared out by `shares`, as whole experts.
+
+    `n_layers` None: as few layers as the devices' memory allows (see `runtime.expert_fitting`).
+    """
+
+    n_layers: int | None
+    shares: tuple[Fraction, ...]
+
+    @property
+    def owner(self) -> int | None:
+        """The device that has all of these experts; None if several share them."""
+        owners = [device for device, share in enumerate(self.shares) if share]
+        return owners[0] if len(owners) == 1 else None
+
+
+def is_apart(weight: Tensor, apart: ExpertsApart | None) -> bool:
+    """Whether `apart` decides about this weight."""
+    assert isinstance(weight.op, Weight)
+    role = weight.op.role
+    n_layers = 0 if apart is None else apart.n_layers
+    assert n_layers is not None, "the number of layers was settled before anything is placed"
+    return role.group in (EXPERTS, ROUTER) and role.layer is not None and role.layer < n_layers
+
+
+def place_apart(weights: Sequence[Tensor], apart: ExpertsApart) -> dict[str, State]:
+    """The states of the weights that `apart` decides about. Routers of experts that are shared stay mirrored."""
+    states: dict[str, State] = {}
+    by_layer: dict[int, list[Tensor]] = {}
+    for weight in weights:
+        assert isinstance(weight.op, Weight)
+        if is_apart(weight, apart) and weight.op.role.layer is not None:
+            by_layer.setdefault(weight.op.role.layer, []).append(weight)
+    apportioner = Apportioner(apart.shares)  # one for all layers, so that rounding errors do not add up
+    for _, group in sorted(by_layer.items()):
+        experts = [w for w in group if isinstance(w.op, Weight) and w.op.role.group == EXPERTS]
+        counts = apportioner.share_out(experts[0].shape[0]) if experts else ()
+        for weight in group:
+            if weight in experts:
+                states[weight.name] = Split(0, Word.run(counts))
+            elif apart.owner is not None:
+                states[weight.name] = Split(0, Word.of(apart.owner, weight.shape[0]))
+    return states
+
+
+def demands_of(graph: Graph, apart: ExpertsApart | None, *, is_cut: bool) -> dict[Tensor, State]:
+    """States of activations that inference, which looks at one node at a time, would choose otherwise.
+
+    Several devices share the experts: x is mirrored before the router. Otherwise the router would run where x is, and
+    three tensors would be sent: x, the ids and the weights. One device has the experts, and several devices have the
+    rest of each layer (`is_cut`): the result is an addend, reduced with the others' addends. Otherwise the residual
+    would move to that device, and from there to the others.
+    """
+    if apart is None:
+        return {}
+    nodes = [n for n in graph.nodes if isinstance(n.op, ExpertFfn) and is_apart(n.inputs[3], apart)]
+    if apart.owner is None:
+        return {node.inputs[0]: MIRRORED for node in nodes}
+    return dict.fromkeys(nodes, PARTIAL) if is_cut else {}
