@@ -12,6 +12,7 @@ import pytest
 from worker_process import WorkerProcess, worker_processes
 
 from motley import LLM
+from motley.bundled import bundled_experts_path
 from motley.errors import ConfigError, DeviceError
 from motley.runtime import make_crew
 
@@ -89,6 +90,19 @@ def test_experts(architecture: str, shared: Path, workers: list[WorkerProcess]) 
         with LLM(path, devices=devices("cpu,cpu@a", crew), n_ctx=64, split_mode="tensor") as llm:
             done = [llm.generate(tokens, max_tokens=6, temperature=0, n_expert_used=n) for n in (None, 1)]
             found.append((llm.logits(tokens), [each.tokens for each in done]))
+    assert np.array_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("shares", [None, (1, 3)])
+def test_experts_on_another_host(shares: tuple[int, ...] | None, workers: list[WorkerProcess]) -> None:
+    """Attention and cache are here, routed experts there, or a part of them."""
+    found = []
+    for crew in ([], workers):
+        names = devices("cpu,cpu@a", crew)
+        with LLM(bundled_experts_path(), devices=names, n_cpu_moe=4, expert_split=shares, **OPTIONS) as llm:
+            found.append(answers(llm))
+            assert [m["kv_cache"] > 0 for m in llm.device_memory().values()] == [True, False]
     assert np.array_equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
 
