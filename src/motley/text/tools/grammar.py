@@ -154,7 +154,8 @@ class _Writer:
             case Style.TAGGED:
                 return self._tagged(name, schema)
             case Style.PYTHON:
-                return f'{self.literal(name + "(")} {self._listed(schema, self._python_item)} ")"'
+                items = self._listed(schema, lambda key, value: self._python_item(key, value, schema))
+                return f'{self.literal(name + "(")} {items} ")"'
             case Style.GEMMA:
                 return f'{self.literal(name + "{")} {self._listed(schema, self._gemma_item, ",")} "}}"'
             case Style.HARMONY:
@@ -231,8 +232,8 @@ class _Writer:
         ]
         return "(" + " | ".join(self._rule(chain) for chain in chains) + ")?"
 
-    def _python_item(self, key: str, value: Mapping[str, Any]) -> str:
-        return f"{self.literal(key + '=')} {self._json(value)}"
+    def _python_item(self, key: str, value: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        return f"{self.literal(key + '=')} {self._value(value, root, is_text=False)}"
 
     def _gemma_item(self, key: str, value: Mapping[str, Any]) -> str:
         return f"{self.literal(key + ':')} {self._gemma_value(value, 0)}"

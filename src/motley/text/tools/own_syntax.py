@@ -117,13 +117,21 @@ class PythonReader(Reader):
         if at < 0 and not final:
             return 0, Status.MORE
         body = text if at < 0 else text[:at]
-        calls = _python_calls(body.strip())
+        calls = self._calls(body.strip())
         if not calls:
             return 0, Status.FAILED
         for name, arguments in calls:
             self.index = self.context.start(name)
             self.arguments(arguments)
         return len(text) if at < 0 else at + len(self._end), Status.DONE
+
+    def _calls(self, text: str) -> list[tuple[str, str]]:
+        """Names such as "get-weather" are no names in Python: others stand for them while the text is read."""
+        odd = [name for name in self.context.tools if not name.isidentifier()]
+        for i, name in enumerate(odd):
+            text = text.replace(f"{name}(", f"odd_name_{i}_(")
+        names = {f"odd_name_{i}_": name for i, name in enumerate(odd)}
+        return [(names.get(name, name), arguments) for name, arguments in _python_calls(text)]
 
 
 def _python_calls(text: str) -> list[tuple[str, str]]:

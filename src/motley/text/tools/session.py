@@ -17,6 +17,7 @@ need for a parser.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +43,7 @@ from motley.text.tools.parser import ChatParser, new_call_id
 # Variables that a request may not set: they are what the request itself is made of.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "documents"})
 MAX_TOOLS = 512
-MAX_NAME = 256
+_NAME = re.compile(r"[\w.\-/$]{1,256}")
 
 
 class AnswerParser(Protocol):
@@ -212,9 +213,12 @@ def _choice(choice: object, tools: Sequence[Mapping[str, Any]]) -> Choice:
     twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if twice is not None:
         raise RequestError(f"two tools have the name {twice!r}")
-    long = next((name for name in names if len(name) > MAX_NAME), None)
-    if long is not None:
-        raise RequestError(f"a tool's name has {len(long)} characters", hint=f"at most {MAX_NAME}")
+    bad = next((name for name in names if not _NAME.fullmatch(name)), None)
+    if bad is not None:
+        raise RequestError(
+            f"{bad!r:.80} cannot be the name of a tool",
+            hint="letters, digits, _ . - and /; at most 256 of them",
+        )
     if isinstance(choice, Mapping):
         function = choice.get("function", choice)
         name = function.get("name") if isinstance(function, Mapping) else None
