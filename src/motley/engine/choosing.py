@@ -20,6 +20,7 @@ import torch
 from motley.engine.logprobs import RawRows, SampledRows
 from motley.engine.masking import mask_rows
 from motley.engine.request import TokenLogprobs
+from motley.engine.samplers import ChainSampler
 from motley.engine.sampling import Sampler, check_best, shortlist
 from motley.grammar import Matcher
 
@@ -116,7 +117,8 @@ class GpuChooser:
         self._few_rows = _FEW_ROWS
 
     def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
-        if len(rows) <= self._few_rows and all(_has_short_list(row) for row in rows):
+        is_short = len(rows) <= self._few_rows and all(_has_short_list(row) for row in rows)
+        if is_short or any(isinstance(row.sampler, ChainSampler) for row in rows):
             return self._host.choose(logits, rows)
         from motley.backends.gpu import RowSettings
 

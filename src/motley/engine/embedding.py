@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from motley.engine.params import shorten
+from motley.engine.checks import shorten
 from motley.errors import RequestError
 
 Rows = npt.NDArray[np.float32]  # (tokens, embd)

@@ -15,7 +15,7 @@ from motley.engine.drafting import Draft, Speculator
 from motley.engine.effort import Efforts
 from motley.engine.params import SamplingParams
 from motley.engine.request import CANCELLED, ContextShift, Request, TextStream, TokenLogprobs
-from motley.engine.sampling import build_sampler
+from motley.engine.samplers import SamplerFactory
 from motley.engine.scheduler import Scheduler, Step
 from motley.errors import CacheError, DeviceError, MotleyError, RequestError
 from motley.grammar import GrammarCompiler, Matcher
@@ -79,6 +79,7 @@ class Engine:
         self._followers: list[Request] = []  # wait for their leader's first token
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(tokenizer)
+        self._samplers = SamplerFactory(tokenizer)
         self._n_ctx = n_ctx
         self._n_fit = cache.longest_fit(n_ctx, n_batch)  # the most tokens of one sequence
         self._clock = clock
@@ -123,7 +124,7 @@ class Engine:
         ends = frozenset() if params.ignore_eos and matcher is None else self._tokenizer.eog_ids
         request = Request(
             prompt=tuple(prompt),
-            sampler=build_sampler(params),
+            sampler=self._samplers.make(params),
             text=TextStream(
                 self._tokenizer,
                 prompt if continues_prompt else (),

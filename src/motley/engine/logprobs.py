@@ -20,6 +20,8 @@ class Watched(Protocol):
     def sampler(self) -> Sampler: ...
     @property
     def history(self) -> Sequence[int]: ...
+    @property
+    def index(self) -> int: ...
 
 
 class RawRows:
@@ -75,7 +77,7 @@ class SampledRows:
             token = tokens[i]
             if not isinstance(token, int):
                 continue
-            values, ids = row.sampler.distribution(each)
+            values, ids = row.sampler.distribution(each, row.index)
             total = float(np.logaddexp.reduce(values))
             order = (-values).argsort(kind="stable")
             chosen = np.flatnonzero(ids == token)

@@ -9,7 +9,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from motley.engine.params import SamplingParams, shorten
+from motley.engine.checks import shorten
+from motley.engine.params import SamplingParams
 from motley.errors import ConfigError, MotleyError, RequestError
 from motley.text import Tokenizer
 

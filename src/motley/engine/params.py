@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from numbers import Integral, Real
 from typing import Any
 
+from motley.engine.checks import (
+    MAX_BIAS,
+    checked_bias,
+    checked_ids,
+    checked_strings,
+    clamp,
+    rejected,
+    set_float,
+    set_int,
+)
 from motley.engine.drafting.choice import MAX_DRAFT
-from motley.errors import RequestError
 from motley.grammar import Constraint, read_constraint
 
 _MAX_SEED = 2**64 - 1
 _MAX_LOGPROBS = 1000
 _MAX_CHOICES = 128
-_MAX_BIAS = 1e30  # beyond every logit; float32 holds sums of it
 _MAX_SALT = 1024  # characters
-_MAX_INT = 2**63 - 1  # the largest integer of arrays and native code
 
 
+SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+_ALIASES = {"typical_p": "typ_p", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "temp": "temperature"}
 _FLAGS = (
     "ignore_eos",
     "context_shift",
@@ -52,6 +59,10 @@ class SamplingParams:
     these strings has been generated; the grammar begins with it.
     `logprobs`: for each token its log-probability and those of the N likeliest, of the model's own distribution; with
     `post_sampling_probs`, of the one that the token was drawn from.
+
+    Further samplers, each off by default: `top_n_sigma` (keep logits within n standard deviations of the best), xtc,
+    dynatemp, `mirostat` (1 or 2, in place of all filters), dry; `min_keep`: candidates that each filter leaves;
+    `samplers`: which of them run, and in which order. Penalties and dry always come first.
 
     `n`: answers to one prompt, which is computed once; with a seed, answer 0 is that of the seed, and the others have
     seeds derived from it. `min_tokens`: no end or stop token before. `max_seconds`: of generating, from the first token
@@ -93,58 +104,94 @@ class SamplingParams:
     max_seconds: float | None = None
     cache_prompt: bool = True
     cache_salt: str | None = None
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    min_keep: int = 0
+    samplers: tuple[str, ...] = SAMPLERS
 
     def __post_init__(self) -> None:
         """Checks all values and converts every number to a plain float or int, whatever number type was passed."""
-        _set_float(self, "temperature", low=0)
-        _set_int(self, "top_k", low=0)
+        set_float(self, "temperature", low=0)
+        set_int(self, "top_k", low=0)
         for name in ("top_p", "min_p", "typical_p"):
-            _set_float(self, name, low=0, high=1)
-        _set_float(self, "repeat_penalty", low=0, open_low=True)
-        _set_int(self, "repeat_last_n", low=-1)
+            set_float(self, name, low=0, high=1)
+        set_float(self, "repeat_penalty", low=0, open_low=True)
+        set_int(self, "repeat_last_n", low=-1)
         for name in ("frequency_penalty", "presence_penalty"):
-            _set_float(self, name)
-            _clamp(self, name, -_MAX_BIAS, _MAX_BIAS)
-        _clamp(self, "repeat_penalty", 1e-6, 1e6)
+            set_float(self, name)
+            clamp(self, name, -MAX_BIAS, MAX_BIAS)
+        clamp(self, "repeat_penalty", 1e-6, 1e6)
         if self.seed is not None:
-            _set_int(self, "seed", low=0, high=_MAX_SEED)
+            set_int(self, "seed", low=0, high=_MAX_SEED)
         if self.max_tokens is not None:
-            _set_int(self, "max_tokens", low=1)
-        _set_int(self, "n_keep", low=-1)
+            set_int(self, "max_tokens", low=1)
+        set_int(self, "n_keep", low=-1)
         for name in ("n_expert_used", "n_layer_exit"):
             if getattr(self, name) is not None:
-                _set_int(self, name, low=1)
+                set_int(self, name, low=1)
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
-                raise _rejected(name, getattr(self, name), "a string")
+                raise rejected(name, getattr(self, name), "a string")
         if not isinstance(self.json_schema, Mapping | bool | str | None):
-            raise _rejected("json_schema", self.json_schema, "a mapping, or JSON text")
+            raise rejected("json_schema", self.json_schema, "a mapping, or JSON text")
         if self.logprobs is not None:
-            _set_int(self, "logprobs", low=0, high=_MAX_LOGPROBS)
+            set_int(self, "logprobs", low=0, high=_MAX_LOGPROBS)
         if self.draft_max is not None:
-            _set_int(self, "draft_max", low=1, high=MAX_DRAFT)
+            set_int(self, "draft_max", low=1, high=MAX_DRAFT)
         if self.speculative is not None and not isinstance(self.speculative, str):
-            raise _rejected("speculative", self.speculative, "text: off, auto, or drafters by comma")
+            raise rejected("speculative", self.speculative, "text: off, auto, or drafters by comma")
         self._check_limits()
+        self._check_samplers()
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise _rejected(name, getattr(self, name), "true or false")
-        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
-        object.__setattr__(self, "stop", _checked_strings("stop", self.stop))
-        triggers = _checked_strings("grammar_triggers", self.grammar_triggers)
+                raise rejected(name, getattr(self, name), "true or false")
+        object.__setattr__(self, "logit_bias", checked_bias(self.logit_bias))
+        object.__setattr__(self, "stop", checked_strings("stop", self.stop))
+        triggers = checked_strings("grammar_triggers", self.grammar_triggers)
         object.__setattr__(self, "grammar_triggers", triggers)
-        object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", checked_ids("stop_token_ids", self.stop_token_ids))
 
     def _check_limits(self) -> None:
-        _set_int(self, "n", low=1, high=_MAX_CHOICES)
-        _set_int(self, "min_tokens", low=0)
+        set_int(self, "n", low=1, high=_MAX_CHOICES)
+        set_int(self, "min_tokens", low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _rejected("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
+            raise rejected("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
         if self.max_seconds is not None:
-            _set_float(self, "max_seconds", low=0, open_low=True)
+            set_float(self, "max_seconds", low=0, open_low=True)
         salt = self.cache_salt
         if not isinstance(salt, str | None) or len(salt or "") > _MAX_SALT:
-            raise _rejected("cache_salt", salt, f"a string of at most {_MAX_SALT} characters")
+            raise rejected("cache_salt", salt, f"a string of at most {_MAX_SALT} characters")
+
+    def _check_samplers(self) -> None:
+        set_float(self, "top_n_sigma")
+        for name in ("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dry_base"):
+            set_float(self, name, low=0)
+        for name in ("xtc_probability", "xtc_threshold"):
+            set_float(self, name, low=0, high=1)
+        set_float(self, "dynatemp_range", low=0)
+        set_float(self, "dry_multiplier", low=0)
+        clamp(self, "dry_multiplier", 0, MAX_BIAS)
+        set_int(self, "mirostat", low=0, high=2)
+        set_int(self, "dry_allowed_length", low=0)
+        set_int(self, "dry_penalty_last_n", low=-1)
+        set_int(self, "min_keep", low=0)
+        breakers = checked_strings("dry_sequence_breakers", self.dry_sequence_breakers)
+        order = tuple(_ALIASES.get(name, name) for name in checked_strings("samplers", self.samplers))
+        if unknown := [name for name in order if name not in SAMPLERS]:
+            raise rejected("samplers", unknown[0], f"some of {', '.join(SAMPLERS)}")
+        object.__setattr__(self, "dry_sequence_breakers", breakers)
+        object.__setattr__(self, "samplers", tuple(dict.fromkeys(order)))
 
     def choices(self) -> list[SamplingParams]:
         """The parameters of each of the `n` answers."""
@@ -160,6 +207,8 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether any penalty is on."""
+        if "penalties" not in self.samplers:
+            return False
         is_on = self.repeat_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
         return is_on and self.repeat_last_n != 0
 
@@ -184,102 +233,3 @@ def _derived(seed: int, i: int) -> int:
         return seed
     digest = blake2b(seed.to_bytes(8, "little") + i.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def _set_float(
-    params: SamplingParams,
-    name: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    open_low: bool = False,
-) -> None:
-    value = getattr(params, name)
-    number = _as_float(value)
-    if number is None or not math.isfinite(number) or not _is_within(number, low, high, open_low):
-        raise _rejected(name, value, _range("a number", low, high, open_low))
-    object.__setattr__(params, name, number)
-
-
-def _set_int(params: SamplingParams, name: str, *, low: int, high: int = _MAX_INT) -> None:
-    value = getattr(params, name)
-    number = _as_int(value)
-    if number is None or not low <= number <= high:
-        raise _rejected(name, value, _range("an integer", low, None if high == _MAX_INT else high))
-    object.__setattr__(params, name, number)
-
-
-def _clamp(params: SamplingParams, name: str, low: float, high: float) -> None:
-    object.__setattr__(params, name, max(low, min(high, getattr(params, name))))
-
-
-def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
-    if not isinstance(bias, Mapping):
-        raise _rejected("logit_bias", bias, "a mapping from token id to a number")
-    ids = [_checked_id("logit_bias", token) for token in bias]
-    values = [_as_float(value) for value in bias.values()]
-    if not all(value is not None and value < math.inf for value in values):  # NaN is not < inf either
-        raise _rejected("logit_bias", bias, "a mapping from token id to a finite number, or -inf")
-    clamped = (max(-_MAX_BIAS, min(_MAX_BIAS, v)) if v != -math.inf else v for v in values if v is not None)
-    return dict(zip(ids, clamped, strict=True))
-
-
-def _checked_strings(name: str, given: str | Iterable[str]) -> tuple[str, ...]:
-    if not isinstance(given, Iterable):
-        raise _rejected(name, given, "a string or several")
-    strings = (given,) if isinstance(given, str) else tuple(given)
-    if not all(isinstance(string, str) and string for string in strings):
-        raise _rejected(name, given, "a string or several, none of them empty")
-    return strings
-
-
-def _checked_ids(name: str, ids: Iterable[int]) -> frozenset[int]:
-    if not isinstance(ids, Iterable):
-        raise _rejected(name, ids, "a collection of token ids")
-    return frozenset(_checked_id(name, token) for token in ids)
-
-
-def _checked_id(name: str, token: object) -> int:
-    number = _as_int(token)
-    if number is None or not 0 <= number <= _MAX_INT:
-        raise _rejected(name, token, "made of token ids, integers >= 0")
-    return number
-
-
-def _as_float(value: object) -> float | None:
-    """The value as a float; None if it is not a number or does not fit into a float."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return None
-    try:
-        return float(value)
-    except (OverflowError, ValueError):
-        return None
-
-
-def _as_int(value: object) -> int | None:
-    return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
-
-
-def _is_within(value: float, low: float | None, high: float | None, open_low: bool = False) -> bool:
-    above = low is None or (value > low if open_low else value >= low)
-    return above and (high is None or value <= high)
-
-
-def _range(kind: str, low: float | None, high: float | None, open_low: bool = False) -> str:
-    if low is None:
-        return kind
-    if high is None:
-        return f"{kind} {'>' if open_low else '>='} {low}"
-    return f"{kind} from {low} to {high}"
-
-
-def _rejected(name: str, value: object, allowed: str) -> RequestError:
-    return RequestError(f"{name}={shorten(value)} is not possible", hint=f"{name} must be {allowed}")
-
-
-def shorten(value: object) -> str:
-    """At most 60 characters of `repr(value)`; also works if `repr` fails, as for 10**10000."""
-    try:
-        return f"{value!r:.60}"
-    except Exception:
-        return f"a {type(value).__name__}"

@@ -244,21 +244,26 @@ class Sampler:
 
     def pick(self, found: Candidates, index: int) -> int:
         """The id that is drawn from the candidates. `index`: of the token in its answer, from 0."""
-        values, ids = self.distribution(found)
+        values, ids = self.distribution(found, index)
         if len(ids) == 1:
             return int(ids[0])
         return int(ids[draw(values, gumbel(self.key, index, ids))])
 
-    def distribution(self, found: Candidates) -> Candidates:
+    def distribution(self, found: Candidates, index: int) -> Candidates:
         """The candidates that all filters leave, and their logits: the draw is from their softmax."""
         values, ids = found
         check_best(float(values[0]))
         if self.params.is_greedy:
             return values[:1], ids[:1]
-        for transform in self.chain:
-            values = transform(values)
+        values = self.filtered(values, index)
         kept = np.flatnonzero(values != _REMOVED)
         return values[kept], ids[kept]
+
+    def filtered(self, values: Floats, index: int) -> Floats:
+        """The logits after all filters; -inf for candidates that one of them removed."""
+        for transform in self.chain:
+            values = transform(values)
+        return values
 
 
 def build_sampler(params: SamplingParams) -> Sampler:

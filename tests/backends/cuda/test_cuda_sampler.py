@@ -27,6 +27,7 @@ from motley.backends.cuda.sampler import CHUNK, DeviceSampler, RowSettings
 from motley.engine import noise
 from motley.engine.choosing import ChoiceRow, Found, GpuChooser, HostChooser, MaskingChooser
 from motley.engine.masking import mask_rows, masked
+from motley.engine.samplers import ChainSampler
 from motley.engine.sampling import SamplingParams, build_sampler
 from motley.errors import RequestError
 
@@ -61,6 +62,7 @@ class InterpretedChooser(GpuChooser):
     def __init__(self) -> None:
         self._sampler = DeviceSampler(torch.device("cpu"))
         self._few_rows = 0  # none is left to the host
+        self._host = HostChooser()
 
 
 def random_rows(n_rows: int, seed: int, spread: float = 2.0, n_vocab: int = VOCAB) -> torch.Tensor:
@@ -255,6 +257,15 @@ def test_a_gpu_expands_masks_as_the_cpu_does() -> None:
     mask_rows(here, [ChoiceRow(turns_of([OFF])[0].sampler, (), 0, matcher) for matcher in matchers])
     assert torch.equal(masked(rows, words), here)
     assert torch.isfinite(here).nonzero().tolist() == [[0, 0], [0, 31], [0, 32], [0, 69], [1, 5]]
+
+
+def test_samplers_that_a_gpu_does_not_have_run_on_the_host() -> None:
+    params = SamplingParams(seed=1, mirostat=2)
+    plain = build_sampler(params)
+    rows = [ChoiceRow(ChainSampler(params, plain.chain, plain.key), [], 0), *turns_of([OFF])]
+    logits = random_rows(2, seed=3)
+    expected = HostChooser().choose(logits.clone(), rows).tokens()
+    assert InterpretedChooser().choose(logits.clone(), rows).tokens() == expected
 
 
 def test_logprobs_of_a_gpus_choice_are_those_of_the_row_before_it_was_edited() -> None:
