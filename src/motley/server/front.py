@@ -46,6 +46,7 @@ class Front:
         self.settings = settings
         self.engine = engine
         self.metrics = Metrics()
+        self.is_leaving: Callable[[], bool] = lambda: False  # whether the server is about to end
         self._model: FrontModel | None = None
         self._model_error: ApiError | None = None
         engine.on_end = self._ended

@@ -117,7 +117,7 @@ async def live(front: Front, request: Request) -> Response:
     feed = LiveFeed(front.settings.model_name)
 
     async def chunks() -> AsyncIterator[bytes]:
-        while not await request.is_disconnected():
+        while not front.is_leaving():  # an open stream would delay the end
             counts = _counts(front)
             yield event(feed.snapshot(front.engine.info, front.engine.stats, counts, now=time.monotonic()))
             await asyncio.sleep(_EVERY)

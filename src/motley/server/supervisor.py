@@ -76,6 +76,7 @@ async def _serve(settings: ServerSettings, listening: socket.socket) -> int:
         h11_max_incomplete_event_size=_MAX_HEADERS,
     )
     server = _Server(config)
+    front.is_leaving = lambda: server.should_exit
     loop = asyncio.get_running_loop()
 
     def leave() -> None:
