@@ -34,8 +34,7 @@ def test_the_package_alone_imports_next_to_nothing() -> None:
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_help_does_not_wait_for_torch(flag: str) -> None:
-    call = f"from motley.cli import main\nimport sys\nsys.argv = ['motley', {flag!r}]"
-    call += "\ntry:\n    main()\nexcept SystemExit:\n    pass"
+    call = f"from motley.cli.commands import run\nimport sys\nsys.argv = ['motley', {flag!r}]\nrun()"
     modules = imported(call)
     assert "typer" in modules
     assert not modules & {"torch", "numpy"}

@@ -9,7 +9,7 @@ from math import ceil, floor, log10
 
 from motley.cli.svg import COLOURS, ROW, document, dot, label, line
 
-_WIDTH, _HEIGHT = 720, 360  # pixels
+_WIDTH, _HEIGHT = 780, 360  # pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 590, 40, 315  # of the plot
 _GRID_LINES = 6  # at most
 
@@ -49,7 +49,7 @@ def draw(series: Sequence[Series], title: str) -> str:
     for i in range(n_steps + 1):
         y = scale.y(i * step)
         shapes.append(line(_LEFT, y, _RIGHT, y, "#888" if i == 0 else "#ddd"))
-        shapes.append(label(_LEFT - 6, y - 5, f"{i * step:g}", anchor="end"))
+        shapes.append(label(_LEFT - 6, y - 5, show_rate(i * step), anchor="end"))
     for depth in sorted({depth for depth, _ in points}):
         shapes.append(label(scale.x(depth), _BOTTOM + 6, f"{depth:,}".replace(",", " "), anchor="middle"))
     for each in series:
@@ -66,13 +66,23 @@ def _curve(series: Series, scale: _Scale) -> Iterator[str]:
 
 
 def _names(series: Sequence[Series], scale: _Scale) -> Iterator[str]:
-    """Labels with each line's name and last rate, beside its end. Labels that would overlap are moved down."""
-    free = 0.0
-    for each in sorted(series, key=lambda each: -each.points[-1][1]):
-        rate = each.points[-1][1]
-        y = max(scale.y(rate) - 5, free)
-        yield label(_RIGHT + 10, y, f"{each.name}: {rate:.3g}", anchor="start", colour=each.colour)
-        free = y + ROW
+    """Labels with each line's name and last rate, beside its end. Labels that would overlap are moved apart."""
+    ordered = sorted(series, key=lambda each: -each.points[-1][1])
+    places: list[float] = []
+    for each in ordered:
+        places.append(max([scale.y(each.points[-1][1]) - 5, *(y + ROW for y in places[-1:])]))
+    below = float(_BOTTOM)
+    for index in reversed(range(len(places))):  # none below the axis
+        places[index] = min(places[index], below - ROW)
+        below = places[index]
+    for each, y in zip(ordered, places, strict=True):
+        text = f"{each.name}: {show_rate(each.points[-1][1])}"
+        yield label(_RIGHT + 10, y, text, anchor="start", colour=each.colour)
+
+
+def show_rate(rate: float) -> str:
+    """Three digits of a rate, or all digits before the point: 0.123, 45.6, 1 040."""
+    return f"{rate:.3g}" if rate < 999.5 else f"{rate:,.0f}".replace(",", " ")
 
 
 def _step(fastest: float) -> float:

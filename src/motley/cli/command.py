@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from typing import Any
 
@@ -34,6 +35,11 @@ class Command(TyperCommand):
 
             say(f"note: {line.notice}")
         return list(super().parse_args(ctx, line.words))
+
+    def invoke(self, ctx: Any) -> Any:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # all is imported: see `motley.cli.main`
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(render_help(self, ctx))

@@ -13,6 +13,7 @@ import typer
 
 from motley import __version__
 from motley.cli.command import Command, Group
+from motley.cli.report import USER_ERROR, report
 from motley.errors import ConfigError
 
 # The module of each command, and the first line of its help.
@@ -132,19 +133,33 @@ def motley(
     """
 
 
-def main() -> None:
+def run() -> int:
+    """Runs the command line, and returns the exit code."""
     _settle_streams()
     try:
         app(prog_name="motley")
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except OSError as error:  # standard output cannot be written: for example, the disk is full
-        from motley.cli.report import USER_ERROR, report
+        code = _report_full(error)
+    else:
+        code = 0
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except OSError as error:
+        code = _report_full(error)
+    return code
 
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or flushing the rest fails again at exit
-        where, hint = (
-            (error.filename, None) if error.filename else ("standard output", "is there room on the disk?")
-        )
-        report(ConfigError(f"{where}: {error.strerror or error}", hint=hint))
-        sys.exit(USER_ERROR)
+
+def _report_full(error: OSError) -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or flushing the rest fails again
+    where, hint = (
+        (error.filename, None) if error.filename else ("standard output", "is there room on the disk?")
+    )
+    report(ConfigError(f"{where}: {error.strerror or error}", hint=hint))
+    return USER_ERROR
 
 
 def _settle_streams() -> None:

@@ -26,7 +26,7 @@ from motley.runtime import CacheConfig, ModelSplit, default_context, split_model
 from motley.runtime.crew import Crew
 from motley.runtime.defaults import batch_sizes
 from motley.runtime.expert_fitting import settle_experts
-from motley.runtime.explain import Explanation, Section, explain
+from motley.runtime.explain import Explanation, Section, TensorRow, explain
 from motley.units import show_bytes
 
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the split as a picture.")]
@@ -146,6 +146,21 @@ def _tensors(section: Section, contents: Explanation, show_all: bool) -> Table:
     for row in section["tensors"]:
         if show_all or row["kind"] != "activation":
             shape = " × ".join(map(str, row["shape"]))
-            sizes = [show_bytes(n) if n else "" for n in row["bytes"]]
+            sizes = _cells(row, len(contents["devices"]))
             table.add_row(row["name"], row["type"], shape, row["state"], *sizes)
     return table
+
+
+def _cells(row: TensorRow, n_devices: int) -> list[str]:
+    """What each device has of a tensor: bytes of a weight, heads of a cache."""
+    if row["kind"] == "cache":
+        counts = [sum(n for owner, n in row["owners"] if owner == device) for device in range(n_devices)]
+        whole = row["shape"][0]
+        counts = counts if row["owners"] else [whole] * n_devices
+        return [f"{n} head{'' if n == 1 else 's'}" if n else "–" for n in counts]
+    if row["kind"] != "weight":
+        return [""] * n_devices
+    if row["state"] == "mapped":
+        return ["in the file"] * n_devices
+    missing = "not used" if row["state"] == "mirrored" else "–"
+    return [show_bytes(n) if n else missing for n in row["bytes"]]

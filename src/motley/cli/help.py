@@ -80,8 +80,14 @@ def _rows(rows: Iterable[tuple[str, str]]) -> Iterator[Any]:
 def _names(param: Any) -> str:
     """All names of an option, the shortest first, and the word for its value."""
     names = [*param.opts, *param.secondary_opts]
-    value = "" if is_switch(param) else f" {param.metavar or 'VALUE'}"
+    value = "" if is_switch(param) else f" {param.metavar or _word(param)}"
     return ", ".join(sorted(names, key=lambda name: (name.startswith("--"), names.index(name)))) + value
+
+
+def _word(param: Any) -> str:
+    """The word for the value of an option that does not name one: `--port PORT`."""
+    name: str = max(param.opts, key=len)
+    return name.lstrip("-").rsplit("-", 1)[-1].upper()
 
 
 def is_switch(param: Any) -> bool:

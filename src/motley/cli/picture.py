@@ -43,8 +43,12 @@ def _bar(y: int, tensor: TensorRow, n_devices: int) -> list[str]:
     parts = [label(_LEFT - 6, y, tensor["name"], anchor="end")]
     title = f"{tensor['name']} {tensor['type']} {tensor['shape']}: {tensor['state']}"
     if not tensor["owners"]:
-        height = BAR / n_devices
-        return parts + [box(_LEFT, y + i * height, full, colour(i), title, height) for i in range(n_devices)]
+        holders = [device for device, n in enumerate(tensor["bytes"]) if n] or list(range(n_devices))
+        height = BAR / len(holders)
+        return parts + [
+            box(_LEFT, y + i * height, full, colour(device), title, height)
+            for i, device in enumerate(holders)
+        ]
     x, total = float(_LEFT), sum(n for _, n in tensor["owners"])
     for device, n in tensor["owners"]:
         width = full * n / total

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from motley.cli.svg import BAR, COLOURS, ROW, box, document, dot, label, line
 from motley.quality import Report, TypeQuality
 
-_WIDTH, _TOP = 1000, 4 * ROW  # pixels
-_NAME_END, _VERDICT = 130, 790  # pixels: right edge of names, left edge of verdicts
+_WIDTH, _TOP = 1080, 4 * ROW  # pixels
+_NAME_END, _VERDICT = 130, 840  # pixels: right edge of names, left edge of verdicts
 _KL, _CHANGE = (150, 440), (500, 700)  # left and right edges of the two plots
 _MOST_CHANGE = 0.1  # longest bar: a broken type must not flatten the others
 _ROTATED, _PLAIN = COLOURS[0], COLOURS[1]
@@ -92,10 +92,14 @@ def _kl_marks(kl: Scale, y: float, row: TypeQuality, colour: str) -> list[str]:
     return [whisker, dot(x, middle, BAR / 2.5, colour, title)]
 
 
+def _percent(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.2%}" if abs(value) < 1 else f"{value:{sign}.0%}"
+
+
 def _change_marks(change: Scale, y: float, row: TypeQuality, colour: str) -> list[str]:
     value, error = row.perplexity_change, row.perplexity_change_error
     zero, end = change(0), change(value)
-    text = f"{value:+.2%} ± {error:.2%}"
+    text = f"{_percent(value, '+')} ± {_percent(error)}"
     middle = y + BAR / 2
     return [
         box(min(zero, end), y, abs(end - zero), colour, f"{row.choice.name}: {text}"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from motley.graph import CACHE, Tensor
-from motley.graph.ops import CacheInput, Weight, cache_layer
+from motley.graph.ops import CacheInput, CacheStore, Weight, cache_layer
 from motley.models import BatchShape
 from motley.ownership import Mirrored, Split, State
 from motley.runtime.loading import lookup_tables, packed_bytes, weight_bytes
@@ -137,22 +137,42 @@ def _section(node: Tensor) -> str:
 
 def _tensor(split: SplitGraph, shares: Sequence[LocalGraph], node: Tensor, *, is_mapped: bool) -> TensorRow:
     state = _laid_out(split, node)
-    is_weight = isinstance(node.op, Weight)
+    is_weight, is_cache = isinstance(node.op, Weight), isinstance(node.op, CacheInput)
+    held = _held_states(shares, node) if is_weight else []
     return TensorRow(
         name=node.name,
-        kind="weight" if is_weight else "cache" if node.dtype == CACHE else "activation",
+        kind="weight" if is_weight else "cache" if is_cache else "activation",
         type=node.dtype,
         shape=list(node.shape),
-        state="mapped" if is_mapped else str(state),
-        axis=state.axis if isinstance(state, Split) else None,
-        owners=list(state.word.runs()) if isinstance(state, Split) else [],
+        state="mapped" if is_mapped else " and ".join(held) if len(held) > 1 else str(state),
+        axis=state.axis if isinstance(state, Split) and len(held) < 2 else None,
+        owners=list(state.word.runs()) if isinstance(state, Split) and len(held) < 2 else [],
         bytes=[0 if is_mapped else _loaded(share, node) for share in shares],
     )
 
 
+def _held_states(shares: Sequence[LocalGraph], weight: Tensor) -> list[str]:
+    """All states in which devices hold a weight. A weight that layers share may be held in several."""
+    states = (
+        str(share.layouts[part.name])
+        for share in shares
+        for part in share.graph.weights
+        if original_name(part.name) == weight.name
+    )
+    return list(dict.fromkeys(states))
+
+
 def _laid_out(split: SplitGraph, node: Tensor) -> State:
-    """The state of a tensor; for a source that inference left mirrored, the state in which its first user reads it."""
+    """The state of a tensor; for a source that inference left mirrored, the state in which its first user reads it.
+
+    A layer's cache has the state in which it is written.
+    """
     state = split.state(node)
+    if isinstance(node.op, CacheInput):
+        stores = (
+            user for user in split.graph.nodes if isinstance(user.op, CacheStore) and node in user.inputs
+        )
+        return next((split.state(store) for store in stores), state)
     if isinstance(state, Mirrored) and isinstance(node.op, Weight):
         return next((t.target for t in split.transitions if t.tensor is node), state)
     return state
