@@ -113,3 +113,28 @@ def test_values_keep_what_looks_like_a_format() -> None:
     assert constraint is not None
     assert json.loads(constraint.source)["grammars"][0]["json_schema"]["const"] == {"format": "x"}
     assert "format" not in json.loads(constraint.source)["grammars"][0]["json_schema"]
+
+
+HOSTILE: list[dict[str, Any]] = [  # each would take minutes or hours if reading it were not linear
+    {"grammar": "start: /" + "[a]" * 40_000 + "\n"},
+    {"grammar": "start: " + "/[" * 100_000},
+    {"grammar": "root ::= " + "[" * 200_000},
+    {"grammar": "\n" * 200_000 + "x"},
+    {"grammar": "start: " + " " * 200_000 + "x"},
+    {"grammar": "start: a{" + " " * 200_000},
+    {"grammar": "a" * 200_000},
+    {"grammar": 'start: "' + "\\" * 200_000},
+    {"grammar": "<" * 200_000},
+    {"grammar": "start: " + "%json {" * 30_000},
+    {"regex": "a{" + " " * 200_000},
+    {"regex": "[" * 200_000},
+    {"json_schema": {"minItems": 10**400}},
+    {"regex": "\udcff"},
+    {"grammar": "start: /\udcff/"},
+]
+
+
+@pytest.mark.parametrize("options", HOSTILE, ids=lambda options: str(options)[:40])
+def test_hostile_text_is_refused_in_linear_time(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        check_constraint(read_constraint(**options) or Constraint(""))

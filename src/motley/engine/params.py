@@ -28,6 +28,7 @@ _MAX_SALT = 1024  # characters
 
 SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 _ALIASES = {"typical_p": "typ_p", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "temp": "temperature"}
+_IGNORED = ("infill", "adaptive_p", "tfs_z")  # samplers of llama.cpp that change nothing here
 _FLAGS = (
     "ignore_eos",
     "context_shift",
@@ -187,7 +188,8 @@ class SamplingParams:
         set_int(self, "dry_penalty_last_n", low=-1)
         set_int(self, "min_keep", low=0)
         breakers = checked_strings("dry_sequence_breakers", self.dry_sequence_breakers)
-        order = tuple(_ALIASES.get(name, name) for name in checked_strings("samplers", self.samplers))
+        names = checked_strings("samplers", self.samplers)
+        order = tuple(_ALIASES.get(name, name) for name in names if name not in _IGNORED)
         if unknown := [name for name in order if name not in SAMPLERS]:
             raise rejected("samplers", unknown[0], f"some of {', '.join(SAMPLERS)}")
         object.__setattr__(self, "dry_sequence_breakers", breakers)

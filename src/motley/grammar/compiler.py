@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
+
 from motley.errors import RequestError
 from motley.grammar.constraint import Constraint, llguidance_package, shortened
 from motley.grammar.lark import with_texts_of
@@ -105,8 +107,7 @@ class GrammarCompiler:
             mask = trial.compute_bitmask()
             if trial.is_error():
                 raise _refused(trial.get_error())
-            ids = allowed_ids(mask, self._tokenizer.n_vocab)
-            ids = ids[[int(i) not in self._tokenizer.eog_ids for i in ids]]
+            ids = np.setdiff1d(allowed_ids(mask, self._tokenizer.n_vocab), list(self._tokenizer.eog_ids))
             if not len(ids) or trial.is_stopped():
                 break
             if not trial.consume_token(int(ids[len(ids) // 2])):

@@ -19,8 +19,8 @@ _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
 _VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, not schemas
-_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-_GBNF_START = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|(?<![\w-])start(?![\w-])')
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_GBNF_START = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\]){0,500}\]|#[^\n]*|(?<![\w-])start(?![\w-])')
 _MAX_TRIGGERS, _MAX_TRIGGER = 16, 128  # strings; characters of one
 
 

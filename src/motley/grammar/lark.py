@@ -9,10 +9,11 @@ from typing import Any
 
 from motley.errors import RequestError
 
+# A class in brackets is short: without the limit, "/[/[/[…" would be read again from every slash.
 _PARTS = re.compile(
     r'(?P<text>"(?:\\.|[^"\\\n])*"i?)'
     r"|(?P<comment>(?://|\#)[^\n]*)"
-    r"|(?P<regex>/(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n])+/[a-z]*)"
+    r"|(?P<regex>/(?:\\.|\[(?:\\.|[^\]\\\n]){0,200}+\]|[^/\\\n\[])++/[a-z]*)"
     r"|(?P<json>%json\s*(?=\{))"
     r"|(?P<special><[^<>\s\"]+>)",
     re.DOTALL,

@@ -25,11 +25,14 @@ _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "m
 _RULE = re.compile(
     r"^[ \t]*[?!]*[\w-]+[^\S\n]*(?:\[[^\]\n]*\][^\S\n]*)?(?:\.\d+[^\S\n]*)?(?:::=|:)", re.MULTILINE
 )
-_REPEAT = re.compile(r"\{\s*(\d*)\s*(?:(,)\s*(\d*)\s*)?\}")
+_REPEAT = re.compile(r"\{[ \t]{0,9}(\d*)[ \t]{0,9}(?:(,)[ \t]{0,9}(\d*)[ \t]{0,9})?\}")
 
 
 def check_size(name: str, text: str) -> None:
-    n_bytes = len(text.encode(errors="surrogatepass"))
+    try:
+        n_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is not valid Unicode: {error.reason} at {error.start}") from None
     if n_bytes > MAX_BYTES:
         raise too_large(name, f"it has {n_bytes:,} bytes", f"{MAX_BYTES:,} bytes")
 
@@ -69,7 +72,7 @@ def _check_counts(schema: dict[str, Any]) -> None:
     for key in _COUNTS:
         count = schema.get(key)
         if isinstance(count, int | float) and count > MAX_COUNT:
-            raise too_large("json_schema", f"{key} is {count:.10g}", f"{MAX_COUNT:,}")
+            raise too_large("json_schema", f"{key} is {str(count)[:20]}", f"{MAX_COUNT:,}")
 
 
 def check_grammar(text: str) -> None:
