@@ -17,15 +17,18 @@ from typing import Any
 
 import requests
 
+MOCK = Path(__file__).parent / "mock_server.py"
 WAIT = 120.0  # seconds: only a hang takes so long
 
 
 class RunningServer:
     """`motley serve MODEL --port 0 FLAGS`; `url` is known at once, `wait_until_ready` waits for the model."""
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *flags: str, is_mock: bool = False, env: dict[str, str] | None = None) -> None:
+        """`is_mock`: the front with a mock engine; see mock_server.py."""
+        real = ["-m", "motley", "serve", "--host", "127.0.0.1", "--port", "0"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "motley", "serve", "--host", "127.0.0.1", "--port", "0", *flags],
+            [sys.executable, *([str(MOCK)] if is_mock else real), *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -118,7 +118,11 @@ def _has_substance(message: dict[str, Any]) -> bool:
 def _read_variables(body: Fields, settings: ServerSettings) -> tuple[dict[str, Any], bool | None]:
     """The template's variables, and whether the model shall think; None: as the template says."""
     variables = dict(body.mapping("chat_template_kwargs") or {})
-    if len(orjson.dumps(variables)) > settings.limits.kwargs_chars:
+    try:
+        n_chars = len(orjson.dumps(variables))
+    except orjson.JSONEncodeError:  # nested too deeply
+        n_chars = settings.limits.kwargs_chars + 1
+    if n_chars > settings.limits.kwargs_chars:
         raise invalid("chat_template_kwargs is too large", param="chat_template_kwargs")
     thinks: Any = variables.pop("enable_thinking", None)
     if isinstance(thinks, str):

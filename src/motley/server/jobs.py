@@ -62,6 +62,8 @@ class End:
     n_retries: int
     id_slot: int
     error: ApiError | None
+    n_drafted: int = 0  # tokens that drafters guessed
+    n_accepted: int = 0
 
 
 Event = Piece | Progress | End

@@ -42,6 +42,9 @@ class Metrics:
         self.n_new += end.n_new
         self.n_later += max(0, end.n_new - 1)
         self.new_seconds += end.new_seconds
+        self.n_draft += end.n_drafted
+        self.n_accepted += end.n_accepted
+        self.n_drafts += end.n_drafted > 0
         self.n_tokens_max = max(self.n_tokens_max, end.n_prompt + end.n_new)
 
     def count_prompt(self, n_tokens: int, seconds: float, *, n_cached: int = 0) -> None:

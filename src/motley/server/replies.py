@@ -79,8 +79,9 @@ class Run:
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Everything that has come since the last time, until all jobs have ended. Raises a job's error."""
         while events := await self._mailbox.take():
-            for each in events:
+            for index, each in enumerate(events):
                 if isinstance(each, End) and each.error is not None:
+                    yield events[:index]
                     raise each.error
             yield events
 

@@ -53,6 +53,7 @@ class ServerSettings:
     is_verbose: bool = False
     logs_prompts: bool = False
     restarts: bool = False
+    engine_command: tuple[str, ...] | None = None  # what to start instead of the engine process
     max_queue: int = 1024  # requests that wait beside those that run
     limits: Limits = Limits()
 

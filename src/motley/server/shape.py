@@ -16,7 +16,10 @@ OPENAI_FINISH = {"stop": "stop", "length": "length", "cancelled": "stop", "faile
 def timings(end: End) -> dict[str, Any]:
     """llama-server's `timings`. Rates count the steps after the first token; they are never null."""
     n_prompt, prompt_ms = end.n_prompt - end.n_cached, 1000 * end.prompt_seconds
-    return _timings(end.n_cached, n_prompt, prompt_ms, end.n_new, 1000 * end.new_seconds)
+    shown = _timings(end.n_cached, n_prompt, prompt_ms, end.n_new, 1000 * end.new_seconds)
+    if end.n_drafted:
+        shown |= {"draft_n": end.n_drafted, "draft_n_accepted": end.n_accepted}
+    return shown
 
 
 def _timings(n_cached: int, n_prompt: int, prompt_ms: float, n_new: int, new_ms: float) -> dict[str, Any]:

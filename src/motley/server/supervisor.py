@@ -61,7 +61,13 @@ class _Server(uvicorn.Server):
 
 async def _serve(settings: ServerSettings, listening: socket.socket) -> int:
     arguments = dict(settings.engine_arguments)
-    engine = EngineClient(settings.model, arguments, max_queue=settings.max_queue, restarts=settings.restarts)
+    engine = EngineClient(
+        settings.model,
+        arguments,
+        max_queue=settings.max_queue,
+        restarts=settings.restarts,
+        command=settings.engine_command,
+    )
     front = Front(settings, engine)
     config = uvicorn.Config(
         make_app(front),

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from motley.server.api import anthropic, chat, completions, infill, llama, models, responses, state, tokens
+from motley.server.api import (
+    anthropic,
+    chat,
+    completions,
+    embeddings,
+    infill,
+    llama,
+    models,
+    responses,
+    state,
+    tokens,
+)
 from motley.server.front import Handle, health
 from motley.server.live import live
 
@@ -14,6 +25,8 @@ ROUTES: list[_Route] = [
     ("GET", ("/v1/models", "/models"), models.list_models),
     ("POST", ("/v1/chat/completions", "/chat/completions"), chat.complete),
     ("POST", ("/v1/completions",), completions.complete),
+    ("POST", ("/v1/embeddings",), embeddings.openai),
+    ("POST", ("/embedding", "/embeddings"), embeddings.llama),
     ("POST", ("/v1/responses", "/responses"), responses.create),
     ("POST", ("/v1/messages",), anthropic.create),
     ("POST", ("/v1/messages/count_tokens",), anthropic.count_tokens),

@@ -1,0 +1,32 @@
+"""The front with a mock engine, in a process of its own: no torch, so it starts at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from motley.bundled import bundled_model_path
+from motley.server.settings import Limits, ServerSettings
+from motley.server.supervisor import serve
+
+MOCK = Path(__file__).resolve().parents[2] / "benchmarks" / "mock_engine.py"
+
+
+def main() -> int:
+    flags = sys.argv[1:]
+    command = [sys.executable, str(MOCK), "--steps-per-second", "50"]
+    settings = ServerSettings(
+        model=bundled_model_path(),
+        port=0,
+        engine_command=tuple(command),
+        restarts="--restart" in flags,
+        api_keys=("key-one", "key-two") if "--keys" in flags else (),
+        cors_origins=("localhost",) if "--local" in flags else ("*",),
+        slot_save_path=Path(flags[flags.index("--slots") + 1]) if "--slots" in flags else None,
+        limits=Limits(body_bytes=2**20, body_seconds=0.5 if "--hasty" in flags else 60.0),
+    )
+    return serve(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
