@@ -57,11 +57,13 @@ def not_supported(message: str) -> ApiError:
 
 
 def context_exceeded(n_prompt: int, n_ctx: int) -> ApiError:
-    """Clients recognise this error by the words "exceeds the available context size"."""
+    """Clients recognise this error by its words: "exceeds the available context size" is llama-server's, "this model's
+    maximum context length is" is OpenAI's.
+    """
     return ApiError(
         400,
-        f"the request ({n_prompt} tokens) exceeds the available context size ({n_ctx} tokens), "
-        "try increasing it (-c) or shorten the prompt",
+        f"the request ({n_prompt} tokens) exceeds the available context size: this model's maximum context length is "
+        f"{n_ctx} tokens (shorten the prompt, or start the server with a larger -c)",
         kind="exceed_context_size_error",
         n_prompt_tokens=n_prompt,
         n_ctx=n_ctx,
