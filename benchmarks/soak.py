@@ -77,6 +77,7 @@ class FakeRunner:
     """
 
     windows = (None, WINDOW)
+    is_broken_off = False
 
     def __init__(self, cache: CacheManager, rng: random.Random, failure_odds: float = 0.0) -> None:
         self.cache = cache

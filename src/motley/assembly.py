@@ -13,6 +13,7 @@ from motley.engine import Engine
 from motley.engine.drafting import Lookup, Speculator
 from motley.engine.drafting.choice import DRAFT_MAX, MAX_DRAFT
 from motley.engine.effort import Efforts
+from motley.engine.engine import ON_LOSS, WAIT
 from motley.errors import ConfigError, DeviceError
 from motley.gguf import ModelSpec, read_spec
 from motley.kvcache.manager import CacheManager
@@ -57,6 +58,7 @@ class Options:
     kv_rotation: bool = True
     split_experts: str = "auto"
     secret_file: str | os.PathLike[str] | None = None  # of workers on other hosts
+    on_loss: str = WAIT  # what happens to requests when a worker is lost
     n_cpu_moe: int | str | None = None
     expert_split: str | Sequence[float] | None = None
     n_expert_used: int | None = None
@@ -84,6 +86,8 @@ class Options:
             )
         if not isinstance(self.spec, str):
             raise ConfigError(f"spec is {self.spec!r:.60}", hint="it must be text: auto, off, lookup, …")
+        if self.on_loss not in ON_LOSS:
+            raise ConfigError(f"on_loss is {self.on_loss!r}", hint=f"there are: {', '.join(ON_LOSS)}")
         get_backend(self.backend)  # an unknown one is refused before anything is read
 
 
@@ -170,6 +174,7 @@ def load_model(
         n_batch=n_batch,
         n_parallel=n_parallel,
         efforts=efforts,
+        on_loss=options.on_loss,
         speculator=Speculator(
             [Lookup()],
             spec=options.spec,

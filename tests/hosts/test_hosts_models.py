@@ -107,6 +107,14 @@ def test_experts_on_another_host(shares: tuple[int, ...] | None, workers: list[W
     assert found[0][1] == found[1][1]
 
 
+def test_embeddings(random_llama: Path, workers: list[WorkerProcess]) -> None:
+    found = []
+    for crew in ([], workers):
+        with LLM(random_llama, devices=devices("cpu,cpu@a", crew), split_mode="tensor", **OPTIONS) as llm:
+            found.append(np.asarray(llm.embed(TOKENS[:20])))
+    assert np.array_equal(*found)
+
+
 def test_context_shift(random_llama: Path, workers: list[WorkerProcess]) -> None:
     """The context is full several times: each worker rotates the keys of its heads."""
     found = []

@@ -46,6 +46,7 @@ class DeviceOptions:
     device_memory: options.DeviceMemory = None
     split_experts: options.SplitExperts = "auto"
     secret_file: options.SecretFile = None
+    on_loss: options.OnLoss = "wait"
     n_cpu_moe: options.NCpuMoe = None
     cpu_moe: options.CpuMoe = False
     expert_split: options.ExpertSplit = None

@@ -241,6 +241,16 @@ ExpertSplit = Annotated[
     ),
 ]
 
+OnLoss = Annotated[
+    str,
+    _flag(
+        "--on-loss",
+        text="When a worker is lost: wait until it is back and compute requests again, or fail.",
+        panel=_CREW,
+        metavar="wait|fail",
+    ),
+]
+
 # --- how much of the model ----------------------------------------------------------------------------------
 
 NExpertUsed = Annotated[

@@ -17,12 +17,14 @@ from motley.engine.params import SamplingParams
 from motley.engine.request import CANCELLED, ContextShift, Request, TextStream, TokenLogprobs
 from motley.engine.samplers import SamplerFactory
 from motley.engine.scheduler import Scheduler, Step
-from motley.errors import CacheError, DeviceError, MotleyError, RequestError
+from motley.errors import CacheError, DeviceError, LostWorkerError, MotleyError, RequestError
 from motley.grammar import GrammarCompiler, Matcher
 from motley.kvcache.manager import CacheManager
 from motley.runtime import Batch, Chunk, PlacedBatch, Runner
 from motley.text import Tokenizer
 
+WAIT, FAIL = "wait", "fail"  # what happens to requests when a worker is lost
+ON_LOSS = (WAIT, FAIL)
 _log = logging.getLogger("motley")
 
 
@@ -66,6 +68,7 @@ class Engine:
         n_parallel: int,
         efforts: Efforts | None = None,
         speculator: Speculator | None = None,
+        on_loss: str = WAIT,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
@@ -88,6 +91,10 @@ class Engine:
         self._running: _Running | None = None  # the step that is already launched
         self._drafts: dict[Request, Draft] = {}  # of the step that is being computed
         self._is_blocked = False  # in the latest step, no request had room in the cache
+        self.on_loss = on_loss
+        self.wake: Callable[[], object] = self.resume  # any thread calls it when lost workers are back
+        self.n_losses = 0  # how often workers were lost: all K/V was lost with them
+        self.loss: MotleyError | None = None  # why no step can run at present
 
     @property
     def has_work(self) -> bool:
@@ -95,8 +102,10 @@ class Engine:
 
     @property
     def can_step(self) -> bool:
-        """Whether a step would make progress: there are requests, and they do not wait for a raw sequence to end."""
-        return self.has_work and not (self._is_blocked and self.n_guests)
+        """Whether a step would make progress: there are requests, and they do not wait for a raw sequence to end, nor
+        for a lost worker.
+        """
+        return self.has_work and not (self._is_blocked and self.n_guests) and self.loss is None
 
     def new_request(
         self,
@@ -148,8 +157,12 @@ class Engine:
         return request
 
     def queue(self, request: Request) -> None:
-        """Queues a request. It fails if it needs context shift and the model's keys cannot be rotated."""
+        """Queues a request. It fails if it needs context shift and the model's keys cannot be rotated, and if a worker
+        is lost that no request waits for.
+        """
         try:
+            if self.loss is not None and self.on_loss == FAIL:
+                raise self.loss
             if request.shift is not None:
                 self.runner.require_shift()
             if request.waits_for_leader:
@@ -367,13 +380,48 @@ class Engine:
             if request.is_finished:
                 self.scheduler.remove(request)
 
+    def lose_crew(self, error: MotleyError) -> None:
+        """Workers are lost, and all K/V with them. Requests wait and are computed again when the workers are back, or
+        fail (`on_loss`). A crew may also be broken off because a device of this process has failed.
+        """
+        if self.loss is not None:
+            return
+        self.n_losses += 1
+        self.loss = error
+        self._ahead = self._running = None
+        self.scheduler.restart()
+        self.cache.invalidate()
+        if self.on_loss == FAIL:
+            self.close(error)
+        else:
+            _log.warning("%s; requests wait for it", error)
+            self.runner.restore(self.wake)
+
+    def resume(self) -> None:
+        """The lost workers are back."""
+        if self.loss is not None:
+            _log.warning("the crew is complete again")
+        self.loss = None
+
+    def require_no_loss(self, n_losses: int) -> None:
+        """RequestError if workers were lost since there were `n_losses`: what was in the cache then is not there."""
+        if self.n_losses != n_losses:
+            raise RequestError(
+                "a worker was lost, and the cache of this sequence with it", hint="begin again"
+            )
+
     def _recover(self, error: BaseException) -> None:
         """Undoes a failed step. A request that failed alone, as a suspect, ends with the error."""
+        if isinstance(error, LostWorkerError):
+            self.lose_crew(error)
+            return
         self._ahead = self._running = None
         failed = self.scheduler.abandon()
         if failed is not None:
             self.scheduler.remove(failed)
             self._fail(failed, error)
+        if self.runner.is_broken_off:
+            self.lose_crew(as_motley_error(error))
 
     def _fail(self, request: Request, error: BaseException) -> None:
         if not request.is_finished:

@@ -61,6 +61,7 @@ class RawSequence:
         self._copies: list[BlockCopy] = []  # made before the next tokens are stored
         self.sequence: int | None = None  # while it is open; the owner's thread sets it
         self.n_cached = 0
+        self.n_losses = 0  # of the engine, when it was opened
         self._is_open = True
         try:
             owner.call(lambda: self._open(prefix))
@@ -144,11 +145,13 @@ class RawSequence:
         self._copies = opened.copies
         self._engine.n_guests += self._is_guest
         self.sequence, self.n_cached = opened.seq, opened.n_cached
+        self.n_losses = self._engine.n_losses
 
     def _opened(self) -> int:
         """The sequence's number. RequestError if it was closed meanwhile."""
         if self.sequence is None:
             raise RequestError("this sequence is closed", hint="make a new one")
+        self._engine.require_no_loss(self.n_losses)
         return self.sequence
 
     def _logits(self, tokens: Sequence[int], n_outputs: int) -> torch.Tensor:

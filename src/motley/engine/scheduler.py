@@ -267,6 +267,15 @@ class Scheduler:
             request.n_retries += 1
         return None
 
+    def restart(self) -> None:
+        """All K/V is lost: every request gives its blocks back and waits, in the order of their admission."""
+        for request in reversed([r for r in self.requests if r.sequence is not None]):
+            self._suspend(request, copies_done=False)
+        for request in self.requests:
+            request.prefix_keys.clear()
+        self._touched = {}
+        self._refused = None
+
     def preempt(self) -> bool:
         """Preempts the youngest running request, between two steps. False: none is running."""
         if self.running:

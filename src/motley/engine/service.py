@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 
 from motley.engine.engine import Engine, as_motley_error
 from motley.engine.request import Request
-from motley.errors import MotleyError, RequestError
+from motley.errors import LostWorkerError, MotleyError, RequestError
 
 T = TypeVar("T")
 
@@ -60,6 +60,8 @@ class EngineService:
         self._inbox: _Inbox = queue.SimpleQueue()
         self._gate = _Gate()
         self._pid = os.getpid()
+        inbox = self._inbox  # the engine must not refer to this service, which could then never be collected
+        engine.wake = lambda: inbox.put(_Call(engine.resume))
         self._thread = threading.Thread(
             target=_serve, args=(engine, self._inbox, on_stop), name="motley-engine", daemon=True
         )
@@ -210,7 +212,9 @@ class _Loop:
             case _Cancel(request):
                 self._engine.cancel(request)
             case _Call():
-                _answer(message)
+                error = _answer(message)
+                if isinstance(error, LostWorkerError):
+                    self._engine.lose_crew(error)
 
     def _refuse_the_rest(self) -> None:
         """Drops messages after the stop. They are cancellations and posted work, and no caller waits for these."""
@@ -218,10 +222,13 @@ class _Loop:
             self._inbox.get()
 
 
-def _answer(call: _Call) -> None:
+def _answer(call: _Call) -> BaseException | None:
+    """Does the work of a call and answers it. Returns its error, if it failed."""
     if call.is_revoked:
-        return
+        return None
     try:
         call.answer.put((None, call.work()))
     except BaseException as error:
         call.answer.put((error if isinstance(error, Exception) else as_motley_error(error), None))
+        return error
+    return None

@@ -44,12 +44,14 @@ class SessionStore:
     def save(self, path: Path, sequence: int, tokens: Sequence[int]) -> int:
         """Writes the cache of a sequence and returns the number of bytes. `tokens`: exactly those of the sequence."""
         groups = range(len(self._cache.groups))
+        n_losses = self._engine.n_losses
         views = self._owner.call(lambda: [self._cache.stored_slots(sequence, group) for group in groups])
         firsts = tuple(views[group][0] for group in self._groups)
 
         def parts() -> Iterator[bytes]:
             for layer, group in enumerate(self._groups):
                 planes = self._owner.call(partial(self._exchange.read, layer, views[group][1]))
+                self._engine.require_no_loss(n_losses)  # the planes would be those of an empty cache
                 yield from map(to_bytes, planes)
 
         return write_session(path, self._identity, Contents(tuple(tokens), firsts), parts())
@@ -60,6 +62,7 @@ class SessionStore:
             tokens, firsts = file.contents.tokens, file.contents.firsts
             self._check(path, tokens, n_ctx, n_vocab)
             self._cache.require_fit(len(tokens), 1)
+            n_losses = self._engine.n_losses
             held: list[Restored] = []  # filled on the engine's thread: an interrupt here does not lose it
             try:
                 self._owner.call(lambda: held.append(self._begin(path, tokens)))
@@ -75,7 +78,7 @@ class SessionStore:
                     planes = list(self._read(file, len(tokens) - firsts[layer], n_skipped))
                     self._owner.call(partial(self._exchange.write, layer, restored.slots[group], planes))
                 file.require_end()
-                self._owner.call(lambda: self._cache.commit(restored.seq, tokens))
+                self._owner.call(lambda: self._commit(restored, tokens, n_losses))
             finally:
                 self._owner.post(lambda: self._end(held))
         return list(tokens)
@@ -89,6 +92,10 @@ class SessionStore:
             )
         self._engine.n_guests += 1
         return restored
+
+    def _commit(self, restored: Restored, tokens: Sequence[int], n_losses: int) -> None:
+        self._engine.require_no_loss(n_losses)
+        self._cache.commit(restored.seq, tokens)
 
     def _end(self, held: Sequence[Restored]) -> None:
         for restored in held:

@@ -284,6 +284,11 @@ class CacheManager:
         """Per group: blocks that became empty since the last call and still are. Arenas may unmap them."""
         return [group.pool.take_emptied() for group in self.groups]
 
+    def invalidate(self) -> None:
+        """The contents of all blocks are lost: later sequences find none of them, not even those still in use."""
+        self._hasher.renew()
+        self.clear_prefixes()
+
     def clear_prefixes(self) -> None:
         """Empty all blocks that are kept only to be found again."""
         for group in self.groups:

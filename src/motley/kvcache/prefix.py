@@ -38,6 +38,10 @@ class BlockHasher:
         self._root = blake2b(key=secret, digest_size=KEY_BYTES, person=b"motley kv root")
         self._root.update(len(salt).to_bytes(8, "little") + salt)
 
+    def renew(self) -> None:
+        """Makes all keys of earlier sequences unfindable: later sequences begin at another root."""
+        self._root.update(secrets.token_bytes(32))
+
     def root(self, salt: bytes = b"") -> bytes:
         """The parent of a sequence's first block; `salt` is what is special about that sequence."""
         state = self._root.copy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -93,6 +93,16 @@ class Runner:
         return outputs[0][0][: batch.shape.n_outputs]
 
     @property
+    def is_broken_off(self) -> bool:
+        """Whether workers have to be connected again before the next run."""
+        return self._hosts is not None and not self._hosts.is_connected
+
+    def restore(self, wake: Callable[[], object]) -> None:
+        """Connects lost workers again, in the background and as often as it takes, then calls `wake`."""
+        assert self._hosts is not None, "only workers can be lost"
+        self._hosts.restore(wake)
+
+    @property
     def n_plans(self) -> int:
         """Batch shapes that were planned so far: the first run of a shape takes longer."""
         return self.local.n_plans
@@ -143,24 +153,30 @@ class Runner:
 
     def gather(self, layer: int, slots: torch.Tensor) -> list[tuple[dict[str, torch.Tensor], ...]]:
         """K and V of each device's heads of a layer; see Arena.gather."""
-        others = [] if self._hosts is None else [w.gather(layer, slots) for w in self._hosts.workers]
+        others = (
+            [] if self._hosts is None else [w.gather(layer, slots) for w in self._hosts.connected_workers()]
+        )
         return self._in_order([self.local.gather(layer, slots), *others])
 
     def scatter(self, layer: int, slots: torch.Tensor, parts: Sequence[Sequence[Planes]]) -> None:
         """The reverse of `gather`."""
-        workers = [] if self._hosts is None else self._hosts.workers
+        workers = [] if self._hosts is None else self._hosts.connected_workers()
         for rank, scatter in enumerate((self.local.scatter, *(worker.scatter for worker in workers))):
             own = [part for part, owner in zip(parts, self._owners, strict=True) if owner == rank]
             scatter(layer, slots, own)
 
     def memory(self) -> list[dict[str, int]]:
         """Bytes by purpose, for each device."""
-        others = [] if self._hosts is None else [worker.memory()[0] for worker in self._hosts.workers]
+        others = (
+            [] if self._hosts is None else [worker.memory()[0] for worker in self._hosts.connected_workers()]
+        )
         return self._in_order([self.local.memory(), *others])
 
     def cache_bytes(self) -> list[CacheBytes]:
         """The bytes of each device's part of the cache."""
-        others = [] if self._hosts is None else [worker.memory()[1] for worker in self._hosts.workers]
+        others = (
+            [] if self._hosts is None else [worker.memory()[1] for worker in self._hosts.connected_workers()]
+        )
         return self._in_order([self.local.cache_bytes(), *others])
 
     def _in_order(self, results: Sequence[Sequence[T]]) -> list[T]:

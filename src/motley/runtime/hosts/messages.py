@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +68,8 @@ class StepWriter:
     ) -> bytes:
         own = batch.shape
         numbers: list[int] = [own.n_tokens, own.n_outputs, own.n_layers, own.n_experts]
-        numbers += [shape.n_tokens, shape.n_outputs, int(N_EXPERT_USED in inputs), *_copies(copies)]
+        numbers += [shape.n_tokens, shape.n_outputs, int(own.wants_hidden), int(N_EXPERT_USED in inputs)]
+        numbers += _copies(copies)
         names = ["tokens", "positions", "output_rows", *([N_EXPERT_USED] if N_EXPERT_USED in inputs else [])]
         arrays = [_array(numbers), *(inputs[name].numpy() for name in names)]
         return np.concatenate([*arrays, *self._batches(batch.cache)]).astype(np.int32).tobytes()
@@ -101,13 +102,10 @@ class StepReader:
         n_outputs = ints.number(0, n_tokens)
         n_layers = ints.number(0, limits.n_layers)
         n_experts = ints.number(0, limits.n_experts)
-        own = BatchShape(n_tokens, n_outputs, n_layers, n_experts)
-        shape = BatchShape(
-            ints.number(n_tokens, 2 * limits.max_tokens + 16),
-            ints.number(n_outputs, 2 * limits.max_tokens + 16),
-            n_layers,
-            n_experts,
-        )
+        most = 2 * limits.max_tokens + 16
+        n_rows, n_logits = ints.number(n_tokens, most), ints.number(n_outputs, most)
+        own = BatchShape(n_tokens, n_outputs, n_layers, n_experts, bool(ints.number(0, 1)))
+        shape = replace(own, n_tokens=n_rows, n_outputs=n_logits)
         has_experts = ints.number(0, int(limits.n_experts > 0))
         copies = self._copies(ints)
         inputs = {

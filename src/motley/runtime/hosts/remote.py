@@ -8,6 +8,7 @@ LostWorkerError that names the worker. The crew is connected again as a whole.
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import socket
 import struct
@@ -42,9 +43,11 @@ from motley.runtime.hosts.protocol import Channel, Kind, ProtocolError, call, re
 from motley.runtime.loading import Progress
 from motley.runtime.worker import CacheBytes
 
+_log = logging.getLogger("motley")
 CONNECT_SECONDS = 10.0
 PING_SECONDS = 1.0
 SILENT_SECONDS = 8.0  # without an answer to pings a worker is lost
+RETRY_SECONDS = 1.0  # between attempts to connect a crew again
 _NAMING_SECONDS = 2.0  # time for the control connection to say why a step failed
 
 
@@ -314,6 +317,7 @@ class Hosts:
         self._book = AddressBook()
         self.workers: list[RemoteWorker] = []
         self.n_connections = 0  # how often the crew was connected; its cache is empty after each
+        self.missing: str | None = None  # why the crew cannot be connected, after a loss
         self._is_connected = False
         self._can_shift = False
         self._stop = threading.Event()
@@ -377,6 +381,30 @@ class Hosts:
             self._disconnect()
             raise (lost or error) from error
 
+    def restore(self, wake: Callable[[], object]) -> None:
+        """Connects the crew again, in a thread of its own and as often as it takes, then calls `wake`."""
+        threading.Thread(target=self._restore, args=(wake,), name="motley-restore", daemon=True).start()
+
+    def _restore(self, wake: Callable[[], object]) -> None:
+        while not self._stop.is_set():
+            try:
+                self.open()
+                self.connect()
+            except MotleyError as error:
+                if str(error) != self.missing:
+                    _log.warning("%s", error)
+                self.missing = str(error)
+                self._stop.wait(RETRY_SECONDS)
+            except BaseException:
+                _log.exception("the crew was not connected")
+                self._stop.wait(RETRY_SECONDS)
+            else:
+                self.missing = None
+                if not self._stop.is_set():
+                    wake()
+                    return
+        self._disconnect(is_final=True)
+
     def close(self) -> None:
         self._stop.set()
         self._disconnect(is_final=True)
@@ -390,39 +418,37 @@ class Hosts:
         inputs: Mapping[str, torch.Tensor],
         copies: Sequence[BlockCopy],
     ) -> None:
-        self._require_connection()
-        for worker in self.workers:
+        for worker in self.connected_workers():
             worker.run(shape, batch, inputs, copies)
 
     def store_random(self, batch: Sequence[GroupBatch]) -> None:
-        self._require_connection()
-        for worker in self.workers:
+        for worker in self.connected_workers():
             worker.store_random(batch)
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
-        self._require_connection()
-        for worker in self.workers:
+        for worker in self.connected_workers():
             worker.shift(shifts)
 
     def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
-        if self._is_demand_paged and any(emptied):
-            self._require_connection()
+        if self._is_demand_paged and any(emptied) and self.is_connected:
             for worker in self.workers:
                 worker.give_back(emptied)
 
     def require_shift(self) -> None:
-        if not self._can_shift:
-            self._require_connection()
+        if not self._can_shift and self.is_connected:
             for worker in self.workers:
                 worker.require_shift()
             self._can_shift = True
 
-    def _require_connection(self) -> None:
+    def connected_workers(self) -> list[RemoteWorker]:
+        """All workers. LostWorkerError if one of them is lost."""
+        if not self._is_connected:  # it may be that another thread is connecting them
+            raise LostWorkerError(", ".join(self._hosts), self.missing or "it is not back yet")
         lost = self._named_failure(0)
         if lost is not None:
+            self._disconnect()
             raise lost
-        if not self._is_connected:
-            raise LostWorkerError(", ".join(self._hosts), "the crew is not connected")
+        return self.workers
 
     # Connections
 

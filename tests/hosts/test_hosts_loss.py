@@ -1,0 +1,184 @@
+"""Workers that are killed, stopped or fail: they are named, requests are computed again with the same text."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worker_process import WorkerProcess
+
+from motley import LLM
+from motley.errors import DeviceError, LostWorkerError, RequestError
+from motley.runtime.hosts import remote
+
+TOKENS: list[int] = np.random.default_rng(5).integers(1, 250, 60).tolist()
+OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_parallel": 2, "n_batch": 48, "kv_block_size": 16, "n_threads": 1}
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 40}
+SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[list[WorkerProcess]]:
+    found: list[WorkerProcess] = []
+    yield found
+    for each in found:
+        each.kill()
+
+
+@pytest.fixture
+def worker(running: list[WorkerProcess]) -> WorkerProcess:
+    """A worker process: that of the test before, if it is still there."""
+    if not running or not running[-1].is_alive:
+        running.append(WorkerProcess())
+    return running[-1]
+
+
+@pytest.fixture(scope="module")
+def expected(random_llama: Path) -> tuple[int, ...]:
+    with LLM(random_llama, devices="cpu", **OPTIONS) as llm:
+        return llm.generate(TOKENS[:30], **GREEDY).tokens
+
+
+def open_llm(path: Path, worker: WorkerProcess, mode: str = "tensor", **options: Any) -> LLM:
+    return LLM(path, devices=f"cpu,cpu@{worker.address}", split_mode=mode, **(OPTIONS | options))
+
+
+def at_token(llm: LLM, n: int, act: Callable[[], object]) -> Any:
+    """The answer to the test's prompt; `act` is called when it has `n` tokens."""
+    stream = llm.stream(TOKENS[:30], **GREEDY)
+    for pieces, _ in enumerate(stream, 1):
+        if pieces == n:
+            act()
+    return stream.result()
+
+
+def back_again(running: list[WorkerProcess]) -> None:
+    """Kills the worker, and starts another one at the same port."""
+    running[-1].kill()
+    running.append(WorkerProcess(port=running[-1].port))
+
+
+@pytest.mark.parametrize("mode", ["tensor", pytest.param("layer", marks=pytest.mark.slow)])
+def test_a_killed_worker_comes_back_and_the_text_is_the_same(
+    mode: str,
+    random_llama: Path,
+    worker: WorkerProcess,
+    running: list[WorkerProcess],
+    expected: tuple[int, ...],
+) -> None:
+    with open_llm(random_llama, worker, mode) as llm:
+        assert llm.generate(TOKENS[:30], **GREEDY).tokens == expected
+        # The prefix cache would have the whole prompt, but its blocks are lost with the worker.
+        found = at_token(llm, 10, lambda: back_again(running))
+        assert found.tokens == expected
+        assert llm._loaded.engine.n_losses == 1
+        assert llm.generate(TOKENS[:30], **GREEDY).tokens == expected
+        llm._call(llm._loaded.cache.check_integrity)
+
+
+def test_requests_fail_with_the_worker_s_name_if_they_shall_not_wait(
+    random_llama: Path, worker: WorkerProcess
+) -> None:
+    with open_llm(random_llama, worker, on_loss="fail") as llm:
+        with pytest.raises(LostWorkerError, match=worker.address):
+            at_token(llm, 5, worker.kill)
+        with pytest.raises(LostWorkerError, match=worker.address):
+            llm.generate(TOKENS[:5], max_tokens=2)
+
+
+def test_a_silent_worker_is_lost(
+    random_llama: Path, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP: its connections stay open, and only the heartbeat ends the wait for its part of a sum."""
+    monkeypatch.setattr(remote, "SILENT_SECONDS", 2.0)
+    with open_llm(random_llama, worker, on_loss="fail") as llm:
+        with pytest.raises(LostWorkerError, match=r"has not answered for \d+ s"):
+            at_token(llm, 5, lambda: worker.signal(signal.SIGSTOP))
+        worker.signal(signal.SIGCONT)
+    with open_llm(random_llama, worker) as llm:  # it has given the lost crew up, and takes the next one
+        assert llm.generate(TOKENS[:5], max_tokens=3, ignore_eos=True).tokens
+
+
+def test_a_worker_survives_the_loss_of_rank_0(
+    random_llama: Path, worker: WorkerProcess, expected: tuple[int, ...]
+) -> None:
+    llm = open_llm(random_llama, worker)
+    hosts = llm._loaded.runner._hosts
+    assert hosts is not None
+    hosts.workers[0]._channel.close()  # as if this process had been killed
+    worker.wait_for("is lost")
+    with open_llm(random_llama, worker) as other:
+        assert other.generate(TOKENS[:30], **GREEDY).tokens == expected
+    llm.close()
+
+
+def test_a_failure_in_a_worker_is_told_and_the_crew_goes_on(
+    random_llama: Path, worker: WorkerProcess, expected: tuple[int, ...]
+) -> None:
+    """A message that a worker refuses ends its crew; the next connection is a new beginning."""
+    with open_llm(random_llama, worker) as llm:
+        hosts = llm._loaded.runner._hosts
+        assert hosts is not None
+        llm._call(lambda: hosts.workers[0]._send(remote.Kind.RUN, b"\xff" * 64))
+        worker.wait_for("a step failed")
+        assert llm.generate(TOKENS[:30], **GREEDY).tokens == expected
+        assert llm._loaded.engine.n_losses == 1
+
+
+def test_a_device_of_this_process_that_fails_breaks_the_crew_off_and_it_is_connected_again(
+    random_llama: Path, worker: WorkerProcess, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_llm(random_llama, worker) as llm:
+        local = llm._loaded.runner.local
+        run, n_runs = local.run, 0
+
+        def failing(*arguments: Any) -> Any:
+            nonlocal n_runs
+            n_runs += 1
+            if n_runs == 5:
+                raise MemoryError("no memory for this step")
+            return run(*arguments)
+
+        monkeypatch.setattr(local, "run", failing)
+        found = llm.generate(TOKENS[:30], **GREEDY)
+        assert found.tokens == expected
+        assert found.timings.n_retries == 1
+        assert llm._loaded.engine.n_losses == 1
+
+
+def test_a_raw_sequence_ends_with_the_worker(
+    random_llama: Path, worker: WorkerProcess, running: list[WorkerProcess]
+) -> None:
+    with open_llm(random_llama, worker) as llm:
+        with llm.raw_sequence() as sequence:
+            sequence.feed(TOKENS[:20])
+            back_again(running)
+            with pytest.raises((LostWorkerError, RequestError)):
+                sequence.feed(TOKENS[20:])
+            llm.generate(TOKENS[:5], max_tokens=1)  # waits until the worker is back
+            with pytest.raises(RequestError, match="lost"):
+                sequence.feed(TOKENS[20:])
+        llm._call(llm._loaded.cache.check_integrity)
+
+
+def test_closing_while_a_worker_is_missing(random_llama: Path, worker: WorkerProcess) -> None:
+    llm = open_llm(random_llama, worker)
+    stream = llm.stream(TOKENS[:30], **GREEDY)
+    next(iter(stream))
+    worker.kill()
+    with pytest.raises(RequestError, match="closed"):  # noqa: PT012  the thread ends what the test waits for
+        threading.Timer(0.5, llm.close).start()
+        stream.finish()
+    llm.close()
+    assert not [t for t in threading.enumerate() if t.name == "motley-restore" and t.join(SECONDS)]
+
+
+def test_no_worker_is_said_at_once(random_llama: Path) -> None:
+    with pytest.raises(DeviceError, match=r"no worker answers at 127\.0\.0\.1:1") as failure:
+        LLM(random_llama, devices="cpu,cpu@127.0.0.1:1", **OPTIONS)
+    assert "motley worker --listen 127.0.0.1:1" in str(failure.value)

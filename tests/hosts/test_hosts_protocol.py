@@ -1,0 +1,407 @@
+"""The control connection: who may speak, what is believed, and what garbage does to a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motley import LLM
+from motley.errors import ConfigError, DeviceError
+from motley.kvcache.arena import GroupBatch, SequenceTable
+from motley.kvcache.sequences import BlockCopy, BlockShift
+from motley.kvcache.types import get_cache_type
+from motley.models import N_EXPERT_USED, BatchShape
+from motley.runtime.batch import PlacedBatch
+from motley.runtime.hosts import opening, protocol
+from motley.runtime.hosts.messages import (
+    Limits,
+    PlaneSizes,
+    StepReader,
+    StepWriter,
+    emptied_message,
+    layer_slots_message,
+    shifts_message,
+)
+from motley.runtime.hosts.protocol import Channel, Kind, ProtocolError, answer, call, read_secret
+from motley.runtime.hosts.remote import connect
+from motley.runtime.hosts.serving import WorkerServer
+
+SECRET = b"a secret of some length"
+LIMITS = Limits(n_vocab=100, n_layers=4, n_experts=8, max_tokens=16, block_size=4, n_blocks=(10, 6))
+
+
+# --- handshake and messages ---------------------------------------------------------------------------------
+
+
+def shaken(caller: bytes, worker: bytes) -> tuple[Channel, Channel]:
+    """Both ends of a connection after the handshake."""
+    ours, theirs = socket.socketpair()
+    for each in (ours, theirs):
+        each.settimeout(60)
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(answer(theirs, worker))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        own = call(ours, caller)
+    finally:
+        thread.join()
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return own, found[0]
+
+
+@pytest.fixture(autouse=True)
+def plain_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_KEEP_ALIVE", ())  # a socketpair has no TCP options
+
+
+@pytest.mark.parametrize("secret", [b"", SECRET])
+def test_messages_arrive_both_ways(secret: bytes) -> None:
+    a, b = shaken(secret, secret)
+    a.send(Kind.RUN, b"12345")
+    a.send_json(Kind.OPEN, x=1)
+    assert b.receive() == (Kind.RUN, b"12345")
+    assert json.loads(b.receive()[1]) == {"x": 1}
+    b.send(Kind.RESULT)
+    assert a.receive() == (Kind.RESULT, b"")
+
+
+def test_another_secret_is_told_on_both_sides() -> None:
+    with pytest.raises(ProtocolError, match="another secret"):
+        shaken(SECRET, SECRET + b"!")
+    ours, theirs = socket.socketpair()
+
+    def work() -> None:
+        with suppress(ProtocolError):
+            call(ours, SECRET)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with pytest.raises(ProtocolError, match="the caller has another secret"):
+        answer(theirs, b"")
+    thread.join()
+
+
+def test_another_protocol_is_told_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    ours.sendall(struct.pack("<8sH32s", b"MOTLEYHS", 7, bytes(32)))
+    with pytest.raises(ProtocolError, match="speaks protocol 7, this is 1"):
+        answer(theirs, SECRET)
+    magic, number, _ = struct.unpack("<8sH32s", ours.recv(42))
+    assert (magic, number) == (b"MOTLEYHS", 1)  # so the other side can say the same
+
+
+def test_each_bit_of_a_message_counts() -> None:
+    """What one side sends is changed on its way."""
+    for position in range(8 + 5 + 16):
+        a, b = shaken(SECRET, SECRET)
+        wire = socket.socketpair()
+        raw = b._connection
+        a.send(Kind.RUN, b"12345")
+        data = bytearray(raw.recv(1000))
+        data[position] ^= 1
+        wire[0].sendall(data)
+        wire[0].close()
+        b._connection = wire[1]
+        with pytest.raises((ProtocolError, EOFError)):
+            b.receive()
+
+
+def test_messages_cannot_be_repeated() -> None:
+    a, b = shaken(SECRET, SECRET)
+    a.send(Kind.RUN, b"12345")
+    data = b._connection.recv(1000)
+    left, right = socket.socketpair()
+    left.sendall(data + data)
+    b._connection = right
+    assert b.receive() == (Kind.RUN, b"12345")
+    with pytest.raises(ProtocolError, match="false MAC"):
+        b.receive()
+
+
+def test_secret_files_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    with pytest.raises(ConfigError, match="No such file"):
+        read_secret(path)
+    path.write_text("short")
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="5 bytes"):
+        read_secret(path)
+    path.write_bytes(SECRET + b"\n")
+    assert read_secret(path) == SECRET
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="read by others"):
+        read_secret(path)
+
+
+# --- steps --------------------------------------------------------------------------------------------------
+
+
+def tables(*rows: tuple[int, int, int, list[int]]) -> tuple[SequenceTable, ...]:
+    """Tables from (rows, position, first, blocks)."""
+    found, first_row = [], 0
+    for n_rows, position, first, blocks in rows:
+        found.append(SequenceTable(first_row, n_rows, position, first, np.array(blocks, np.int32)))
+        first_row += n_rows
+    return tuple(found)
+
+
+def batch_of(n_rows: int, blocks: list[int]) -> tuple[PlacedBatch, dict[str, torch.Tensor]]:
+    groups = (
+        GroupBatch.of(tables((n_rows, 5, 0, blocks), (1, 2, 0, [7])), 4),
+        GroupBatch.of(tables((n_rows, 5, 4, blocks[1:]), (1, 2, 0, [5])), 4),
+    )
+    n_tokens = n_rows + 1
+    inputs = {
+        "positions": torch.arange(n_tokens, dtype=torch.int32),
+        "output_rows": torch.tensor([n_rows], dtype=torch.int32),
+        N_EXPERT_USED: torch.full((n_tokens,), 3, dtype=torch.int32),
+    }
+    placed = PlacedBatch(BatchShape(n_tokens, 1, 2, 4, True), inputs, groups)
+    return placed, {"tokens": torch.arange(n_tokens, dtype=torch.int32), **inputs}
+
+
+COPIES = [BlockCopy(1, 2, 3, 4), BlockCopy(0, 9, 8, 1)]
+SHAPE = BatchShape(8, 1, 2, 4, True)
+
+
+def test_steps_arrive_as_they_were_sent() -> None:
+    writer, reader = StepWriter(), StepReader(LIMITS)
+    sizes = []
+    for n_rows, blocks in ((3, [1, 2]), (4, [1, 2, 3]), (4, [1, 2, 4]), (3, [5, 3])):
+        batch, inputs = batch_of(n_rows, blocks)
+        payload = writer.run(SHAPE, batch, inputs, COPIES)
+        sizes.append(len(payload))
+        found = reader.run(payload)
+        assert (found.shape, found.batch.shape, found.copies) == (SHAPE, batch.shape, COPIES)
+        assert {k: v.tolist() for k, v in found.inputs.items()} == {k: v.tolist() for k, v in inputs.items()}
+        for own, theirs in zip(found.batch.cache, batch.cache, strict=True):
+            assert own.slots.tolist() == theirs.slots.tolist()
+            for a, b in zip(own.tables, theirs.tables, strict=True):
+                assert (a.first_row, a.n_rows, a.position, a.first) == (
+                    b.first_row,
+                    b.n_rows,
+                    b.position,
+                    b.first,
+                )
+                assert a.blocks.tolist() == b.blocks.tolist()
+
+
+def test_a_decode_step_of_eight_long_requests_is_small() -> None:
+    writer = StepWriter()
+    sizes = []
+    for step in range(2):
+        rows = [(1, 30_000 + step, 0, list(range(i, i + 938))) for i in range(8)]
+        groups = (GroupBatch.of(tables(*rows), 32),)
+        inputs = {
+            "positions": torch.zeros(8, dtype=torch.int32),
+            "output_rows": torch.arange(8, dtype=torch.int32),
+        }
+        batch = PlacedBatch(BatchShape(8, 8), inputs, groups)
+        sizes.append(len(writer.run(BatchShape(8, 8), batch, {"tokens": inputs["positions"], **inputs}, [])))
+    assert sizes[0] > 30_000
+    assert sizes[1] < 400
+
+
+def test_other_messages_arrive_as_they_were_sent() -> None:
+    reader = StepReader(LIMITS)
+    shifts = [BlockShift(1, [COPIES[0]], [4, 5], [1, 2], 3), BlockShift(0, [], [], [], 3)]
+    assert reader.shifts(shifts_message(shifts)) == shifts
+    assert reader.emptied(emptied_message([[1, 9], []])) == [[1, 9], []]
+    layer, slots, rest = reader.layer_slots(layer_slots_message(1, torch.tensor([3, 7])) + b"abc", [40, 24])
+    assert (layer, slots.tolist(), rest) == (1, [3, 7], b"abc")
+    sizes = PlaneSizes((get_cache_type("q8_0"), get_cache_type("f16")), 40)
+    data = os.urandom(sizes.n_bytes(3, 2))
+    assert sizes.to_bytes(sizes.from_bytes(data, 3, 2)) == data
+    assert sizes.to_bytes(sizes.from_bytes(b"", 3, 0)) == b""
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_no_changed_number_leads_outside_of_the_cache(data: st.DataObject) -> None:
+    """A message is refused, or all blocks, slots and rows in it exist."""
+    batch, inputs = batch_of(4, [1, 2, 3])
+    numbers = np.frombuffer(StepWriter().run(SHAPE, batch, inputs, COPIES), np.int32).copy()
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(numbers) - 1))
+        numbers[place] = data.draw(st.sampled_from([-1, 0, 1, 2, 5, 9, 10, 17, 2**31 - 1, -(2**31)]))
+    end = data.draw(st.sampled_from([len(numbers), len(numbers) - 1, len(numbers) // 2]))
+    try:
+        found = StepReader(LIMITS).run(numbers[:end].tobytes())
+    except ProtocolError:
+        return
+    for group, n_blocks in zip(found.batch.cache, LIMITS.n_blocks, strict=True):
+        assert len(group.slots) == found.batch.shape.n_tokens
+        assert 0 <= int(group.slots.min()) <= int(group.slots.max()) < n_blocks * LIMITS.block_size
+        for table in group.tables:
+            assert table.n_context <= len(table.blocks) * LIMITS.block_size
+    assert all(0 <= c.src < LIMITS.n_blocks[c.group] > c.dst >= 0 <= c.n_tokens <= 4 for c in found.copies)
+    assert 0 <= int(found.inputs["tokens"].min()) <= int(found.inputs["tokens"].max()) < LIMITS.n_vocab
+
+
+@pytest.mark.parametrize("read", ["run", "batches", "shifts", "emptied"])
+def test_random_numbers_are_refused_or_read(read: str) -> None:
+    rng = random.Random(4)
+    for _ in range(3000):
+        payload = rng.randbytes(rng.randint(0, 12)) + bytes(rng.choice((0, 4, 40)))
+        with suppress(ProtocolError):
+            getattr(StepReader(LIMITS), read)(payload)
+
+
+# --- a worker's port ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[WorkerServer]:
+    server = WorkerServer(secret=SECRET, n_threads=1)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    yield server
+    server.close()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def refusal(server: WorkerServer, **changes: Any) -> str:
+    """What a worker says to an opening."""
+    channel = connect(server.address, SECRET)
+    try:
+        channel.send_json(Kind.OPEN, **(asked("/no/model.gguf").as_json() | changes))
+        kind, payload = channel.receive()
+        assert kind == Kind.REFUSED
+        return str(json.loads(payload)["message"])
+    finally:
+        channel.close()
+
+
+def asked(model: str) -> opening.Opening:
+    return opening.Opening(
+        software=opening.software(),
+        model=model,
+        fingerprint="f",
+        layout="l",
+        rank=1,
+        owners=(0, 1),
+        devices=("cpu", "cpu"),
+        shares=("1", "1"),
+        mode="tensor",
+        experts="auto",
+        apart_layers=0,
+        apart_shares=(),
+        backends=("reference", "reference"),
+        n_ctx=64,
+        k_rotation=0,
+        v_rotation=0,
+        k_type="f16",
+        v_type="f16",
+        block_size=16,
+        demand_paged=False,
+        n_blocks=(4,),
+        max_tokens=16,
+    )
+
+
+def test_openings_are_refused_with_a_reason(server: WorkerServer, random_llama: Path) -> None:
+    assert "no /no/model.gguf" in refusal(server)
+    assert "is another model" in refusal(server, model=str(random_llama))
+    assert "rank 0 has motley 0.0.0" in refusal(server, software="motley 0.0.0")
+    assert "devices is not" in refusal(server, devices="cpu")
+    assert "other fields" in refusal(server, more=1)
+    for change in (
+        {"rank": 0},
+        {"rank": 2},
+        {"owners": [0, 2]},
+        {"n_blocks": []},
+        {"n_ctx": 0},
+        {"mode": "x"},
+    ):
+        assert "contradict" in refusal(server, **change)
+    assert "no fractions" in refusal(server, model=str(random_llama), shares=["1", "x"])
+
+
+def test_a_worker_shows_its_devices(server: WorkerServer) -> None:
+    channel = connect(server.address, SECRET)
+    channel.send(Kind.DESCRIBE)
+    kind, payload = channel.receive()
+    assert kind == Kind.RESULT
+    assert json.loads(payload)["devices"][0]["device"] == "cpu"
+    channel.close()
+
+
+def test_wrong_secrets_are_refused_by_name(server: WorkerServer, random_llama: Path) -> None:
+    with pytest.raises(DeviceError, match=f"{server.address}: the worker has another secret"):
+        connect(server.address, b"another secret, wrong")
+    with pytest.raises(DeviceError, match="another secret"):
+        LLM(random_llama, devices=f"cpu,cpu@{server.address}", n_ctx=64)
+
+
+def test_garbage_leaves_a_worker_alive(server: WorkerServer) -> None:
+    host, _, port = server.address.rpartition(":")
+    rng = random.Random(1)
+    attacks: list[Callable[[socket.socket], None]] = [
+        lambda s: s.sendall(b"GET / HTTP/1.1\r\n\r\n" * 4),
+        lambda s: s.sendall(rng.randbytes(rng.randint(0, 300))),
+        lambda s: s.sendall(struct.pack("<8sH32s", b"MOTLEYHS", 1, bytes(32)) + rng.randbytes(100)),
+        lambda s: s.sendall(struct.pack("<8sH32s", b"MOTLEYHS", 9, bytes(32))),
+        lambda s: None,
+    ]
+    for number in range(100):
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            attacks[number % len(attacks)](connection)
+    assert "no /no/model.gguf" in refusal(server)
+
+
+def test_garbage_after_the_handshake_leaves_a_worker_alive(server: WorkerServer) -> None:
+    rng = random.Random(2)
+    for kind in Kind:
+        channel = connect(server.address, SECRET)
+        channel.send(kind, rng.randbytes(rng.randint(0, 100)))
+        channel.close()
+    channel = connect(server.address, SECRET)
+    channel._connection.sendall(struct.pack("<II", 1, 2**32 - 1))  # four gigabytes are announced
+    with pytest.raises((EOFError, OSError)):
+        channel.receive()
+    assert "no /no/model.gguf" in refusal(server)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
+def test_other_addresses_need_a_secret(listen: str) -> None:
+    with pytest.raises(ConfigError, match="needs a secret"):
+        WorkerServer(listen)
+
+
+def test_nothing_is_pickled() -> None:
+    folder = Path(opening.__file__).parent
+    for path in folder.glob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        for word in ("pickle", "eval(", "exec(", "object_list", "torch.load"):
+            assert word not in source, (path, word)
+
+
+def test_an_opening_survives_json() -> None:
+    given_opening = asked("m")
+    through = opening.Opening.from_json(json.loads(json.dumps(given_opening.as_json())))
+    assert through == given_opening
+    assert replace(through, rank=1).members == (1,)
