@@ -52,7 +52,7 @@ class Silence:
 
     eog_ids: frozenset[int] = frozenset()
 
-    def stream(self, *, after: Iterable[int]) -> Silence:
+    def stream(self, *, after: Iterable[int], skip_special: bool = True) -> Silence:
         return self
 
     def push(self, token: int) -> str:
@@ -78,6 +78,7 @@ class FakeRunner:
 
     windows = (None, WINDOW)
     is_broken_off = False
+    n_plans = 0
 
     def __init__(self, cache: CacheManager, rng: random.Random, failure_odds: float = 0.0) -> None:
         self.cache = cache

@@ -19,7 +19,7 @@ class Letters:
 
     eog_ids = frozenset({0})
 
-    def stream(self, *, after: Iterable[int]) -> Letters:
+    def stream(self, *, after: Iterable[int], skip_special: bool = True) -> Letters:
         return self
 
     def push(self, token: int) -> str:
