@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from motley.backends import Backend, backend_for, backend_for_heads, get_backend
 from motley.engine import Engine
-from motley.engine.drafting import Lookup, Speculator
+from motley.engine.drafting import Forced, Lookup, Speculator
 from motley.engine.drafting.choice import DRAFT_MAX, MAX_DRAFT
 from motley.engine.effort import Efforts
 from motley.engine.engine import ON_LOSS, WAIT
@@ -176,7 +176,7 @@ def load_model(
         efforts=efforts,
         on_loss=options.on_loss,
         speculator=Speculator(
-            [Lookup()],
+            [Forced(), Lookup()],
             spec=options.spec,
             draft_max=options.draft_max or DRAFT_MAX,
             draft_min=options.draft_min or 0,

@@ -11,6 +11,8 @@ from drafters import Guess, give, half, right, serve, too_long, wrong
 from motley import LLM
 from motley.bundled import bundled_draft_path
 from motley.engine import SamplingParams
+from motley.engine.drafting import Draft, Forced
+from motley.engine.drafting.draft import Ask
 
 PROMPT = list(range(3, 40))
 OPTIONS: list[dict[str, Any]] = [
@@ -61,3 +63,34 @@ def test_drafts_do_not_change_answers(llm: LLM, guess: Guess) -> None:
         assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
     if guess is right:
         assert max(drafter.n_accepted) > 1
+
+
+def test_what_a_grammar_forces_is_drafted_and_the_text_stays() -> None:
+    options: dict[str, Any] = {
+        "regex": "The answer, as all of us know, is (yes|no), without any doubt[.]",
+        "seed": 1,
+    }
+    with LLM(bundled_draft_path(), n_ctx=160) as llm:
+        plain = llm.generate(PROMPT, **options)
+        drafted = llm.generate(PROMPT, speculative="grammar", **options)
+        assert drafted.tokens == plain.tokens
+        request = llm._loaded.engine.new_request(PROMPT, SamplingParams(speculative="auto", **options))
+        (draft,) = Forced().draft([Ask(request, 4)])
+        assert len(draft.tokens) == 4
+        free = llm._loaded.engine.new_request(PROMPT, SamplingParams())
+        assert Forced().draft([Ask(free, 4)]) == [Draft((), "grammar")]
+
+
+def test_forced_tokens_are_those_of_the_only_text(llm: LLM) -> None:
+    request = llm._loaded.engine.new_request(PROMPT, SamplingParams(regex="The answer is (yes|no)"))
+    assert request.matcher is not None
+    tokens = request.matcher.forced()
+    assert "The answer is".startswith(llm.tokenizer.decode(tokens))
+    assert len(tokens) > 1
+    assert request.matcher.forced() == tokens  # asking changes nothing
+    for token in tokens:
+        request.matcher.accept(token)
+    lazy = SamplingParams(grammar='start: "the " "cat"', grammar_triggers=("the ",))
+    free = llm._loaded.engine.new_request(PROMPT, lazy)
+    assert free.matcher is not None
+    assert free.matcher.forced() == []

@@ -151,6 +151,10 @@ class LazyMatcher:
             self._bound = triggers.started(text[min(found)[0] :])
         self._tail = text[max(0, len(text) - triggers.n_longest + 1) :]
 
+    def forced(self) -> list[int]:
+        """See Matcher."""
+        return [] if self._bound is None else self._bound.forced()
+
     @property
     def is_complete(self) -> bool:
         """See Matcher."""

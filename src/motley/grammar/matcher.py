@@ -24,6 +24,10 @@ class Matcher(Protocol):
         """Advances by a token that the mask allows. RequestError if the grammar refuses it."""
         ...
 
+    def forced(self) -> list[int]:
+        """The usual tokens of the text that must come next, if there is only one; they are no part of the state."""
+        ...
+
     @property
     def is_complete(self) -> bool:
         """Whether the grammar is fulfilled and nothing can follow."""
@@ -50,6 +54,11 @@ class EagerMatcher:
         self._mask = None
         self._inner.consume_token(token)
         self._require_sound()
+
+    def forced(self) -> list[int]:
+        """See Matcher."""
+        tokens: list[int] = self._inner.compute_ff_tokens()
+        return tokens
 
     @property
     def is_complete(self) -> bool:

@@ -232,6 +232,9 @@ class Fixed:
     def accept(self, token: int) -> None:
         raise AssertionError("choosing does not advance a matcher")
 
+    def forced(self) -> list[int]:
+        return []
+
 
 @pytest.mark.parametrize("n_allowed", [1, 2, 5, 300])
 def test_constrained_rows_choose_among_allowed_tokens_as_on_the_cpu(n_allowed: int) -> None:

@@ -10,8 +10,8 @@ DRAFT_MAX = 15  # tokens of a draft, by default: with one more they fill 16 rows
 MAX_DRAFT = 63  # with one more they are all rows of logits of a step
 
 OFF, AUTO = "off", "auto"
-DRAFTERS = ("lookup", "draft", "exit", "lookahead", "mtp")
-AUTO_DRAFTERS = ("lookup",)  # what needs nothing, and costs nothing where it does not help
+DRAFTERS = ("grammar", "lookup", "draft", "exit", "lookahead", "mtp")
+AUTO_DRAFTERS = ("grammar", "lookup")  # what needs nothing, and costs nothing where it does not help
 
 # llama.cpp's names for the same.
 _ALIASES = {
@@ -54,5 +54,5 @@ def read_choice(text: str, has: Collection[str]) -> tuple[str, ...]:
 def _refused(text: str, why: str) -> RequestError:
     return RequestError(
         f"speculation {text!r:.60} is not possible: {why}",
-        hint="--spec (speculative) must be auto, off, or one or more of lookup, draft and exit, by comma",
+        hint="--spec (speculative) must be auto, off, or one or more of grammar, lookup, draft and exit, by comma",
     )
