@@ -269,6 +269,20 @@ def test_conversations_are_kept_found_exported_and_imported(
     page.wait_for_selector("text=this is no export")
 
 
+def test_two_tabs_keep_each_others_conversations(server: PageServer, open_page: Opener) -> None:
+    page = open_page()
+    other = page.context.new_page()
+    other.goto(server.url)
+    other.wait_for_selector("body[data-state=ready]")
+    for tab, text in ((page, "One"), (other, "Two"), (page, "Three")):
+        tab.click("#new-chat")
+        ask(tab, text)
+        answered(tab)
+    for tab in (page, other):
+        tab.reload()
+        assert sorted(tab.locator("#conversations a").all_inner_texts()) == ["One", "Three", "Two"]
+
+
 def test_settings_are_sent_and_kept(server: PageServer, open_page: Opener) -> None:
     page = open_page()
     page.keyboard.press("Control+,")

@@ -228,12 +228,21 @@ def test_auto_begins_with_the_trigger(formats: Any, tokenizer: Tokenizer, vocabu
         answer = read(session, text)
         assert bool(answer.calls) != text.startswith(('{"response"', "all\n"))
         return
-    (trigger,) = session.grammar_triggers
-    for seed in range(3):
+    for seed, trigger in enumerate(3 * session.grammar_triggers):
         text = Sampler(tokenizer, vocabulary, seed).answer(session.grammar, ends_of(form), start=trigger)
         parsed = read(session, ("Well. " if form.trigger else "") + text)
         assert parsed.calls, text
         check_calls(parsed, text)
+
+
+def test_triggers_are_not_in_ordinary_text(formats: Any) -> None:
+    assert session_of(formats("meta-llama-Llama-3.1-8B-Instruct")).grammar_triggers == (
+        '{"name": "get_weather"',
+        '{"name": "now"',
+        '{"name": "set_flag"',
+    )
+    command = formats("CohereForAI-c4ai-command-r-plus-tool_use")
+    assert session_of(command).grammar_triggers == ("Action:\n```json\n[",)
 
 
 def test_none_has_no_grammar_and_no_tools(formats: Any) -> None:

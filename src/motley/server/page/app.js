@@ -544,6 +544,7 @@ addEventListener("hashchange", () => {
   const found = store.chats.find((c) => c.id === location.hash.slice(1));
   if (found && found !== chat) openChat(found);
 });
+addEventListener("storage", () => { if (!running) { store.merge(); showChat(); } });
 addEventListener("beforeunload", () => store.flush());
 messagesNode.addEventListener("click", () => { if (isNarrow.matches) document.body.classList.remove("sidebar"); });
 

@@ -121,6 +121,7 @@ class Store {
   constructor() {
     this.chats = read(CHATS, []);
     this.timer = 0;
+    this.removed = new Set();
   }
 
   /** Written a moment later, so that a stream does not write with every token. */
@@ -131,12 +132,23 @@ class Store {
 
   flush() {
     clearTimeout(this.timer);
+    this.merge();
     try {
       localStorage.setItem(CHATS, JSON.stringify(this.chats.filter((chat) => chat.messages.length)));
       return true;
     } catch {
       this.onfull?.();
       return false;
+    }
+  }
+
+  /** Takes over what another tab has written: its conversations, and those of ours that it has continued. */
+  merge() {
+    const own = new Map(this.chats.map((chat) => [chat.id, chat]));
+    for (const other of read(CHATS, [])) {
+      const mine = own.get(other.id);
+      if (!mine && !this.removed.has(other.id)) this.chats.push(other);
+      else if (mine && other.updated > mine.updated) Object.assign(mine, other);
     }
   }
 
@@ -147,6 +159,7 @@ class Store {
   }
 
   remove(chat) {
+    this.removed.add(chat.id);
     this.chats = this.chats.filter((other) => other !== chat);
     this.flush();
   }

@@ -16,6 +16,7 @@ from motley.text.tools.format import KEY, NUMBER, Style, ToolFormat
 from motley.text.tools.own_syntax import QUOTE
 from motley.text.tools.schema import types_of
 
+MAX_TRIGGERS = 16
 MAX_CALLS = 32  # of one answer: a small model may find no end
 _ANY = "/(.|\\n)*/"
 # Tags that may be control tokens of the vocabulary.
@@ -73,9 +74,20 @@ class _Writer:
             content = self.literal(form.content_start.removeprefix(form.primer))
             return self._text(f"{self._rule(calls)} | {content} {self._rule(_ANY)}"), ()
         if choice.kind == "auto":
-            trigger = form.trigger or f'{{"{form.json.name_key}":'
-            return self._text(calls), (trigger,)
+            return self._text(calls), self._triggers()
         return self._whole(calls), ()
+
+    def _triggers(self) -> tuple[str, ...]:
+        """Texts that begin a call and that no ordinary text contains."""
+        form = self.request.form
+        if form.trigger.startswith(("<", "[", "]")) or form.style is Style.HARMONY:
+            return (form.trigger,)
+        if form.trigger:
+            return (form.opening.strip(),)
+        starts = [
+            f'{{"{form.json.name_key}": {json.dumps(name, ensure_ascii=False)}' for name in self.request.tools
+        ]
+        return tuple(starts) if len(starts) <= MAX_TRIGGERS else (f'{{"{form.json.name_key}": "',)
 
     def _whole(self, body: str) -> str:
         """With the reasoning that may or must stand before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from motley.text.tools.format import NUMBER
 
@@ -41,31 +41,35 @@ def _words(literal: str) -> list[str]:
     return [word for word in _BREAK.split(literal.strip()) if word]
 
 
-def find_first(markers: Iterable[str], text: str, *, final: bool) -> tuple[int, str | None]:
-    """The place of the first marker and the marker, the longest of those at one place.
+def find_first(markers: Sequence[str], text: str, *, final: bool) -> tuple[int, str | None]:
+    """The place of the first marker and the marker, the longest of those at one place. Empty markers do not count.
 
     Without one: the place from which on the text may be the beginning of a marker (its length if none), and None.
     """
-    markers = [m for m in markers if m]
-    best: tuple[int, int, str] | None = None
+    place, found = len(text), None
     for marker in markers:
-        at = text.find(marker)
-        if at >= 0 and (best is None or (at, -len(marker)) < best[:2]):
-            best = at, -len(marker), marker
-    held = len(text) if final else hold_from(markers, text)
-    if best is None or held < best[0]:
+        if marker:
+            at = text.find(marker)
+            if at >= 0 and (at < place or found is None or (at == place and len(marker) > len(found))):
+                place, found = at, marker
+    if final:
+        return place, found
+    held = hold_from(markers, text)
+    if held < place or (held == place and found is not None):  # a longer marker may be coming
         return held, None
-    at = best[0]
-    if not final and any(len(m) > len(text) - at and m.startswith(text[at:]) for m in markers):
-        return at, None  # a longer marker may be coming at the same place
-    return at, best[2]
+    return place, found
 
 
-def hold_from(markers: Iterable[str], text: str) -> int:
+def hold_from(markers: Sequence[str], text: str) -> int:
     """The first place from which on the rest of `text` is a true beginning of a marker; its length if none."""
-    markers = list(markers)
-    longest = max(map(len, markers), default=0)
-    for at in range(max(0, len(text) - longest + 1), len(text)):
-        if any(len(m) > len(text) - at and m.startswith(text[at:]) for m in markers):
-            return at
-    return len(text)
+    held = len(text)
+    for marker in markers:
+        if not marker:
+            continue
+        at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+        while 0 <= at < held:
+            if marker.startswith(text[at:]):
+                held = at
+                break
+            at = text.find(marker[0], at + 1)
+    return held

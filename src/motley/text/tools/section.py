@@ -33,7 +33,7 @@ class SectionReader:
 
     def __init__(self, context: Context, form: ToolFormat) -> None:
         self._context, self._form = context, form
-        self.raw = form.trigger
+        self._taken = [form.trigger]
         self._reader: Reader | None = None
         self._step: Callable[[str, bool], tuple[int, Status | None]] = self._opening
         if form.style is Style.PYTHON:
@@ -46,10 +46,15 @@ class SectionReader:
         self._next = (form.separator.strip() + form.call_start.strip(), starts_object)
         self._again = (form.call_start.strip(), starts_object)
 
+    @property
+    def raw(self) -> str:
+        return "".join(self._taken)
+
     def read(self, text: str, final: bool) -> tuple[str, Status]:
         while True:
             n, status = self._step(text, final)
-            self.raw += text[:n]
+            if self._reader is None or not self._reader.has_started:
+                self._taken.append(text[:n])
             text = text[n:]
             if status is not None:
                 return text, status
@@ -80,12 +85,12 @@ class SectionReader:
         at = match(self._form.call_end, text)
         if at is None and not final:
             return 0, Status.MORE
-        self._step = self._between
-        self.raw = ""
+        self._step, self._reader = self._between, None
+        self._taken = []
         return max(at or 0, 0), None
 
     def _between(self, text: str, final: bool) -> tuple[int, Status | None]:
-        self.raw = ""
+        self._taken = []
         places = [self._start_of(*self._next, text), self._start_of(*self._again, text)]
         end = match(self._form.section_end, text) if self._form.section_end.strip() else -1
         if None in (*places, end) and not final:
