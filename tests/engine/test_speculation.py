@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from by_hand import stepped_by_hand
 from drafters import GUESSES, Guess, give, half, right, serve, too_long, wrong
 
 from motley import LLM
@@ -61,6 +63,13 @@ def load(path: Path, **options: Any) -> LLM:
     return LLM(path, **({"n_ctx": 160, "n_batch": 64, "n_parallel": 4, "kv_block_size": 16} | options))
 
 
+@contextmanager
+def by_hand(path: Path, **options: Any) -> Iterator[LLM]:
+    """The model with an engine that takes its steps only when the test calls `step`."""
+    with load(path, **options) as llm, stepped_by_hand(llm):
+        yield llm
+
+
 def answers(
     llm: LLM, params: Sequence[SamplingParams], guess: Guess | None, known: Sequence[tuple[int, ...]] = ()
 ) -> tuple[list[tuple[int, ...]], list[int]]:
@@ -108,47 +117,47 @@ def is_tie(
 
 @pytest.mark.parametrize("crew", CREWS)
 def test_texts_are_the_same_on_every_crew(small: Path, crew: str) -> None:
-    with load(small, **CREWS[crew]) as llm:
+    with by_hand(small, **CREWS[crew]) as llm:
         assert check(llm) == set(range(8))  # every acceptance length has occurred
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 32])
 def test_texts_are_the_same_with_blocks_of_any_size(small: Path, block_size: int) -> None:
-    with load(small, kv_block_size=block_size) as llm:
+    with by_hand(small, kv_block_size=block_size) as llm:
         check(llm)
 
 
 @pytest.mark.parametrize("kinds", [("f32", "f32"), ("q8_0", "q8_0"), ("q8_0", "q4_0")])
 def test_texts_are_the_same_with_every_kind_of_cache(small: Path, kinds: tuple[str, str]) -> None:
-    with load(small, cache_type_k=kinds[0], cache_type_v=kinds[1]) as llm:
+    with by_hand(small, cache_type_k=kinds[0], cache_type_v=kinds[1]) as llm:
         check(llm, is_exact=kinds[0] == "f32")
 
 
 def test_texts_are_the_same_without_a_prefix_cache(small: Path) -> None:
-    with load(small, prefix_cache=False) as llm:
+    with by_hand(small, prefix_cache=False) as llm:
         check(llm)
 
 
 def test_texts_are_the_same_on_the_reference_backend(small: Path) -> None:
-    with load(small, backend="reference") as llm:
+    with by_hand(small, backend="reference") as llm:
         check(llm, is_exact=False)  # torch's products round differently for other numbers of rows
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_texts_are_the_same_with_sliding_windows(windowed: Path, block_size: int) -> None:
-    with load(windowed, kv_block_size=block_size) as llm:
+    with by_hand(windowed, kv_block_size=block_size) as llm:
         check(llm)
 
 
 @pytest.mark.parametrize("paging", [False, True])
 def test_texts_are_the_same_when_requests_are_preempted(small: Path, paging: bool) -> None:
     """The cache has no room for all requests at once, and none for most drafts."""
-    with load(small, kv_cache_tokens=96, kv_cache_demand_paged=paging) as llm:
+    with by_hand(small, kv_cache_tokens=96, kv_cache_demand_paged=paging) as llm:
         check(llm)
 
 
 def test_texts_are_the_same_in_small_batches(small: Path) -> None:
-    with load(small, n_batch=6) as llm:
+    with by_hand(small, n_batch=6) as llm:
         check(llm)
 
 
@@ -159,7 +168,7 @@ def test_a_context_is_shifted_at_the_same_tokens(small: Path, windowed: Path, wi
         SamplingParams(seed=5, max_tokens=100, ignore_eos=True, context_shift=True, n_keep=0),
     ]
     path = windowed if window else small
-    with load(path, n_ctx=40, kv_block_size=4) as llm:
+    with by_hand(path, n_ctx=40, kv_block_size=4) as llm:
         engine = llm._loaded.engine
         prompts = PROMPTS[1:2] + PROMPTS[3:]
         give(llm, right)
@@ -203,9 +212,10 @@ def outcome(completion: Completion) -> tuple[Any, ...]:
 
 
 def test_end_of_generation_inside_a_draft_ends_the_answer(small: Path) -> None:
-    with load(small) as llm:
+    with by_hand(small) as llm:
         engine = llm._loaded.engine
-        answer = llm.generate(PROMPTS[0], temperature=0, max_tokens=12, ignore_eos=True).tokens
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        answer = tuple(serve(engine, PROMPTS[:1], [params])[0].generated)
         stops = frozenset([next(token for token in answer[3:] if token not in answer[:3])])
         drafter = give(llm, right, draft_max=15)
         drafter.answers[tuple(PROMPTS[0])] = answer
@@ -219,7 +229,7 @@ def test_end_of_generation_inside_a_draft_ends_the_answer(small: Path) -> None:
 
 def test_what_was_rejected_is_never_found_again(small: Path) -> None:
     """A later request whose prompt is the rejected draft computes it; it does not find the draft's blocks."""
-    with load(small, kv_block_size=4) as llm:
+    with by_hand(small, kv_block_size=4) as llm:
         engine = llm._loaded.engine
         params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)]
         drafter = give(llm, wrong, draft_max=15, seed=3)

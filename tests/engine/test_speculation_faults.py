@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from by_hand import stepped_by_hand
 from drafters import give, half, right, serve, wrong
 from faults import Faults
 
@@ -33,11 +35,19 @@ def path() -> Path:
     return bundled_draft_path()
 
 
-def load(path: Path, **options: Any) -> LLM:
-    return LLM(
-        path,
-        **({"n_ctx": 128, "n_batch": 64, "n_parallel": 4, "kv_block_size": 8, "devices": "cpu"} | options),
-    )
+@contextmanager
+def load(path: Path, **options: Any) -> Iterator[LLM]:
+    """The model with an engine that takes its steps only when the test calls `step`."""
+    with (
+        LLM(
+            path,
+            **(
+                {"n_ctx": 128, "n_batch": 64, "n_parallel": 4, "kv_block_size": 8, "devices": "cpu"} | options
+            ),
+        ) as llm,
+        stepped_by_hand(llm),
+    ):
+        yield llm
 
 
 def known_answers(llm: LLM) -> list[tuple[int, ...]]:

@@ -10,8 +10,8 @@ from motley.engine.request import Request
 
 Key = tuple[str, int]  # drafter, grade
 
-_ALL_KEEP, _ALL_WEIGHT = 0.98, 12.0  # what a draft leaves of earlier ones; the prior counts as so many tokens
-_OWN_KEEP, _OWN_WEIGHT = 0.85, 4.0
+_ALL_KEEP, _ALL_WEIGHT = 0.98, 8.0  # what a draft leaves of earlier ones; the prior counts as so many tokens
+_OWN_KEEP, _OWN_WEIGHT = 0.85, 3.0
 _FORGET = 0.99  # what an unused draft leaves of earlier ones: after a while drafts are tried again
 
 
