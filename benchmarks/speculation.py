@@ -67,6 +67,7 @@ class SometimesRight:
     name = "lookup"
     priors = (0.7,)
     is_free = True
+    is_usual = True
     writes_cache = False
 
     def __init__(self, scripted: Scripted, p_right: float) -> None:
@@ -196,7 +197,7 @@ def main() -> None:
     if chosen.shape:
         path = random_model_path(chosen.shape, "Q8_0", chosen.layers)
         if not path.exists():
-            write_random_model(SHAPES[chosen.shape], "Q8_0", path, n_layers=chosen.layers)
+            write_random_model(path, chosen.shape, "Q8_0", n_layers=chosen.layers)
     elif any("draft" in name for name in drafters):
         options["draft_model"] = chosen.draft_model or bundled_draft_path()
     results: list[Result] = []

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 from motley.backends import Backend, backend_for, backend_for_heads, get_backend
 from motley.engine import Engine
-from motley.engine.drafting import Forced, Lookup, Speculator
-from motley.engine.drafting.choice import DRAFT_MAX, MAX_DRAFT
+from motley.engine.drafting import Drafter, Forced, Lookup, Speculator
+from motley.engine.drafting.choice import DRAFT_MAX, MAX_DRAFT, read_choice
+from motley.engine.drafting.draft_model import DraftModel
+from motley.engine.drafting.early_exit import EarlyExit
+from motley.engine.drafting.loading import DraftOptions, load_draft_model, without_draft
 from motley.engine.effort import Efforts
 from motley.engine.engine import ON_LOSS, WAIT
 from motley.errors import ConfigError, DeviceError
@@ -66,6 +69,8 @@ class Options:
     spec: str = "off"
     draft_max: int | None = None
     draft_min: int | None = None
+    draft_model: str | os.PathLike[str] | None = None
+    draft_layers: int | None = None  # of the model itself, for early-exit drafts; None: half of them
 
     def __post_init__(self) -> None:
         for name, maximum in (
@@ -75,6 +80,7 @@ class Options:
             ("n_parallel", _MAX_TOKENS),
             ("n_expert_used", _MAX_TOKENS),
             ("n_layer_exit", _MAX_TOKENS),
+            ("draft_layers", _MAX_TOKENS),
         ):
             _require_number(name, getattr(self, name), maximum)
         _require_number("draft_max", self.draft_max, MAX_DRAFT)
@@ -107,6 +113,13 @@ class LoadedModel:
     cache: CacheManager
     runner: Runner
     engine: Engine
+    draft: DraftModel | None = None
+
+    def close(self) -> None:
+        """Frees the memory of the model and of its draft model."""
+        self.runner.close()
+        if self.draft is not None:
+            self.draft.close()
 
 
 def load_model(
@@ -136,7 +149,11 @@ def load_model(
     params = read_params(spec)
     unused = check_tensors(spec, params)
     efforts = _efforts(params, options)
-    planned = _plan_on_crew(crew, spec, params, options)
+    n_exit = _exit_layers(params, options)
+    has_draft = options.draft_model is not None
+    read_choice(options.spec, ["grammar", "lookup", *["draft"] * has_draft, *["exit"] * bool(n_exit)])
+    given = crew
+    planned = _plan_beside_draft(crew, spec, params, options)
     crew, backends, context = planned.crew, planned.backends, planned.context
     n_batch, n_parallel = planned.n_batch, planned.n_parallel
     n_ctx, split, fit = context.n_ctx, context.split, context.fit
@@ -147,7 +164,14 @@ def load_model(
         salt=repr(split.options).encode(),
         find_prefixes=cache.find_prefixes,
     )
+    draft: DraftModel | None = None
     with ExitStack() as undo:
+        if options.draft_model is not None:
+            on = given if len(given) == len(crew) else crew
+            draft = load_draft_model(
+                options.draft_model, spec, on, backends, cache, _draft_options(options, planned)
+            )
+            undo.callback(draft.close)
         # A large vocabulary takes most of a second: time in which other threads read the weights.
         reading = undo.enter_context(ThreadPoolExecutor(1)).submit(Tokenizer.from_spec, spec)
         warmer = KernelWarmer(split, backends, fit.plan, n_batch=n_batch, n_parallel=n_parallel)
@@ -176,7 +200,7 @@ def load_model(
         efforts=efforts,
         on_loss=options.on_loss,
         speculator=Speculator(
-            [Forced(), Lookup()],
+            _drafters(runner, manager, n_exit, draft),
             spec=options.spec,
             draft_max=options.draft_max or DRAFT_MAX,
             draft_min=options.draft_min or 0,
@@ -193,7 +217,7 @@ def load_model(
         for detail in runs.details
     )
     return LoadedModel(
-        spec, tokenizer, n_ctx, chosen, said, details, warm_up, split, fit, manager, runner, engine
+        spec, tokenizer, n_ctx, chosen, said, details, warm_up, split, fit, manager, runner, engine, draft
     )
 
 
@@ -247,6 +271,55 @@ def _plan(crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options) 
     slow = dict.fromkeys(notice for _, notice in chosen)
     notices = (context.notice, experts_notice(crew, settled, params), *slow)
     return _Planned(settled, backends, context, n_batch, n_parallel, notices)
+
+
+def _plan_beside_draft(crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options) -> _Planned:
+    """The plan for the crew, with the memory that a draft model leaves, if there is one."""
+    if options.draft_model is None:
+        return _plan_on_crew(crew, spec, params, options)
+    names = [device.name for device in crew.devices]
+    n_batch, n_parallel = batch_sizes(options.n_batch, options.n_parallel, names)
+    shared = DraftOptions(options.n_ctx, n_batch, n_parallel, options.n_threads, options.kv_rotation)
+    left = without_draft(
+        options.draft_model,
+        spec,
+        crew,
+        [backend_for(name, options.backend) for name in names],
+        options.cache,
+        shared,
+    )
+    try:
+        return _plan_on_crew(left, spec, params, options)
+    except DeviceError as error:
+        raise DeviceError(
+            f"too little memory for the model beside its draft model: {error.message}", hint=error.hint
+        ) from error
+
+
+def _draft_options(options: Options, planned: _Planned) -> DraftOptions:
+    return DraftOptions(
+        options.n_ctx, planned.n_batch, planned.n_parallel, options.n_threads, options.kv_rotation
+    )
+
+
+def _drafters(runner: Runner, cache: CacheManager, n_exit: int, draft: DraftModel | None) -> list[Drafter]:
+    """All drafters that the model can have. `n_exit`: layers of early-exit drafts; 0: none."""
+    drafters: list[Drafter] = [Forced(), Lookup()]
+    if draft is not None:
+        drafters.append(draft)
+    if n_exit:
+        drafters.append(EarlyExit(runner, cache, n_exit))
+    return drafters
+
+
+def _exit_layers(params: DecoderParams, options: Options) -> int:
+    """The layers of early-exit drafts: half of the model's, unless the options say otherwise; 0: it has only one."""
+    if options.draft_layers is not None and options.draft_layers >= params.n_layers:
+        raise ConfigError(
+            f"draft_layers={options.draft_layers}, but the model has {params.n_layers} layers",
+            hint="drafts (--draft-layers) must leave out at least one layer",
+        )
+    return options.draft_layers or params.n_layers // 2
 
 
 def _efforts(params: DecoderParams, options: Options) -> Efforts:

@@ -91,6 +91,8 @@ class LLM:
         spec: str = "off",
         draft_max: int | None = None,
         draft_min: int | None = None,
+        draft_model: str | os.PathLike[str] | None = None,
+        draft_layers: int | None = None,
         kv_rotation: bool = True,
         kv_block_size: int = 32,
         kv_cache_tokens: int | None = None,
@@ -122,7 +124,8 @@ class LLM:
         experts are shared out in proportions of their own. `n_expert_used`,
         `n_layer_exit`: what requests use that do not say (see SamplingParams).
         `spec`, `draft_max`, `draft_min`: which drafters guess tokens of requests that do not say, and the most and the
-        fewest tokens of a draft (see SamplingParams).
+        fewest tokens of a draft (see SamplingParams). `draft_model`: a smaller model with the same vocabulary.
+        `draft_layers`: layers of the model itself that make early-exit drafts. See docs/speculation.md.
         `cache_type_k`, `cache_type_v`: f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl; quantized ones are rotated
         unless `kv_rotation=False`. `kv_cache_tokens` or `kv_cache_bytes`: a hard limit of the cache.
         """
@@ -158,6 +161,8 @@ class LLM:
             spec=spec,
             draft_max=draft_max,
             draft_min=draft_min,
+            draft_model=draft_model,
+            draft_layers=draft_layers,
         )
         is_bundled = model is None or model == "bundled"
         path = bundled_model_path() if is_bundled else read_path("model", model)
@@ -173,7 +178,7 @@ class LLM:
         self._guest_lock = (
             threading.Lock()
         )  # one text is scored or saved at a time: two might wait for each other's room
-        self._service = EngineService(loaded.engine, on_stop=loaded.runner.close)
+        self._service = EngineService(loaded.engine, on_stop=loaded.close)
         self.load_seconds = time.perf_counter() - started
 
     @cached_property
@@ -340,11 +345,14 @@ class LLM:
         )
 
     def memory(self) -> dict[str, int]:
-        """Bytes of weights, KV cache and activations, over all devices."""
+        """Bytes of weights, KV cache and activations, and of a draft model, over all devices."""
         totals: dict[str, int] = {}
         for device in self._call(self._loaded.runner.memory):
             for purpose, n_bytes in device.items():
                 totals[purpose] = totals.get(purpose, 0) + n_bytes
+        if (draft := self._loaded.draft) is not None:  # activations are shared
+            devices = self._call(draft.runner.memory)
+            totals["draft_model"] = sum(memory["weights"] + memory["kv_cache"] for memory in devices)
         return totals
 
     def device_memory(self) -> dict[str, dict[str, int]]:

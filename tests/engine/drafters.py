@@ -51,6 +51,7 @@ class Knowing:
     name = "lookup"  # so that requests may choose it by name
     priors = (0.5,)
     is_free = True
+    is_usual = True
     writes_cache = False
 
     def __init__(self, guess: Guess, n_vocab: int, seed: int = 0) -> None:

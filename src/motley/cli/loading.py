@@ -30,6 +30,7 @@ _LLM_NAMES = {
     "device": "devices",
     "batch_size": "n_batch",
     "parallel": "n_parallel",
+    "model_draft": "draft_model",
 }
 
 
@@ -144,6 +145,11 @@ class LoadOptions(CrewOptions):
     kv_cache_bytes: options.KvCacheBytes = None
     kv_cache_demand_paged: options.KvDemandPaged = False
     prefix_cache: options.PrefixCache = True
+    spec: options.Spec = "off"
+    draft_max: options.DraftMax = None
+    draft_min: options.DraftMin = None
+    model_draft: options.ModelDraft = None
+    draft_layers: options.DraftLayers = None
 
 
 def load(path: Path, chosen: LoadOptions) -> LLM:

@@ -274,6 +274,67 @@ NLayerExit = Annotated[
     ),
 ]
 
+# --- speculation --------------------------------------------------------------------------------------------
+
+_SPECULATION = "Speculation"
+
+Spec = Annotated[
+    str,
+    _flag(
+        "--spec",
+        "--spec-type",
+        text="Guess the next tokens and check several in one step; the text stays the same. auto: lookup, while it "
+        "helps; off; or comma-separated: lookup (in the text itself), draft (needs -md), exit (the first layers).",
+        panel=_SPECULATION,
+        metavar="NAMES",
+    ),
+]
+DraftMax = Annotated[
+    int | None,
+    _flag(
+        "--draft-max",
+        "--draft",
+        "--draft-n",
+        text="Guess at most this many tokens at a time. Default: 15.",
+        panel=_SPECULATION,
+        metavar="N",
+        show_default=False,
+    ),
+]
+DraftMin = Annotated[
+    int | None,
+    _flag(
+        "--draft-min",
+        "--draft-n-min",
+        text="Do not use guesses of fewer tokens. Default: 0.",
+        panel=_SPECULATION,
+        metavar="N",
+        show_default=False,
+    ),
+]
+ModelDraft = Annotated[
+    Path | None,
+    _flag(
+        "-md",
+        "--model-draft",
+        text="A smaller model with the same vocabulary, for --spec draft.",
+        panel=_SPECULATION,
+        metavar="FILE",
+        show_default=False,
+    ),
+]
+DraftLayers = Annotated[
+    int | None,
+    _flag(
+        "--draft-layers",
+        text="Layers that guess with --spec exit. Default: half of the model's.",
+        panel=_SPECULATION,
+        metavar="N",
+        min=1,
+        show_default=False,
+    ),
+]
+
 # --- the cache ----------------------------------------------------------------------------------------------
 
 _CACHE = "KV cache"

@@ -36,6 +36,9 @@ _FLAGS = {
             "seed",
             "n_expert_used",
             "n_layer_exit",
+            "draft_max",
+            "draft_min",
+            "draft_layers",
         )
     },
 }

@@ -110,6 +110,10 @@ class Scheduler:
         """Starts a step: `planned`, or one to be scheduled. From here on `abandon` undoes its changes."""
         self._touched = {} if planned is None else {request: None for request, _ in planned.work}
 
+    def touch(self, requests: Iterable[Request]) -> None:
+        """Records that the step changes the cache of these requests."""
+        self._touched |= dict.fromkeys(requests)
+
     def shift_full(self) -> list[BlockShift]:
         """Drops tokens of requests whose context is full. Returns the shifts, which the caller must perform at once.
 

@@ -6,17 +6,16 @@ a step with one row more takes longer. Rows go to the tokens most likely to surv
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from motley.engine.drafting.acceptance import Acceptance
-from motley.engine.drafting.costs import StepCosts
+from motley.engine.drafting.costs import RoundCosts, StepCosts
 from motley.engine.drafting.draft import Draft
 from motley.engine.request import Request
 
-_LEAST_GAIN = 1.03  # of the rate: less is not worth the uncertainty of the figures
-_ROUND = 0.25  # of a step of one row: the assumed cost of a drafter's round before one was measured
+_LEAST_GAIN = 1.1  # of the rate: less is not worth the uncertainty of the figures
+_ROUND = 0.2  # of a step of one row: the assumed cost of a drafter's round before one was measured
 
 Drafts = dict[Request, Draft]
 
@@ -45,12 +44,14 @@ class AdaptiveControl:
     def __init__(self, priors: dict[str, tuple[float, ...]]) -> None:
         self.costs = StepCosts()
         self.acceptance = Acceptance(priors)
-        self._rounds: dict[str, deque[float]] = {}  # seconds of a drafter's latest rounds
+        self._rounds = {drafter: RoundCosts() for drafter in priors}
 
     def length(self, drafter: str, requests: Sequence[Request], n_rows: int, n_max: int) -> int:
+        if not self.costs.is_known(n_rows):
+            return 0  # a step without drafts tells
         rates = [self.acceptance.rate(request, drafter, 0) for request in requests]
         base = self.costs.seconds(n_rows)
-        per_round = self._round_seconds(drafter)
+        per_round = self._rounds[drafter].seconds(_ROUND * self.costs.seconds(1))
         best, n_best = n_rows / base * _LEAST_GAIN, 0
         n_tokens, survival = float(n_rows), [1.0] * len(rates)
         for n in range(1, n_max + 1):
@@ -60,11 +61,14 @@ class AdaptiveControl:
             if gain > best:
                 best, n_best = gain, n
         if not n_best:
+            self._rounds[drafter].note_unused()
             for request in requests:
                 self.acceptance.forget(request, Draft((), drafter))
         return n_best
 
     def allot(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> Drafts:
+        if not self.costs.is_known(n_rows):
+            return {}  # a step without drafts tells
         slots: list[tuple[float, int, Request]] = []
         for order, (request, draft) in enumerate(drafts.items()):
             rate, survival = self.acceptance.rate(request, draft.drafter, draft.grade), 1.0
@@ -101,11 +105,7 @@ class AdaptiveControl:
         self.costs.note(n_rows, seconds)
 
     def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None:
-        self._rounds.setdefault(drafter, deque(maxlen=8)).append(seconds / n_rounds)
-
-    def _round_seconds(self, drafter: str) -> float:
-        rounds = self._rounds.get(drafter)
-        return sorted(rounds)[len(rounds) // 4] if rounds else _ROUND * self.costs.seconds(1)
+        self._rounds[drafter].note(seconds / n_rounds)
 
 
 class FixedControl:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _EDGES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # the largest number of rows of each bucket
 _N_KEPT = 8  # latest steps of a bucket
+_N_NEEDED = 2  # steps: the first of a kind may also compile something
 _MAX_AGE = 512  # steps: an older measurement says little, as contexts grow
+_FRESH = 128  # steps: after so many, the cost of a step without drafts is measured again
 _SLOPE = 0.1  # of a row more, relative to a step of one row, where nothing is measured
 
 
@@ -22,8 +25,8 @@ class _Bucket:
 
     @property
     def point(self) -> tuple[float, float]:
-        """(rows, seconds). Of the seconds a low quartile: a step may be slow for another reason."""
-        return sum(self.rows) / len(self.rows), sorted(self.seconds)[len(self.seconds) // 4]
+        """(rows, seconds)."""
+        return sum(self.rows) / len(self.rows), usual(self.seconds)
 
 
 class StepCosts:
@@ -44,9 +47,19 @@ class StepCosts:
         for number in [n for n, b in self._buckets.items() if self._n_steps - b.latest > _MAX_AGE]:
             del self._buckets[number]
         self._points = []
-        for rows, cost in sorted(each.point for each in self._buckets.values()):
+        measured = [each for each in self._buckets.values() if len(each.seconds) >= _N_NEEDED]
+        for rows, cost in sorted(each.point for each in measured):
             least = self._points[-1][1] if self._points else 0.0
             self._points.append((rows, max(cost, least)))  # more rows never take less time
+
+    def is_known(self, n_rows: int) -> bool:
+        """Whether steps of so many rows were measured, and not long ago."""
+        bucket = self._buckets.get(bisect_left(_EDGES, n_rows))
+        return (
+            bucket is not None
+            and len(bucket.seconds) >= _N_NEEDED
+            and self._n_steps - bucket.latest <= _FRESH
+        )
 
     def seconds(self, n_rows: int) -> float:
         """The expected seconds of a step; in units of a step of one row as long as no step was measured."""
@@ -54,11 +67,49 @@ class StepCosts:
         at = bisect_left(points, (n_rows, 0.0))
         if not points:
             return _shape(n_rows)
-        if at == len(points) or at == 0:
-            rows, cost = points[min(at, len(points) - 1)]
+        if at == 0:
+            rows, cost = points[0]
             return cost * _shape(n_rows) / _shape(rows)
+        if at == len(points):
+            return self._beyond(n_rows)
         (low, low_cost), (high, high_cost) = points[at - 1], points[at]
         return low_cost + (high_cost - low_cost) * (n_rows - low) / (high - low)
+
+    def _beyond(self, n_rows: int) -> float:
+        """Seconds of more rows than were measured. Half of the latest slope: the first rows more may cost most."""
+        (rows, cost), *others = self._points[::-1]
+        slope = cost * _SLOPE / _shape(rows)
+        if others:
+            before, lower = others[0]
+            slope = max(slope, (cost - lower) / (rows - before) / 2)
+        return cost + slope * (n_rows - rows)
+
+
+class RoundCosts:
+    """Seconds of a drafter's round, which gives one token to each draft."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_N_KEPT)
+        self._n_unused = 0
+
+    def note(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+        self._n_unused = 0
+
+    def note_unused(self) -> None:
+        """Records that drafts did not pay. After a while they are tried again, as measurements may have been wrong."""
+        self._n_unused += 1
+        if self._n_unused >= _MAX_AGE:
+            self._seconds.clear()
+            self._n_unused = 0
+
+    def seconds(self, default: float) -> float:
+        return usual(self._seconds) if len(self._seconds) >= _N_NEEDED else default
+
+
+def usual(seconds: Sequence[float]) -> float:
+    """The low quartile: a step may be slow for another reason."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def _shape(n_rows: float) -> float:

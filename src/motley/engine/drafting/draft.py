@@ -44,6 +44,11 @@ class Drafter(Protocol):
         """Whether it computes in the requests' own cache, so that its failure is a failure of the step."""
         ...
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether the latest drafts took the usual time: no plan was made, and no prompt was computed."""
+        ...
+
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
         """A draft for each request; without tokens where it has none."""
         ...

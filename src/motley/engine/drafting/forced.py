@@ -17,6 +17,7 @@ class Forced:
     name = "grammar"
     priors = (0.9,)
     is_free = True
+    is_usual = True
     writes_cache = False
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:

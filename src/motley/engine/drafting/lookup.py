@@ -29,6 +29,7 @@ class Lookup:
     name = "lookup"
     priors = (0.6, 0.7, 0.8, 0.85, 0.9)
     is_free = True
+    is_usual = True
     writes_cache = False
 
     def __init__(self) -> None:

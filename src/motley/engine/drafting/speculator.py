@@ -70,7 +70,7 @@ class Speculator:
                 if ask.request not in drafts and drafter.name in ask.request.speculation.drafters
             ]
             if asks:
-                drafts |= self._ask(drafter, asks, n_rows, room)
+                drafts |= self._ask(scheduler, drafter, asks, n_rows, room)
         return self._control.allot(drafts, n_rows, room) if drafts else {}
 
     def may_draft(self, requests: Sequence[Request]) -> bool:
@@ -89,13 +89,17 @@ class Speculator:
         """Records that a step of `n_rows`, all of requests that wait for a token, took `seconds`."""
         self._control.note_step(n_rows, seconds)
 
-    def _ask(self, drafter: Drafter, asks: Sequence[Ask], n_rows: int, room: int) -> dict[Request, Draft]:
+    def _ask(
+        self, scheduler: Scheduler, drafter: Drafter, asks: Sequence[Ask], n_rows: int, room: int
+    ) -> dict[Request, Draft]:
         n_max = min(room, max(ask.n_max for ask in asks))
         if not drafter.is_free:
             n_max = self._control.length(drafter.name, [ask.request for ask in asks], n_rows, n_max)
             if not n_max:
                 return {}
         asks = [Ask(ask.request, min(ask.n_max, n_max)) for ask in asks]
+        if drafter.writes_cache:
+            scheduler.touch(ask.request for ask in asks)
         started = self._clock()
         try:
             found = drafter.draft(asks)
@@ -106,8 +110,9 @@ class Speculator:
                 raise
             return {}
         if not drafter.is_free:
-            n_rounds = max(1, *(len(draft.tokens) for draft in found), 1)
-            self._control.note_drafting(drafter.name, n_rounds, self._clock() - started)
+            n_rounds = max(len(draft.tokens) for draft in found)
+            if n_rounds and drafter.is_usual:
+                self._control.note_drafting(drafter.name, n_rounds, self._clock() - started)
         kept = {}
         for (request, n), draft in zip(asks, found, strict=True):
             tokens = self._valid(draft.tokens[:n])

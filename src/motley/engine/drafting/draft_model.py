@@ -1,0 +1,136 @@
+"""The draft model: a smaller model with the same vocabulary, with its own cache on the same devices.
+
+For each request it has a sequence. Before a draft, the sequence goes back to the tokens that it has in common with the
+request, and takes the tokens that the request got since. A prompt is taken in portions of one batch a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from motley.engine.drafting.draft import Ask, Draft
+from motley.engine.drafting.rounds import Lane, RoundChooser
+from motley.engine.request import Request
+from motley.kvcache.manager import CacheManager
+from motley.runtime import Batch, Chunk, Runner
+
+
+@dataclass
+class _Sequence:
+    """A request's tokens in the draft model's cache."""
+
+    number: int
+    tokens: list[int] = field(default_factory=list)
+    n_sure: int = 0  # tokens that are certainly the request's: it had them when they were computed
+
+
+class DraftModel:
+    """Drafts with a model of its own."""
+
+    name = "draft"
+    priors = (0.7,)
+    is_free = False
+    writes_cache = False
+
+    def __init__(
+        self, runner: Runner, cache: CacheManager, *, n_ctx: int, n_vocab: int, n_batch: int
+    ) -> None:
+        self.runner = runner
+        self._cache = cache
+        self._n_ctx, self._n_vocab, self._n_batch = n_ctx, n_vocab, n_batch
+        self._rounds = RoundChooser()
+        self._sequences: dict[Request, _Sequence] = {}
+        self.is_usual = False
+
+    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+        n_plans = self.runner.n_plans
+        self._free([request for request in self._sequences if request.is_finished])
+        lanes = self._caught_up([lane for ask in asks if (lane := self._lane(ask)) is not None])
+        is_prompt = any(len(lane.pending) > lane.n_max + 1 for lane in lanes)
+        self._rounds.draft(lanes, self._run)
+        self.is_usual = self.runner.n_plans == n_plans and not is_prompt
+        drafted = {lane.request: tuple(lane.drafted) for lane in lanes}
+        return [Draft(drafted.get(ask.request, ()), self.name) for ask in asks]
+
+    def may_draft(self, request: Request) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.runner.close()
+
+    def _lane(self, ask: Ask) -> Lane | None:
+        """The request's lane, its sequence truncated to what it has in common with the request."""
+        request = ask.request
+        if len(request.tokens) + ask.n_max > self._n_ctx:
+            return None
+        own = self._sequences.get(request)
+        if own is None:
+            if max(request.tokens) >= self._n_vocab:
+                return None
+            own = self._sequences[request] = _Sequence(self._cache.open().seq)
+        n_common = self._n_common(own, request)
+        if not self._cache.can_truncate(
+            own.number, n_common
+        ):  # a window has dropped what is needed: start again
+            self._free([request])
+            own = self._sequences[request] = _Sequence(self._cache.open().seq)
+            n_common = 0
+        self._cache.truncate(own.number, n_common)
+        del own.tokens[n_common:]
+        own.n_sure = n_common
+        pending = request.tokens[n_common : n_common + self._n_batch]
+        if not self._has_room(request, len(pending) + ask.n_max):
+            return None
+        return Lane(request, ask.n_max, own.number, n_common, pending)
+
+    def _has_room(self, request: Request, n_tokens: int) -> bool:
+        """Reserves slots for a request's next tokens. Sequences of requests that are not running may lose theirs."""
+        own = self._sequences[request]
+        self._cache.advance(own.number, len(own.tokens))
+        while self._cache.reserve(own.number, n_tokens) is None:
+            idle = [other for other in self._sequences if other.sequence is None]
+            if not idle:
+                return False
+            self._free(idle[:1])
+        return True
+
+    def _n_common(self, own: _Sequence, request: Request) -> int:
+        """The tokens at the start that both have, at most all of the request's but the last, which gives logits."""
+        # A context shift removes tokens from the middle.
+        n = own.n_sure if request.shift is None else 0
+        n_most = min(len(own.tokens), len(request.tokens) - 1)
+        while n < n_most and own.tokens[n] == request.tokens[n]:
+            n += 1
+        return min(n, n_most)
+
+    def _caught_up(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """The lanes that can have a draft now. Others first take a batch of the tokens that they lack."""
+        kept, room = [], self._n_batch
+        for lane in sorted(lanes, key=lambda lane: len(lane.request.tokens) - lane.start):
+            n_missing = len(lane.request.tokens) - lane.start
+            if n_missing <= room:
+                room -= n_missing
+                kept.append(lane)
+            elif not kept:
+                self._run([lane], n_outputs=0)
+                break
+        return kept
+
+    def _run(self, lanes: Sequence[Lane], n_outputs: int = 1) -> torch.Tensor:
+        chunks = [Chunk(lane.sequence, lane.start, len(lane.pending), n_outputs) for lane in lanes]
+        batch = self.runner.place(Batch.of(chunks), self._cache)
+        logits = self.runner.run(batch, [token for lane in lanes for token in lane.pending], ())
+        for lane in lanes:
+            self._cache.commit(lane.sequence, lane.pending)
+            own = self._sequences[lane.request]
+            own.tokens += lane.pending
+            if not lane.drafted:
+                own.n_sure = len(own.tokens)
+        return logits
+
+    def _free(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._cache.free(self._sequences.pop(request).number)

@@ -1,0 +1,145 @@
+"""How long drafts are: simulated machines and drafters, with a simulated clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from motley.engine.drafting.control import AdaptiveControl
+from motley.engine.drafting.costs import StepCosts
+from motley.engine.drafting.draft import Draft
+from motley.engine.request import Request, Speculation
+
+DRAFT_MAX = 15
+Cost = Callable[[int], float]
+
+
+def flat(n_rows: int) -> float:
+    """A machine that waits for memory: rows cost little."""
+    return 1 + 0.02 * (n_rows - 1)
+
+
+def small_cpu(n_rows: int) -> float:
+    """The bundled model on two cores: the second row costs most."""
+    return 1.0 if n_rows == 1 else 1.55 + 0.1 * n_rows
+
+
+def linear(n_rows: int) -> float:
+    """A machine that is busy: each row costs as much as the first."""
+    return float(n_rows)
+
+
+def request() -> Request:
+    return Request(
+        prompt=(1, 2, 3),
+        sampler=None,
+        text=None,  # type: ignore[arg-type]
+        stop_ids=frozenset(),
+        max_tokens=10**6,
+        speculation=Speculation(("lookup",), DRAFT_MAX),
+    )
+
+
+def speed_up(
+    p_right: float,
+    cost: Cost,
+    *,
+    n_requests: int = 1,
+    per_round: float = 0.0,
+    noise: float = 0.0,
+    n_steps: int = 1200,
+    p_draft: float = 1.0,
+) -> float:
+    """Tokens per simulated second with drafts : without. `per_round`: what a drafter takes for each token."""
+    rng = random.Random(1)
+    control = AdaptiveControl({"lookup": (0.6,)})
+    requests = [request() for _ in range(n_requests)]
+    seconds, n_tokens = 0.0, 0
+    for _ in range(n_steps):
+        n_max = DRAFT_MAX
+        if per_round:
+            n_max = control.length("lookup", requests, n_requests, DRAFT_MAX)
+            if n_max:
+                control.note_drafting("lookup", n_max, n_max * per_round)
+                seconds += n_max * per_round
+        found = {r: Draft((0,) * n_max, "lookup") for r in requests if n_max and rng.random() < p_draft}
+        drafts = control.allot(found, n_requests, 64 - n_requests) if found else {}
+        n_rows = n_requests + sum(len(draft.tokens) for draft in drafts.values())
+        took = cost(n_rows) * (1 + noise * rng.expovariate(1))
+        seconds += took
+        control.note_step(n_rows, took)
+        n_tokens += n_requests
+        for each, draft in drafts.items():
+            n_right = next(
+                (i for i in range(len(draft.tokens)) if rng.random() >= p_right), len(draft.tokens)
+            )
+            control.note_draft(each, draft, n_right, n_right < len(draft.tokens))
+            n_tokens += n_right
+    mean_noise = 1 + noise
+    return n_tokens / seconds * cost(n_requests) * mean_noise / n_requests
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+@pytest.mark.parametrize("cost", [flat, small_cpu, linear], ids=lambda cost: cost.__name__)
+@pytest.mark.parametrize("p_right", [0.0, 0.4])
+@pytest.mark.parametrize("n_requests", [1, 8])
+def test_drafts_that_are_wrong_cost_little(p_right: float, cost: Cost, noise: float, n_requests: int) -> None:
+    assert speed_up(p_right, cost, noise=noise, n_requests=n_requests) > 0.96
+
+
+@pytest.mark.parametrize(
+    ("p_right", "cost", "least"),
+    [(0.8, flat, 3.5), (0.95, flat, 7.0), (0.5, flat, 1.7), (0.9, small_cpu, 2.1), (0.97, small_cpu, 3.0)],
+)
+def test_drafts_that_are_right_pay(p_right: float, cost: Cost, least: float) -> None:
+    assert speed_up(p_right, cost) >= least
+    assert speed_up(p_right, cost, noise=0.5) >= 0.9 * least
+
+
+def test_on_a_machine_that_is_busy_nothing_is_drafted() -> None:
+    assert 0.97 <= speed_up(0.8, linear, n_requests=8) <= 1.01
+
+
+@pytest.mark.parametrize(("p_right", "least"), [(0.0, 0.97), (0.5, 0.97), (0.9, 1.5)])
+def test_a_drafter_that_takes_time_is_asked_as_long_as_it_pays(p_right: float, least: float) -> None:
+    assert speed_up(p_right, small_cpu, per_round=0.15) >= least
+
+
+def test_a_drafter_as_slow_as_the_model_is_not_used() -> None:
+    assert speed_up(0.99, small_cpu, per_round=1.0) > 0.96
+
+
+def test_rows_go_to_the_requests_whose_drafts_survive() -> None:
+    control = AdaptiveControl({"lookup": (0.6,)})
+    good, bad = request(), request()
+    draft = Draft((0,) * DRAFT_MAX, "lookup")
+    for _ in range(20):
+        control.note_draft(good, draft, 15, is_rejected=False)
+        control.note_draft(bad, draft, 0, is_rejected=True)
+        for n_rows in (2, 8, 16, 32):
+            control.note_step(n_rows, flat(n_rows))
+    found = control.allot({bad: draft, good: draft}, 2, 62)
+    assert len(found[good].tokens) == DRAFT_MAX
+    assert bad not in found or len(found[bad].tokens) < 3
+
+
+def test_costs_between_measured_rows_are_interpolated() -> None:
+    costs = StepCosts()
+    for _ in range(3):
+        costs.note(1, 1.0)
+        costs.note(8, 2.0)
+    assert costs.seconds(1) == 1.0
+    assert costs.seconds(8) == 2.0
+    assert 1.0 < costs.seconds(4) < 2.0
+    assert costs.seconds(16) > 2.0
+
+
+def test_one_slow_step_does_not_make_a_bucket_expensive() -> None:
+    costs = StepCosts()
+    for seconds in (1.0, 1.0, 1.0, 1.0):
+        costs.note(1, seconds)
+    for seconds in (50.0, 1.5, 1.5):
+        costs.note(8, seconds)
+    assert costs.seconds(8) == 1.5

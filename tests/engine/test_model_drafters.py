@@ -1,0 +1,192 @@
+"""The draft model and early exit: texts are the same, their caches stay sound, and impossible choices are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from by_hand import stepped_by_hand
+from drafters import serve
+
+from motley import LLM
+from motley.bundled import bundled_draft_path
+from motley.engine import SamplingParams
+from motley.engine.drafting import Speculator
+from motley.engine.drafting.control import FixedControl
+from motley.engine.drafting.draft_model import DraftModel
+from motley.errors import ConfigError, DeviceError, MotleyError, RequestError
+from random_models import LLAMA
+
+CREWS: dict[str, dict[str, Any]] = {
+    "cpu": {"devices": "cpu"},
+    "tensor": {"devices": "cpu,cpu", "split_mode": "tensor", "tensor_split": (3, 1)},
+    "layer": {"devices": "cpu,cpu", "split_mode": "layer"},
+}
+OPTIONS: dict[str, Any] = {"n_ctx": 128, "n_batch": 32, "n_parallel": 3, "kv_block_size": 8}
+
+
+@contextmanager
+def load(path: Path, **options: Any) -> Iterator[LLM]:
+    """A model whose drafts are all computed, with an engine that takes its steps only when the test calls `step`."""
+    with LLM(path, **(OPTIONS | options)) as llm, stepped_by_hand(llm):
+        engine = llm._loaded.engine
+        engine.speculator._control = FixedControl()
+        yield llm
+
+
+def prompts_of(llm: LLM) -> list[list[int]]:
+    texts = ("Once upon a time there was a dog.", "The red kite", "Tom went to the shop. " * 6)
+    return [llm.tokenizer.encode(text) for text in texts]
+
+
+def params_of(spec: str, **options: Any) -> list[SamplingParams]:
+    shared: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "speculative": spec} | options
+    return [
+        SamplingParams(temperature=0, **shared),
+        SamplingParams(seed=2, **shared),
+        SamplingParams(seed=3, repeat_penalty=1.2, **shared),
+    ]
+
+
+@pytest.mark.parametrize("crew", CREWS)
+@pytest.mark.parametrize("spec", ["draft", "exit", "lookup,draft", "exit,lookup"])
+def test_texts_are_the_same_with_models_that_draft(bundled: Path, crew: str, spec: str) -> None:
+    if crew != "cpu" and "," in spec:
+        pytest.skip("one crew is enough for several drafters")
+    with load(bundled, draft_model=bundled_draft_path(), draft_max=5, **CREWS[crew]) as llm:
+        engine = llm._loaded.engine
+        without = serve(engine, prompts_of(llm), params_of("off"))
+        found = serve(engine, prompts_of(llm), params_of(spec))
+        assert [r.generated for r in found] == [r.generated for r in without]
+        counts = [count for request in found for count in request.drafts.values()]
+        assert sum(count.accepted for count in counts) > 10
+        assert sum(r.n_steps for r in found) < sum(r.n_steps for r in without)
+        draft = llm._loaded.draft
+        assert draft is not None
+        draft._cache.check_integrity()
+
+
+@pytest.mark.parametrize("spec", ["draft", "exit"])
+def test_texts_are_the_same_when_contexts_shift_and_caches_are_full(spec: str) -> None:
+    options = {"n_ctx": 48, "draft_layers": 2, "kv_cache_tokens": 96, "draft_max": 7}
+    path = bundled_draft_path()  # it drafts for itself, and its drafts are right
+    with load(path, draft_model=path, **options) as llm:
+        engine = llm._loaded.engine
+        prompts = prompts_of(llm)[:2] * 2
+        answers = []
+        for each in ("off", spec):
+            params = params_of(each, context_shift=True, n_keep=2) + params_of(each)[:1]
+            params[0] = SamplingParams(
+                temperature=0,
+                max_tokens=90,
+                ignore_eos=True,
+                speculative=each,
+                context_shift=True,
+                n_keep=2,
+            )
+            answers.append([r.generated for r in serve(engine, prompts, params)])
+        assert answers[0] == answers[1]
+
+
+def test_a_model_that_drafts_for_itself_is_always_right() -> None:
+    path = bundled_draft_path()
+    with load(path, draft_model=path, draft_max=7) as llm:
+        for request in serve(llm._loaded.engine, prompts_of(llm)[:2], params_of("draft")[:2]):
+            count = request.drafts["draft"]
+            assert count.accepted == count.drafted > 15
+            assert request.n_steps <= 5
+
+
+def test_a_draft_model_that_fails_is_left_out(bundled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load(bundled, draft_model=bundled_draft_path()) as llm:
+        engine = llm._loaded.engine
+        without = [r.generated for r in serve(engine, prompts_of(llm), params_of("off"))]
+
+        def failing(*_: Any) -> Any:
+            raise MemoryError
+
+        monkeypatch.setattr(DraftModel, "_run", failing)
+        requests = serve(engine, prompts_of(llm), params_of("draft"))
+        assert [r.generated for r in requests] == without
+
+
+def test_an_exit_that_fails_is_a_failed_step(bundled: Path) -> None:
+    with load(bundled) as llm:
+        engine = llm._loaded.engine
+        without = [r.generated for r in serve(engine, prompts_of(llm), params_of("off"))]
+        run, calls = engine.runner.run, []
+
+        def failing(batch: Any, tokens: Any, copies: Any) -> Any:
+            calls.append(batch.shape.n_layers)
+            if calls.count(4) == 3 and calls[-1] == 4:
+                raise RuntimeError("gone")
+            return run(batch, tokens, copies)
+
+        engine.runner.run = failing  # type: ignore[method-assign]
+        requests = [engine.add(p, s) for p, s in zip(prompts_of(llm), params_of("exit"), strict=True)]
+        while engine.has_work:
+            engine.step()
+            engine.cache.check_integrity()
+        assert [r.generated for r in requests] == without
+        assert all(r.n_retries == 1 for r in requests)
+        assert calls.count(4) == 3  # it is not asked again
+
+
+def test_drafters_that_a_model_does_not_have_are_refused(bundled: Path) -> None:
+    with LLM(bundled, **OPTIONS) as llm:
+        for spec, why in (
+            ("draft", "there is no draft model"),
+            ("mtp", "not available yet"),
+            ("lookahead", "not available yet"),
+            ("telepathy", "there is no drafter 'telepathy'"),
+            ("off,lookup", "off stands alone"),
+            ("", "there is no drafter"),
+        ):
+            with pytest.raises(RequestError, match=re.escape(why)):
+                llm.generate("a", max_tokens=1, speculative=spec)
+        for value in (0, 64, "3", 1.5):
+            with pytest.raises(RequestError, match="draft_max"):
+                llm.generate("a", max_tokens=1, draft_max=value)
+        with pytest.raises(RequestError, match="speculative"):
+            llm.generate("a", max_tokens=1, speculative=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"draft_max": 0}, "draft_max is 0"),
+        ({"draft_max": 64}, "draft_max is 64"),
+        ({"draft_min": 9, "draft_max": 3}, "at least 9 and at most 3"),
+        ({"spec": "draft"}, "there is no draft model"),
+        ({"draft_layers": 8}, "the model has 8 layers"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(bundled: Path, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(MotleyError, match=re.escape(why)):
+        LLM(bundled, **(OPTIONS | options))
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(bundled: Path, tmp_path: Path) -> None:
+    other = LLAMA.write(tmp_path / "other.gguf")
+    with pytest.raises(ConfigError, match="another vocabulary than motley-15m-q8_0"):
+        LLM(bundled, draft_model=other, **OPTIONS)
+
+
+def test_too_little_memory_for_both_models_is_refused(bundled: Path) -> None:
+    LLM(bundled, device_memory="17MiB", **OPTIONS).close()
+    with pytest.raises(DeviceError, match="beside its draft model"):
+        LLM(bundled, draft_model=bundled_draft_path(), device_memory="17MiB", **OPTIONS)
+    with pytest.raises(DeviceError, match="draft model"):
+        LLM(bundled, draft_model=bundled_draft_path(), device_memory="1MiB", **OPTIONS)
+
+
+def test_llama_cpp_names_are_accepted() -> None:
+    from motley.engine.drafting import Lookup
+
+    speculator = Speculator([Lookup()], spec="ngram-simple", n_vocab=10)
+    assert speculator.default.drafters == ("lookup",)
+    assert speculator.choose("none").drafters == ()
