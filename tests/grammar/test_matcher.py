@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -217,3 +218,17 @@ def test_a_sentencepiece_vocabulary_puts_no_space_before_forced_text() -> None:
         matcher.accept(token)
         text += tokenizer.token_bytes(token)
     assert text == b"aab"
+
+
+def test_grammars_compile_where_large_stacks_are_not_allowed(tokenizer: Tokenizer) -> None:
+    sizes: list[int] = []
+
+    def refuse(size: int = 0) -> int:
+        sizes.append(size)
+        if size > 2**20:
+            raise ValueError("no such stack")
+        return 0
+
+    with patch("threading.stack_size", refuse):
+        assert ids(made(GrammarCompiler(tokenizer), regex="ab"), tokenizer)
+    assert max(sizes) > 2**20

@@ -186,19 +186,34 @@ def _with_large_stack(work: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
 
-    with _stack_lock:  # the stack size is a setting of the process
-        before = threading.stack_size(_STACK)
-        try:
-            thread = threading.Thread(target=run, name="motley-grammar", daemon=True)
-            thread.start()
-        finally:
-            threading.stack_size(before)
+    thread = _started(run)
     thread.join(_PATIENCE)
     if errors:
         raise errors[0]
     if not results:
         raise RequestError(f"the grammar was not compiled within {_PATIENCE:.0f} seconds", hint="simplify it")
     return results[0]
+
+
+def _started(run: Callable[[], None]) -> threading.Thread:
+    """A thread with a large stack, or with the usual one where the system does not allow it."""
+    with _stack_lock:  # the stack size is a setting of the process
+        before = threading.stack_size()
+        try:
+            threading.stack_size(_STACK)
+            thread = _thread(run)
+            thread.start()
+        except (ValueError, RuntimeError, MemoryError):
+            threading.stack_size(before)
+            thread = _thread(run)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return thread
+
+
+def _thread(run: Callable[[], None]) -> threading.Thread:
+    return threading.Thread(target=run, name="motley-grammar", daemon=True)
 
 
 def _refused(message: str) -> RequestError:
