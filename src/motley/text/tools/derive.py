@@ -73,7 +73,7 @@ def derive_format(template: ChatTemplate) -> ToolFormat:
         content_start=start,
         content_end=end,
         shows_tools=False,
-        has_text_arguments=samples.has_text_arguments,
+        has_text_arguments=samples.one is not None and samples.has_text_arguments,
     )
     if samples.one is None:
         return base
