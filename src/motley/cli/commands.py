@@ -57,6 +57,10 @@ COMMANDS = {
         "motley.cli.worker:worker",
         "Lend this machine's devices to a Motley on this or another machine.",
     ),
+    "doctor": (
+        "motley.cli.doctor:doctor",
+        "Check this installation: what is there, what is missing, and what to install.",
+    ),
     "warm": (
         "motley.cli.warm:warm",
         "Compile a model's kernels for this machine's GPUs ahead of its first use.",
