@@ -18,7 +18,7 @@ def parse_bytes(value: str | int) -> int:
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", str(value))
     n_bytes = 0 if match is None else int(Fraction(match[1]) * _UNITS.get(match[2].upper(), 0))
     if n_bytes <= 0:
-        raise ConfigError(f"{value!r:.60} is no amount of memory", hint="for example 2GiB or 512MiB")
+        raise ConfigError(f"{value!r:.60} is not an amount of memory", hint="for example 2GiB or 512MiB")
     return n_bytes
 
 

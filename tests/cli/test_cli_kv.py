@@ -51,7 +51,7 @@ def test_a_cache_may_be_planned_for_a_larger_machine(
 def test_a_cache_that_cannot_be_is_refused_with_a_hint(motley: Motley, path: str) -> None:
     for flags, message in (
         (("--kv-cache-bytes", "1KiB"), "may take 1.0 KiB over all"),
-        (("--kv-cache-bytes", "9" * 5000), "is no amount of memory"),
+        (("--kv-cache-bytes", "9" * 5000), "is not an amount of memory"),
         (("--backend", "quantum"), "unknown backend 'quantum'"),
     ):
         result = motley("kv", path, *flags)

@@ -101,7 +101,7 @@ def test_heads_that_no_rotation_fits_run_without_and_the_model_says_so(random_na
         logits(path, tokens, "q8_0", kv_rotation=True), logits(path, tokens, "q8_0", kv_rotation=False)
     )
     with LLM(path, n_ctx=N_CTX, cache_type_v="q8_0") as llm:
-        assert llm.notices == ("the q8_0 KV cache is not rotated: a head's 24 dims are no multiple of 32",)
+        assert llm.notices == ("the q8_0 KV cache is not rotated: a head's 24 dims are not a multiple of 32",)
 
 
 @pytest.mark.parametrize(

@@ -154,10 +154,10 @@ REFUSALS: list[tuple[dict[str, Any], type[MotleyError], str]] = [
     ({"tensor_split": "nan,1"}, ConfigError, "is not a list of numbers"),
     ({"tensor_split": (float("inf"), 1)}, ConfigError, "is not a list of numbers"),
     ({"device_memory": "2GiB"}, ConfigError, "1 memory budgets for 2 devices"),
-    ({"device_memory": "2GiB,lots"}, ConfigError, "'lots' is no amount of memory"),
-    ({"device_memory": "2GiB,-1"}, ConfigError, "'-1' is no amount of memory"),
-    ({"device_memory": "2GiB,0"}, ConfigError, "'0' is no amount of memory"),
-    ({"device_memory": (2.5e9, -3)}, ConfigError, "is no amount of memory"),
+    ({"device_memory": "2GiB,lots"}, ConfigError, "'lots' is not an amount of memory"),
+    ({"device_memory": "2GiB,-1"}, ConfigError, "'-1' is not an amount of memory"),
+    ({"device_memory": "2GiB,0"}, ConfigError, "'0' is not an amount of memory"),
+    ({"device_memory": (2.5e9, -3)}, ConfigError, "is not an amount of memory"),
 ]
 
 

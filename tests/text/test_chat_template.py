@@ -170,7 +170,7 @@ def test_variables_of_the_caller_reach_the_template() -> None:
     ("source", "complaint"),
     [
         ("{{ raise_exception('roles must alternate') }}", r"refuses: roles must alternate \(line 1\)"),
-        ("\n\n{{ nobody.name }}", r"needs what is not there: 'nobody' is undefined \(line 3\)"),
+        ("\n\n{{ nobody.name }}", r"uses something that is not there: 'nobody' is undefined \(line 3\)"),
         ("{{ 1 / 0 }}", r"failed: ZeroDivisionError: division by zero \(line 1\)"),
         ("\n{% if %}", "wrong in line 2"),
         ("{{ 'x'|unheard_of }}", "No filter named 'unheard_of'"),

@@ -210,7 +210,9 @@ def test_absurd_requests_are_refused(source: str, complaint: str) -> None:
     ],
 )
 def test_nothing_of_python_is_within_reach(source: str) -> None:
-    with pytest.raises(TemplateError, match=r"may not have|what is not there|as text|as if it were data"):
+    with pytest.raises(
+        TemplateError, match=r"may not have|something that is not there|as text|as if it were data"
+    ):
         run(source)
 
 

@@ -434,8 +434,8 @@ ChatTemplate = Annotated[
     str | None,
     _flag(
         "--chat-template",
-        text="Use this chat template: a name in the model file, chatml, llama3, gemma, phi3, zephyr, plain, or a file "
-        "with Jinja text. Default: the model's own.",
+        text="Use this chat template: a name in the model file, a common one such as chatml or "
+        "llama3, or a file with Jinja text. Default: the model's own.",
         metavar="NAME",
     ),
 ]

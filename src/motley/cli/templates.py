@@ -10,44 +10,10 @@ from motley.cli import options
 from motley.cli.inputs import read_text
 from motley.errors import ConfigError
 from motley.text import ChatTemplate, template_names
-from motley.text.template import CHATML, PLAIN
+from motley.text.named_templates import NAMED
+from motley.text.template import PLAIN
 
-# Prompt formats that many models were trained with, by the names that llama.cpp gives them. Each with its stop strings.
-_CONTENT = "{{ message.content | trim }}"
-_NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "chatml": (CHATML, ("<|im_end|>",)),
-    "llama3": (
-        "{{ bos_token }}{% for message in messages %}"
-        "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}"
-        + _CONTENT
-        + "{{ '<|eot_id|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}",
-        ("<|eot_id|>",),
-    ),
-    "gemma": (
-        "{{ bos_token }}{% for message in messages %}"
-        "{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\\n' }}"
-        + _CONTENT
-        + "{{ '<end_of_turn>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}",
-        ("<end_of_turn>",),
-    ),
-    "phi3": (
-        "{% for message in messages %}{{ '<|' + message.role + '|>\\n' }}"
-        + _CONTENT
-        + "{{ '<|end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
-        ("<|end|>",),
-    ),
-    "zephyr": (
-        "{% for message in messages %}{{ '<|' + message.role + '|>\\n' }}"
-        + _CONTENT
-        + "{{ eos_token + '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
-        (),
-    ),
-    "plain": (PLAIN, ("\n\nUser:", "\nUser:")),
-}
+_NAMED = {**NAMED, "plain": (PLAIN, ("\n\nUser:", "\nUser:"))}
 
 
 @dataclass(frozen=True)

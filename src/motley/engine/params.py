@@ -151,7 +151,9 @@ class SamplingParams:
         if self.draft_max is not None:
             set_int(self, "draft_max", low=1, high=MAX_DRAFT)
         if self.speculative is not None and not isinstance(self.speculative, str):
-            raise rejected("speculative", self.speculative, "text: off, auto, or drafters by comma")
+            raise rejected(
+                "speculative", self.speculative, "text: off, auto, or drafters separated by commas"
+            )
         self._check_limits()
         self._check_samplers()
         for name in _FLAGS:

@@ -104,7 +104,7 @@ def _require_place(path: Path) -> None:
     except OSError as error:
         raise _unwritable(path, error.strerror) from error
     if not stat.S_ISREG(mode):
-        raise _unwritable(path, "something that is no regular file is there")
+        raise _unwritable(path, "there is something that is not a regular file")
 
 
 def _unwritable(path: Path, why: str | None) -> CacheError:
@@ -140,7 +140,7 @@ class SessionFile:
             raise self._unreadable(error) from error
         if not is_file:
             file.close()
-            raise CacheError(f"{self._path} is no saved session: it is no regular file")
+            raise CacheError(f"{self._path} is not a saved session: it is not a regular file")
         return file
 
     def part(self, n_bytes: int) -> bytes:
@@ -177,7 +177,7 @@ class SessionFile:
         """What must be understood to understand the rest; the length of the header."""
         magic, version, n_header = _FIXED.unpack(self.part(_FIXED.size))
         if magic != MAGIC:
-            raise CacheError(f"{self._path} is no saved session")
+            raise CacheError(f"{self._path} is not a saved session")
         if version != VERSION:
             raise CacheError(
                 f"{self._path}: a session of version {version}, but this is a program for version {VERSION}",
@@ -202,9 +202,9 @@ class SessionFile:
         try:
             header = json.loads(self.part(n_bytes))
         except (ValueError, RecursionError):
-            raise self._broken("the header is no JSON") from None
+            raise self._broken("the header is not JSON") from None
         if not isinstance(header, dict):
-            raise self._broken("the header is no JSON object")
+            raise self._broken("the header is not a JSON object")
         return header
 
     def _require_same(self, header: dict[str, Any], identity: Identity) -> None:

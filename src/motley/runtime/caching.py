@@ -43,7 +43,7 @@ class CacheConfig:
             ("block size", self.block_size),
         ):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"a KV cache {name} of {value!r} is no whole number of at least 1")
+                raise ConfigError(f"a KV cache {name} of {value!r} is not a whole number of at least 1")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"a KV cache block of {self.block_size} tokens is not a power of two", hint="try 16, 32, 64"

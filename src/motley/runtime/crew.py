@@ -209,7 +209,7 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int
     match = _ADDRESS.fullmatch(text.strip())
     port = int(match["port"] or default_port) if match else -1
     if match is None or not 0 <= port < 1 << 16:
-        raise ConfigError(f"{text!r} is no address of a worker", hint="for example 10.0.0.2:29400")
+        raise ConfigError(f"{text!r} is not the address of a worker", hint="for example 10.0.0.2:29400")
     return match["v6"] or match["host"], port
 
 

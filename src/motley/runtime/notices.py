@@ -31,7 +31,7 @@ def _of_cache(params: DecoderParams, cache: CacheConfig, n_ctx: int, rotates: bo
     if quantized and rotates and not rotation_size(params.head_dim):
         yield (
             f"the {'/'.join(quantized)} KV cache is not rotated: a head's {params.head_dim} dims "
-            "are no multiple of 32"
+            "are not a multiple of 32"
         )
 
 

@@ -174,11 +174,11 @@ def _explained(error: Exception, absent: Sequence[str]) -> TemplateError:
         return TemplateError(error.message + where, hint=error.hint)
     if isinstance(error, UndefinedError):
         return TemplateError(
-            f"the chat template needs what is not there: {error.message}{where}",
+            f"the chat template uses something that is not there: {error.message}{where}",
             hint="pass it as a keyword argument, or change the messages",
         )
     if isinstance(error, SecurityError):
-        return TemplateError(f"the chat template asks for what it may not have: {error}{where}")
+        return TemplateError(f"the chat template asks for something that it may not have: {error}{where}")
     if isinstance(error, RecursionError):
         return TemplateError(f"the chat template calls itself too deeply{where}")
     hint = f"it uses {' and '.join(absent)}; pass at least an empty list" if absent else None
