@@ -41,7 +41,7 @@ class ServerOptions:
         str | None,
         _flag(
             "--api-key",
-            text=f"Keys that clients need, by comma. Also read from {_KEYS_VARIABLE}.",
+            text=f"Comma-separated keys that clients need. Also read from {_KEYS_VARIABLE}.",
             metavar="KEYS",
         ),
     ] = None
@@ -49,9 +49,12 @@ class ServerOptions:
         Path | None, _flag("--api-key-file", text="A file with a key on each line.", metavar="FILE")
     ] = None
     alias: Annotated[
-        str | None, _flag("-a", "--alias", text="Names of the model for clients, by comma.", metavar="NAMES")
+        str | None,
+        _flag("-a", "--alias", text="Comma-separated names of the model for clients.", metavar="NAMES"),
     ] = None
-    tags: Annotated[str | None, _flag("--tags", text="Tags of the model, by comma.", metavar="TAGS")] = None
+    tags: Annotated[
+        str | None, _flag("--tags", text="Comma-separated tags of the model.", metavar="TAGS")
+    ] = None
     chat_template: Annotated[
         str | None,
         _flag(
@@ -100,7 +103,7 @@ class ServerOptions:
         str,
         _flag(
             "--cors-origins",
-            text="Origins of other pages that may call, by comma; localhost: those of this machine; *: all.",
+            text="Comma-separated origins of other pages that may call; localhost: those of this machine; *: all.",
             metavar="ORIGINS",
         ),
     ] = "*"

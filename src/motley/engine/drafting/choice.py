@@ -54,5 +54,5 @@ def read_choice(text: str, has: Collection[str]) -> tuple[str, ...]:
 def _refused(text: str, why: str) -> RequestError:
     return RequestError(
         f"speculation {text!r:.60} is not possible: {why}",
-        hint="--spec (speculative) must be auto, off, or one or more of grammar, lookup, draft and exit, by comma",
+        hint="--spec (speculative) must be auto, off, or a comma-separated list of grammar, lookup, draft and exit",
     )
