@@ -245,6 +245,56 @@ def test_triggers_are_not_in_ordinary_text(formats: Any) -> None:
     assert session_of(command).grammar_triggers == ("Action:\n```json\n[",)
 
 
+ODD = {
+    "look-around": {"type": "string", "pattern": "^(?=a)b$"},
+    "reference in a pattern": {"type": "string", "pattern": r"(a)\\1"},
+    "broken pattern": {"type": "string", "pattern": "["},
+    "not": {"not": {"type": "string"}},
+    "if": {"if": {"type": "string"}, "then": {"minLength": 2}},
+    "unique": {"type": "array", "uniqueItems": True},
+    "remote": {"$ref": "https://example.com/schema.json"},
+    "nowhere": {"$ref": "#/$defs/none"},
+    "format": {"type": "string", "format": "uint8"},
+    "long": {"type": "string", "maxLength": 10**9},
+    "many": {"type": "array", "minItems": 10**9},
+    "no such type": {"type": "any"},
+    "null as type": {"type": None},
+    "half a type": {"type": ["string", "text"]},
+    "pattern properties": {"type": "object", "patternProperties": {"^x(?!y)": {"type": "string"}}},
+    "required as a flag": {"type": "string", "required": True},
+    "a bool": True,
+    "a number": 7,
+    "itself": {"$ref": "#"},
+}
+
+
+@pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "Qwen3-Coder", "LFM2-8B-A1B", "google-gemma-4-31B-it"])
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_schemas_do_not_hinder_calls(formats: Any, vocabulary: Any, name: str, odd: str) -> None:
+    """Agents send whole sets of tools; one odd schema must not cost them all calls."""
+    schema = {"type": "object", "properties": {"x": ODD[odd], "y": {"type": "string"}}}
+    given = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    session = formats(name).session([{"role": "user", "content": "Go."}], tools=given)
+    matcher = llguidance.LLMatcher(vocabulary, session.grammar)
+    assert not matcher.is_error(), matcher.get_error()
+
+
+def test_notes_are_not_in_grammars_but_properties_of_their_names_are(formats: Any) -> None:
+    properties = {"description": {"type": "string", "description": "LONG NOTE"}, "title": {"type": "integer"}}
+    given = [tool("f", properties, ["description"])]
+    session = formats("Qwen-Qwen3-0.6B").session([{"role": "user", "content": "Go."}], tools=given)
+    assert "LONG NOTE" in session.prompt
+    assert "LONG NOTE" not in (session.grammar or "")
+    assert '"description": {"type": "string"}' in (session.grammar or "")
+
+
+def test_hundreds_of_tools_have_no_grammar_unless_a_call_is_required(formats: Any) -> None:
+    given = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(20)}, []) for i in range(300)]
+    form = formats("Qwen-Qwen3-0.6B")
+    assert form.session([{"role": "user", "content": "Go."}], tools=given).grammar is None
+    assert form.session([{"role": "user", "content": "Go."}], tools=given, tool_choice="required").grammar
+
+
 def test_none_has_no_grammar_and_no_tools(formats: Any) -> None:
     session = session_of(formats("Qwen-Qwen3-0.6B"), tool_choice="none")
     assert session.grammar is None

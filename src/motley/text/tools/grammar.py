@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from motley.text.tools.format import KEY, NUMBER, Style, ToolFormat
 from motley.text.tools.own_syntax import QUOTE
-from motley.text.tools.schema import types_of
+from motley.text.tools.schema import enforceable, types_of
 
 MAX_TRIGGERS = 16
+MAX_AUTO = 150_000  # characters of a grammar that is not asked for
 MAX_CALLS = 32  # of one answer: a small model may find no end
 _ANY = "/(.|\\n)*/"
 # Tags that may be control tokens of the vocabulary.
@@ -56,7 +57,11 @@ def make_grammar(request: GrammarRequest) -> tuple[str | None, tuple[str, ...]]:
     """The grammar and the strings that start it; none of them: it holds from the beginning."""
     if request.choice.kind == "none" or not request.tools:
         return None, ()
-    return _Writer(request).grammar()
+    tools = {name: enforceable(schema) for name, schema in request.tools.items()}
+    grammar, triggers = _Writer(replace(request, tools=tools)).grammar()
+    if request.choice.kind == "auto" and len(grammar) > MAX_AUTO:
+        return None, ()  # hundreds of tools: better a call that may be wrong than none
+    return grammar, triggers
 
 
 @dataclass
