@@ -121,6 +121,36 @@ def test_texts_are_the_same_on_every_crew(small: Path, crew: str) -> None:
         assert check(llm) == set(range(8))  # every acceptance length has occurred
 
 
+def test_texts_are_the_same_if_all_rows_are_chosen_at_once(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where each choice is a launch."""
+    monkeypatch.setattr("motley.engine.engine._is_on_gpu", lambda _logits: True)
+    with by_hand(small) as llm:
+        assert check(llm) == set(range(8))
+
+
+def test_constraints_and_log_probabilities_follow_drafts(bundled: Path) -> None:
+    pytest.importorskip("llguidance")
+    prompt = "Name and age of Ada, who is 36, as JSON:"
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    options: dict[str, Any] = {"seed": 1, "max_tokens": 40, "json_schema": schema, "logprobs": 2}
+    with load(bundled) as llm:
+        without = llm.generate(prompt, **options)
+        for guess in (right, half, wrong):
+            drafter = give(llm, guess)
+            drafter.answers[tuple(llm.tokenizer.encode(prompt))] = without.tokens
+            found = llm.generate(prompt, **options)
+            assert outcome(found) == outcome(without)
+            assert found.logprobs == without.logprobs
+            assert drafter.n_accepted
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 32])
 def test_texts_are_the_same_with_blocks_of_any_size(small: Path, block_size: int) -> None:
     with by_hand(small, kv_block_size=block_size) as llm:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -90,6 +91,7 @@ class Engine:
         self._ahead: _Planned | None = None  # the look-ahead plan, valid if no request changes
         self._running: _Running | None = None  # the step that is already launched
         self._drafts: dict[Request, Draft] = {}  # of the step that is being computed
+        self._foretold: list[Found] | None = None  # the tokens of all its rows, if they were chosen at once
         self._is_blocked = False  # in the latest step, no request had room in the cache
         self.on_loss = on_loss
         self.wake: Callable[[], object] = self.resume  # any thread calls it when lost workers are back
@@ -268,11 +270,12 @@ class Engine:
         if step.drafts:
             for request, draft in step.drafts.items():
                 request.expect(self._drafts[request].drafter, draft)
-            chosen = self._chooser.choose(logits[_first_rows(step, ready)], [_row(r) for r in ready])
-        else:
-            chosen = self._chooser.choose(logits, [_row(r) for r in ready])
-            self._ahead = self._plan_ahead()  # a GPU is still computing
-            self._begin_ahead(chosen, ready)
+            self._foretold = self._choose_all(step, ready, logits)
+            tokens = self._choose_rows(ready, _first_rows(step, ready), logits)
+            return step, ready, tokens, logits
+        chosen = self._chooser.choose(logits, [_row(r) for r in ready])
+        self._ahead = self._plan_ahead()  # a GPU is still computing
+        self._begin_ahead(chosen, ready)
         return step, ready, _tokens(chosen), logits
 
     def _follow_drafts(self, step: Step, ready: Sequence[Request], logits: torch.Tensor) -> None:
@@ -280,7 +283,6 @@ class Engine:
 
         A row of a draft is valid if all tokens before it were right. The first token that differs is kept, too.
         """
-        assert self._chooser is not None
         drafted = [(r, row) for r, row in zip(ready, _first_rows(step, ready), strict=True) if r.draft]
         try:
             while drafted := [(r, row) for r, row in drafted if r.draft and not r.is_finished]:
@@ -288,14 +290,40 @@ class Engine:
                     self.scheduler.confirm(request)
                 rows = [row + request.n_matched for request, row in drafted]
                 requests = [request for request, _ in drafted]
-                chosen = self._chooser.choose(logits[rows], [_row(r) for r in requests])
-                self._accept(requests, *_tokens(chosen))
+                self._accept(requests, *self._choose_rows(requests, rows, logits))
         except BaseException as error:
             self._recover(error)
         for request, draft in step.drafts.items():
             is_rejected = not request.draft and request.n_matched < len(draft)
             self.speculator.note_draft(request, self._drafts[request], request.n_matched, is_rejected)
             request.draft = ()
+
+    def _choose_all(self, step: Step, ready: Sequence[Request], logits: torch.Tensor) -> list[Found] | None:
+        """The tokens of all rows at once, as if all drafts were right: one launch on a GPU instead of one for each
+        position. None on a CPU, and for requests whose constraints or log-probabilities follow the answer.
+        """
+        assert self._chooser is not None
+        if not _is_on_gpu(logits) or any(_row(request).is_special for request in ready):
+            return None
+        rows = []
+        for request in ready:
+            draft = step.drafts.get(request, ())
+            for n in range(len(draft) + 1):
+                rows.append(
+                    replace(
+                        _row(request),
+                        history=[*request.tokens, *draft[:n]],
+                        index=request.n_generated + n,
+                    )
+                )
+        return self._chooser.choose(logits, rows).tokens()
+
+    def _choose_rows(self, requests: Sequence[Request], rows: Sequence[int], logits: torch.Tensor) -> _Tokens:
+        """The next token of each request, from its row of the logits of a step with drafts."""
+        assert self._chooser is not None
+        if self._foretold is not None:
+            return _Tokens([self._foretold[row] for row in rows], {})
+        return _tokens(self._chooser.choose(logits[rows], [_row(request) for request in requests]))
 
     def _begin_ahead(self, chosen: Pending, ready: Sequence[Request]) -> None:
         """Launches the look-ahead step with tokens that only the GPU has yet, so that it does not wait for the host."""
@@ -489,6 +517,10 @@ def _tokens(chosen: Pending) -> _Tokens:
     """The chosen tokens, once they are computed, and their log-probabilities by row."""
     tokens = chosen.tokens()
     return _Tokens(tokens, {} if chosen.logprobs is None else chosen.logprobs(tokens))
+
+
+def _is_on_gpu(logits: torch.Tensor) -> bool:
+    return logits.device.type == "cuda"
 
 
 def _first_rows(step: Step, ready: Sequence[Request]) -> list[int]:

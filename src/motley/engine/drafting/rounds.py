@@ -54,7 +54,5 @@ class RoundChooser:
 
 def _row(lane: Lane) -> ChoiceRow:
     request = lane.request
-    history = request.tokens
-    if request.sampler.params.has_penalties:
-        history = [*request.tokens, *lane.drafted]
+    history = [*request.tokens, *lane.drafted]
     return ChoiceRow(request.sampler, history, request.n_generated + len(lane.drafted))
