@@ -78,7 +78,10 @@ class Run:
 
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Everything that has come since the last time, until all jobs have ended. Raises a job's error."""
+        is_fine = any(job.params.logprobs is not None for job in self.jobs)
         while events := await self._mailbox.take():
+            if len(events) > 1 and not is_fine:
+                events = merged(events)
             for index, each in enumerate(events):
                 if isinstance(each, End) and each.error is not None:
                     yield events[:index]
@@ -92,6 +95,24 @@ class Run:
             for each in events:
                 answers[each.choice].add(each)
         return answers
+
+
+def merged(events: list[Event]) -> list[Event]:
+    """The same with neighbouring pieces of an answer as one: a reader that is behind gets fewer, longer chunks."""
+    found: list[Event] = []
+    at: dict[int, int] = {}  # by choice: the place of its latest piece
+    for each in events:
+        if not isinstance(each, Piece):
+            at.pop(each.choice, None)
+            found.append(each)
+        elif (place := at.get(each.choice)) is not None:
+            before = found[place]
+            assert isinstance(before, Piece)
+            found[place] = Piece(each.choice, before.text + each.text, before.tokens + each.tokens)
+        else:
+            at[each.choice] = len(found)
+            found.append(each)
+    return found
 
 
 class Answer:
