@@ -115,8 +115,8 @@ def _has_substance(message: dict[str, Any]) -> bool:
     return bool(message["content"] or message.get("tool_calls") or message.get("reasoning_content"))
 
 
-def _read_variables(body: Fields, settings: ServerSettings) -> tuple[dict[str, Any], bool | None]:
-    """The template's variables, and whether the model shall think; None: as the template says."""
+def _read_variables(body: Fields, settings: ServerSettings) -> tuple[dict[str, Any], bool]:
+    """The template's variables, and whether the model shall think: it does, unless it is told not to."""
     variables = dict(body.mapping("chat_template_kwargs") or {})
     try:
         n_chars = len(orjson.dumps(variables))
@@ -134,7 +134,7 @@ def _read_variables(body: Fields, settings: ServerSettings) -> tuple[dict[str, A
         variables.setdefault("reasoning_effort", effort)
         if effort == "none" and thinks is None:
             thinks = False
-    return variables, thinks if isinstance(thinks, bool) else None
+    return variables, thinks is not False
 
 
 def _splits_reasoning(body: Fields, settings: ServerSettings) -> bool:

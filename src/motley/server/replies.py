@@ -165,25 +165,51 @@ class EventStream(Response):
         self._chunks = chunks
         self._on_error = on_error
         self._stalled_seconds = stalled_seconds
+        self._since: float | None = None  # when the send began that still waits for the reader
+        self._is_stalled = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await until_left(receive, self._write(send))
-        except (ClientDisconnect, TimeoutError, OSError):
+        except (ClientDisconnect, OSError):
             pass
+        except asyncio.CancelledError:
+            if not self._is_stalled:
+                raise
         finally:
             self._run.close()
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            """Ends the stream if the reader takes nothing. One timer for a stream: one for each send is slow."""
+            nonlocal timer
+            if self._since is not None and loop.time() - self._since > self._stalled_seconds:
+                self._is_stalled = True
+                assert task is not None
+                task.cancel()
+                return
+            timer = loop.call_later(self._stalled_seconds / 4, look)
+
+        look()
         try:
-            async for chunk in self._chunks:
-                if chunk:
-                    async with asyncio.timeout(self._stalled_seconds):
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            try:
+                async for chunk in self._chunks:
+                    if chunk:
+                        self._since = loop.time()
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except ApiError as error:
-            await send({"type": "http.response.body", "body": self._on_error(error), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                        self._since = None
+            except ApiError as error:
+                await send({"type": "http.response.body", "body": self._on_error(error), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if timer is not None:
+                timer.cancel()
 
 
 async def until_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -163,6 +163,8 @@ def template_variables(source: str, tools: Sequence[Mapping[str, Any]] | None) -
     variables: dict[str, object] = {}
     if "+ functions" in source:
         variables["functions"] = json.dumps([tool["function"] for tool in tools or ()], indent=4)
+    if "date_string" in source:
+        variables["date_string"] = datetime.now().strftime("%d %b %Y")
     if "+ datetime" in source:
         variables["datetime"] = datetime.now().strftime("%b %d %Y")
     return variables
