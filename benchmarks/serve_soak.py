@@ -1,0 +1,203 @@
+"""Random clients against a real server for minutes: cancel, stall, lie, overflow; then counts what is left over.
+
+    python -m benchmarks serve_soak --minutes 10
+
+Good requests are greedy, and their answers must be those of the library. At the end: no request runs, no block of the
+cache is in use, the numbers of open files and threads are those of the start, and memory has not grown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from serve import running
+
+from motley import LLM
+from motley.bundled import bundled_model_path
+
+PROMPTS = ["Once upon a time", "The sea is", "A red kite", "Tell me", "Hello", "One day a fox"]
+N_TOKENS = 12
+HOSTILE: list[bytes] = [
+    b"{",
+    b"\xff" * 100,
+    b"[" * 50_000,
+    json.dumps({"prompt": "a", "n": 10**9}).encode(),
+    json.dumps({"prompt": "a", "grammar": "(" * 5000}).encode(),
+    json.dumps({"prompt": "a", "grammar": 'root ::= "a" | "(" root ")"' * 50}).encode(),
+    json.dumps({"prompt": "a", "json_schema": {"type": "array", "minItems": 10**9}}).encode(),
+    json.dumps({"prompt": [9] * 5000}).encode(),
+    json.dumps({"prompt": [-1]}).encode(),
+    json.dumps({"prompt": [10**9]}).encode(),
+    json.dumps({"prompt": "a", "logit_bias": {"5": "x"}}).encode(),
+]
+
+
+class Soak:
+    """Clients of several kinds, chosen by chance."""
+
+    def __init__(self, url: str, expected: dict[str, str]) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self._address = (host, int(port))
+        self._expected = expected
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    async def request(self, path: str, body: bytes, *, leave_after: float | None = None) -> tuple[int, bytes]:
+        """Status and body; (0, b"") if this client left before the end."""
+        reader, writer = await asyncio.open_connection(*self._address)
+        try:
+            head = (
+                f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+                "Connection: close\r\n\r\n"
+            )
+            writer.write(head.encode() + body)
+            if leave_after is not None:
+                await asyncio.sleep(leave_after)
+                return 0, b""
+            data = await reader.read()
+            status = int(data.split(b" ", 2)[1]) if data else -1
+            return status, data.partition(b"\r\n\r\n")[2]
+        finally:
+            writer.close()
+
+    async def good(self) -> None:
+        prompt = random.choice(PROMPTS)
+        body = {"prompt": prompt, "n_predict": N_TOKENS, "temperature": 0}
+        status, data = await self.request("/completion", json.dumps(body).encode())
+        if status == 429:
+            self.counts["full"] += 1
+        elif status != 200 or json.loads(data)["content"] != self._expected[prompt]:
+            self.wrong.append(f"{prompt}: {status} {data[:200]!r}")
+
+    async def streamed(self) -> None:
+        prompt = random.choice(PROMPTS)
+        body = {"prompt": prompt, "max_tokens": N_TOKENS, "temperature": 0, "stream": True}
+        status, data = await self.request("/v1/completions", json.dumps(body).encode())
+        if status != 200:
+            self.counts["full"] += status == 429
+            return
+        lines = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: {")]
+        text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+        if text != self._expected[prompt]:
+            self.wrong.append(f"{prompt} streamed: {text!r}")
+
+    async def leaving(self) -> None:
+        body: dict[str, Any] = {
+            "prompt": random.choice(PROMPTS) * random.randint(1, 40),
+            "n_predict": -1,
+            "context_shift": True,
+            "ignore_eos": True,
+            "stream": random.random() < 0.5,
+            "n": random.choice([1, 1, 2, 3]),
+        }
+        await self.request("/completion", json.dumps(body).encode(), leave_after=random.random())
+
+    async def hostile(self) -> None:
+        status, _ = await self.request("/completion", random.choice(HOSTILE))
+        if status not in (400, 413, 429, 501):
+            self.wrong.append(f"hostile body: {status}")
+
+    async def constrained(self) -> None:
+        schema = {"properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+        body = {"prompt": "JSON:", "n_predict": 60, "json_schema": {"type": "object", **schema}}
+        status, data = await self.request("/completion", json.dumps(body).encode())
+        if status == 200 and json.loads(json.loads(data)["content"])["a"] not in (1, 2):
+            self.wrong.append(f"constrained: {data[:200]!r}")
+
+    async def torn(self) -> None:
+        """A request that is never finished."""
+        _, writer = await asyncio.open_connection(*self._address)
+        writer.write(b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        await asyncio.sleep(random.random() / 2)
+        writer.close()
+
+    async def client(self, ends: float) -> None:
+        kinds = [self.good, self.good, self.streamed, self.leaving, self.hostile, self.constrained, self.torn]
+        while time.monotonic() < ends:
+            kind = random.choice(kinds)
+            self.counts[kind.__name__] += 1
+            await kind()
+
+    async def run(self, n_clients: int, seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        await asyncio.gather(*(self.client(ends) for _ in range(n_clients)))
+
+
+def resources(pid: int) -> dict[str, int]:
+    """Open files, threads and resident kibibytes of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return {
+        "files": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": int(fields["Threads"]),
+        "kib": int(fields["VmRSS"].split()[0]),
+    }
+
+
+async def settled(soak: Soak) -> tuple[dict[str, float], bool]:
+    """Figures of /metrics once no request runs, and whether that came to be."""
+    for _ in range(600):
+        reader, writer = await asyncio.open_connection(*soak._address)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        text = (await reader.read()).decode()
+        writer.close()
+        lines = [line.split() for line in text.splitlines() if line.startswith(("llamacpp:", "motley:"))]
+        figures = {name: float(value) for name, value in lines}
+        if not figures["llamacpp:requests_processing"] and not figures["llamacpp:requests_deferred"]:
+            return figures, True
+        await asyncio.sleep(0.1)
+    return figures, False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    random.seed(options.seed)
+    with LLM(bundled_model_path(), n_ctx=256, n_threads=1) as llm:
+        expected = {p: llm.generate(p, max_tokens=N_TOKENS, temperature=0).text for p in PROMPTS}
+    flags = ["-t", "1", "-np", "4", "-c", "256", "--kv-cache-tokens", "640", "-b", "64", "--max-queue", "16"]
+    command = [sys.executable, "-m", "motley", "serve", "--port", "0", "--metrics", "--log-disable", *flags]
+    with running(command) as (url, front):
+        engine = int(Path(f"/proc/{front}/task/{front}/children").read_text().split()[0])
+        soak = Soak(url, expected)
+        asyncio.run(soak.run(options.clients, min(20.0, 15 * options.minutes)))  # everything is in use once
+        asyncio.run(settled(soak))
+        before = {"front": resources(front), "engine": resources(engine)}
+        asyncio.run(soak.run(options.clients, 60 * options.minutes))
+        figures, is_idle = asyncio.run(settled(soak))
+        time.sleep(1)
+        after = {"front": resources(front), "engine": resources(engine)}
+    used = {name: value for name, value in figures.items() if name.startswith("motley:kv_n_used")}
+    print(f"requests: {dict(soak.counts)}")
+    print(
+        f"cancelled {figures['motley:requests_cancelled_total']:.0f} of {figures['motley:requests_total']:.0f}"
+    )
+    print(f"before: {before}\nafter:  {after}\nblocks in use: {used}")
+    for line in soak.wrong[:10]:
+        print("wrong:", line)
+    grown = {p: after[p]["kib"] - before[p]["kib"] for p in before}
+    is_clean = (
+        is_idle
+        and not soak.wrong
+        and not any(used.values())
+        and all(after[p]["files"] <= before[p]["files"] + 2 for p in before)
+        and all(kib < 65536 for kib in grown.values())
+    )
+    print(f"memory grew by {grown} KiB; {'clean' if is_clean else 'NOT CLEAN'}")
+    raise SystemExit(not is_clean)
+
+
+if __name__ == "__main__":
+    main()
