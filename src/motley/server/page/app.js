@@ -421,7 +421,7 @@ function grow(area) {
 
 function fieldNode(field) {
   const { name, label, hint, kind } = field, id = `set-${name}`;
-  const shown = server.defaults[name];
+  const shown = name === "seed" ? undefined : server.defaults[name];
   const placeholder = kind === "number" && typeof shown === "number" ? String(+shown.toFixed(4)) : kind === "number" ? "default" : "";
   let control;
   if (kind === "choice") control = el("select", { id }, ...field.choices.map((choice) => el("option", { value: choice }, choice || "default")));

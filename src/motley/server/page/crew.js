@@ -66,7 +66,7 @@ export class Crew {
   }
 
   model({ model = {} }) {
-    const parts = [model.n_params && `${count(model.n_params / 1e6)} M parameters`, model.size && bytes(model.size), model.n_ctx && `${count(model.n_ctx)} tokens each`];
+    const parts = [model.n_params && `${model.n_params < 1e9 ? `${(model.n_params / 1e6).toFixed(0)} M` : `${(model.n_params / 1e9).toFixed(1)} B`} parameters`, model.size && bytes(model.size), model.n_ctx && `context ${count(model.n_ctx)}`];
     return el("section", {}, el("h3", {}, model.name ?? "Model"), el("p", { class: "dim" }, parts.filter(Boolean).join(" · ")));
   }
 
@@ -80,7 +80,7 @@ export class Crew {
       return el("li", { class: "device" },
         el("div", { class: "line" }, el("b", { class: `dot d${i % 6}` }), el("strong", {}, d.name), el("span", { class: "space" }), el("span", { class: "big" }, `${(100 * (d.share ?? 0)).toFixed(1)} %`)),
         bar(kinds.map(([kind, n]) => ({ share: percent(n, most), kind: `m-${kind}`, title: `${kind}: ${bytes(n)}` })), `Memory of ${d.name}`),
-        el("p", { class: "dim" }, `${bytes(sum)}: `, kinds.map(([kind, n]) => `${kind} ${bytes(n)}`).join(", ")));
+        el("p", { class: "dim" }, `${bytes(sum)}: `, kinds.map(([kind, n]) => `${kind.replace("kv_", "")} ${bytes(n)}`).join(", ")));
     });
     return el("section", {}, el("h3", {}, `${devices.length} device${devices.length === 1 ? "" : "s"}`, el("small", {}, total ? `${bytes(total)} of weights` : "")), split, el("ul", { class: "plain" }, ...rows));
   }
@@ -98,7 +98,7 @@ export class Crew {
     });
     const hits = cache.prefix?.n_query_tokens ? percent(cache.prefix.n_hit_tokens, cache.prefix.n_query_tokens) : 0;
     return el("section", {}, el("h3", {}, "Cache", el("small", {}, cache.block_size ? `blocks of ${cache.block_size} tokens` : "")), el("ul", { class: "plain" }, ...rows),
-      el("p", { class: "dim" }, `${count(cache.n_tokens ?? 0)} tokens of ${count(cache.n_sequences ?? 0)} sequences; ${hits.toFixed(0)} % of all prompt tokens were found in it`));
+      el("p", { class: "dim" }, `${count(cache.n_tokens ?? 0)} tokens of ${count(cache.n_sequences ?? 0)} sequence${cache.n_sequences === 1 ? "" : "s"}; ${hits.toFixed(0)} % of all prompt tokens were found in it`));
   }
 
   requests({ requests = {}, rates = {}, model = {} }) {
