@@ -209,6 +209,11 @@ def test_names_and_quantizations() -> None:
     assert quant_of("model.gguf") == ""
 
 
+def test_names_that_lead_out_of_the_folder_are_not_files() -> None:
+    names = ["../x.gguf", "/etc/x.gguf", "a/../../x.gguf", "a\\x.gguf", "a//x.gguf"]
+    assert find_models(names) == []
+
+
 def test_the_usual_quantization_is_preferred_and_incomplete_parts_are_left_out() -> None:
     files = ["m-Q8_0.gguf", "m-Q5_K_M.gguf", "m-Q2_K.gguf", "big-F16-00001-of-00003.gguf"]
     models = find_models(files)

@@ -31,7 +31,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_without_a_gpu_the_cpu_is_chosen_and_said(gpus: dict[str, int]) -> None:
     choice = choose_devices("auto", None, None)
     assert choice.devices == "cpu"
-    assert choice.notice == "devices: cpu (--device names others)"
+    assert choice.notice == "devices: cpu (--device chooses others)"
 
 
 def test_one_gpu_is_chosen_alone(gpus: dict[str, int]) -> None:
@@ -39,7 +39,7 @@ def test_one_gpu_is_chosen_alone(gpus: dict[str, int]) -> None:
     gpus["cuda:0"] = 12 * GIB
     choice = choose_devices("auto", None, None)
     assert (choice.devices, choice.split_mode, choice.tensor_split) == (["cuda:0"], None, None)
-    assert choice.notice == "devices: cuda:0 (12.0 GiB free) (--device names others)"
+    assert choice.notice == "devices: cuda:0 (12.0 GiB free) (--device chooses others)"
 
 
 def test_several_gpus_share_by_their_free_memory(gpus: dict[str, int]) -> None:

@@ -50,7 +50,7 @@ def _pipe() -> Iterator[str]:
     while line := sys.stdin.readline(_MAX_CHARS):
         if len(line) == _MAX_CHARS:
             raise ConfigError(
-                f"a line of standard input has more than {_MAX_CHARS} characters", hint="is it a text?"
+                f"a line of standard input has more than {_MAX_CHARS} characters", hint="is it a text file?"
             )
         yield line.rstrip("\r\n")
 

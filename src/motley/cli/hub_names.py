@@ -70,8 +70,11 @@ def find_models(files: Iterable[str]) -> list[HubModel]:
     whole: list[HubModel] = []
     parts: dict[str, list[str]] = {}
     for name in sorted(files):
-        base = name.rsplit("/", 1)[-1].lower()
-        if not base.endswith(".gguf") or base.startswith("mmproj"):
+        *folders, base = name.lower().split("/")
+        is_inside = (
+            ".." not in folders and "" not in folders and "\\" not in name
+        )  # a hub is not to be trusted
+        if not is_inside or not base.endswith(".gguf") or base.startswith("mmproj"):
             continue
         if _PART.search(name):
             parts.setdefault(_PART.sub("", name), []).append(name)

@@ -15,7 +15,7 @@ from motley.errors import ConfigError
 from motley.units import show_bytes
 
 MAX_TEXT = 256 << 20  # bytes of a text
-_WRITE_HINT = "FILE is a file in a folder that exists, has room and may be written"
+_WRITE_HINT = "FILE must be in a writable folder with free space"
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,11 @@ def choose_devices(
         notice = f"devices: cpu. {gpus[0]} needs Triton: pip install 'motley-llm[cuda]'"
         return DeviceChoice("cpu", split_mode, tensor_split, notice)
     if not gpus:
-        return DeviceChoice("cpu", split_mode, tensor_split, "devices: cpu (--device names others)")
+        return DeviceChoice("cpu", split_mode, tensor_split, "devices: cpu (--device chooses others)")
     free = [_free_bytes(gpu) for gpu in gpus]
     named = ", ".join(f"{gpu} ({show_bytes(n)} free)" for gpu, n in zip(gpus, free, strict=True))
     if len(gpus) == 1:
-        return DeviceChoice(gpus, split_mode, tensor_split, f"devices: {named} (--device names others)")
+        return DeviceChoice(gpus, split_mode, tensor_split, f"devices: {named} (--device chooses others)")
     notice = f"devices: {named}, split by tensor (--device, --split-mode and --tensor-split change it)"
     return DeviceChoice(gpus, split_mode or TENSOR, tensor_split or [float(n) for n in free], notice)
 
