@@ -27,6 +27,7 @@ from motley.backends.cuda.kernels.attention import Shares, Tables, attend
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.experts import expert_hidden, expert_sum, operand_form
 from motley.backends.cuda.kernels.gate import gated
+from motley.backends.cuda.kernels.grouped_experts import grouped_down, grouped_hidden, groups
 from motley.backends.cuda.kernels.matmul import matmul
 from motley.backends.cuda.kernels.matvec import matvec
 from motley.backends.cuda.kernels.norm import rms_norm
@@ -51,7 +52,7 @@ CACHES = [  # types of K and V, dims of a head
     ("q4_0", "q8_0", 64),
     ("q5_1", "iq4_nl", 128),
 ]
-WEIGHTS = ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"]
+WEIGHTS = ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"]
 TARGETS = [
     (90, CACHES, WEIGHTS),
     (86, [*CACHES[:2], ("f16", "f16", 256)], ["Q4_K"]),  # older tensor cores and less memory: fewer, quicker
@@ -112,6 +113,7 @@ def attention_cases(k_kind: str, v_kind: str, dim: int) -> Iterator[Case]:
     yield f"prefill{kinds}", partial(
         prefill, rotated, keys, values, HEADS, numbers, numbers.view(-1, 4), out,
         span_rows=max_span_rows(k_kind, v_kind, dim), scale=0.1, rotate=rotates_v,
+        sinks=torch.empty(n_heads) if k_kind == "f16" else None,
     )  # fmt: skip
 
 
@@ -120,7 +122,10 @@ def combine_cases() -> Iterator[Case]:
     tables = Tables(numbers.view(1, 4), numbers[:1], numbers[:1], numbers[:1])
     for form, dim, n_splits in ((INT8, 128, 128), (PLAIN, 64, 16), (PLAIN, 80, 16)):
         shares, rows = Shares.empty(1, 4, n_splits, dim, "cpu"), Rows.empty(form, 1, 4 * dim, "cpu")
-        yield f"combine({form}, {dim})", partial(combine, shares, tables, BLOCK, rows, rotate=dim != 80)
+        launch = partial(combine, shares, tables, BLOCK, rows, rotate=dim != 80)
+        yield f"combine({form}, {dim})", launch
+        if form == INT8:
+            yield f"combine({form}, {dim}, sinks)", partial(launch, sinks=torch.empty(4))
 
 
 def row_cases(form: str) -> Iterator[Case]:
@@ -166,6 +171,34 @@ def expert_cases(kind: str) -> Iterator[Case]:
     yield f"expert_hidden({kind})", partial(expert_hidden, up, up, n_experts, x, x, ids)
     hidden, weights = Rows.empty(form, n_tokens * k, COLUMNS, "cpu"), torch.empty(n_tokens, k)
     yield f"expert_sum({kind})", partial(expert_sum, down, n_experts, hidden, ids, weights)
+    if kind == "MXFP4":
+        biases = torch.empty(n_experts, 64), torch.empty(n_experts, 64)
+        clamped = partial(expert_hidden, up, up, n_experts, x, x, ids, biases, "clamped_swiglu")
+        yield f"expert_hidden({kind}, biases)", clamped
+        bias = torch.empty(n_experts, 96)
+        yield (
+            f"expert_sum({kind}, bias)",
+            partial(expert_sum, down, n_experts, hidden, ids, weights, bias=bias),
+        )
+    if up.is_packed:
+        yield from grouped_cases(kind, up, down, n_experts)
+
+
+def grouped_cases(kind: str, up: WeightPlanes, down: WeightPlanes, n_experts: int) -> Iterator[Case]:
+    k = 2
+    for n_tokens in (12, 200):  # small and large blocks of slots
+        ids = torch.zeros(n_tokens, k, dtype=torch.int32)
+        found, function = groups(ids, n_experts), "clamped_swiglu" if kind == "MXFP4" else "silu"
+        biases = (torch.empty(n_experts, 64), torch.empty(n_experts, 64)) if kind == "MXFP4" else None
+        x, hidden = (Rows.empty(HALVES, n, COLUMNS, "cpu") for n in (n_tokens, n_tokens * k))
+        name = f"({kind}, blocks of {found.size})"
+        yield (
+            f"grouped_hidden{name}",
+            partial(grouped_hidden, up, up, n_experts, x, k, found, biases, function),
+        )
+        bias = torch.empty(n_experts, 96) if kind == "MXFP4" else None
+        weights = torch.empty(n_tokens, k)
+        yield f"grouped_down{name}", partial(grouped_down, down, n_experts, hidden, weights, found, bias)
 
 
 def route_cases() -> Iterator[Case]:

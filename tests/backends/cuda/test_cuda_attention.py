@@ -69,6 +69,13 @@ def test_decode_attention_over_shuffled_blocks(k_kind: str, v_kind: str, window:
     expected = expected @ Hadamard(DIM).reference([])
     assert float((rotated - expected).norm() / expected.norm()) < 2e-3
 
+    sinks = torch.linspace(
+        -8, 12, KV_HEADS * GROUP
+    )  # from one that does not count to one that outweighs all scores
+    expected = Attention(0.2, window).reference([q, layer, sinks])
+    out = combine(shares, device_tables, BLOCK, rows, rotate=False, window=window, sinks=sinks)
+    assert float((out.values.view(q.shape) - expected).norm() / expected.norm()) < 2e-3
+
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0", "q5_1"])

@@ -83,6 +83,14 @@ def test_rows_of_several_sequences(
     assert (out[0] == 7).all()
     assert float((out[1:] - expected[1:]).norm() / expected[1:].norm()) < 2e-3
 
+    sinks = torch.linspace(-8, 12, KV_HEADS * group)
+    expected = Attention(0.2, window).reference([q, layer, sinks])
+    prefill(
+        q, *map(planes, stores), HEADS, numbers, torch.from_numpy(np.concatenate(portions)), out,
+        span_rows=n_most, scale=0.2, window=window, sinks=sinks,
+    )  # fmt: skip
+    assert float((out[1:] - expected[1:]).norm() / expected[1:].norm()) < 2e-3
+
 
 @pytest.mark.parametrize(("kind", "dim", "rotation"), [("q8_0", 64, 64), ("q4_0", 64, 64), ("q4_0", 96, 32)])
 def test_values_are_rotated_back(kind: str, dim: int, rotation: int) -> None:

@@ -17,7 +17,7 @@ from motley.backends.cuda.products import library_product, plain_values, unpacke
 from motley.backends.cuda.weights import load
 from motley.formats import PackedTensor, get_format
 
-KINDS = ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"]
+KINDS = ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"]
 SAME_PLANES = ["Q4_1", "IQ4_NL"]  # as others of another name
 
 
@@ -150,3 +150,16 @@ def test_many_rows_go_through_unpacked_weights() -> None:
     rows = convert(x, Rows.empty(HALVES, 3, 256, "cpu"))
     out = unpacked_product(to_planes(weight), rows, residual)
     assert error(out, x @ weight.unpack().T + residual) < 2e-3
+
+
+@pytest.mark.parametrize("exponent", [100, 104, 140, 141])
+def test_powers_of_two_beyond_float16_are_not_packed(exponent: int) -> None:
+    weight = packed("MXFP4", 3)
+    weight.data[:, ::17] = exponent
+    planes = to_planes(weight)
+    assert planes.kind == ("MXFP4" if 104 <= exponent <= 140 else "BF16")
+    if planes.kind == "MXFP4":
+        ids = torch.arange(3, dtype=torch.int32)
+        assert torch.equal(unpack_rows(planes, ids, poisoned(3, 256)), weight.unpack())
+    else:
+        assert error(plain_values(planes).float(), weight.unpack()) < 1e-2

@@ -22,13 +22,19 @@ class Attending:
     """One `AttentionBlock` on a device. Its output is in the form that its reader wants, where it can be."""
 
     def __init__(
-        self, stage: AttentionBlock, divisors: list[torch.Tensor], form: str, device: torch.device
+        self,
+        stage: AttentionBlock,
+        divisors: list[torch.Tensor],
+        form: str,
+        device: torch.device,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         rope = stage.rope
         self._stage = stage
         self._rotates_k, self._rotates_v = stage.q.rotation > 0, stage.attention.rotation > 0
         self._rotation = stage.q.rotation or stage.attention.rotation
         self._device = device
+        self._sinks = sinks
         self._rope = RopeTable(
             rope.frequencies(*divisors).to(device), rope.n_dims, rope.style == ROPE_HALVES, rope.magnitude
         )
@@ -75,8 +81,9 @@ class Attending:
         )
         size, rotates = layer.keys.block_size, self._rotates_v
         return combine(
-            shares, place.tables, size, out, rotate=rotates, rotation=self._rotation, window=op.window
-        )
+            shares, place.tables, size, out,
+            rotate=rotates, rotation=self._rotation, window=op.window, sinks=self._sinks,
+        )  # fmt: skip
 
     def _mixed(self, q: torch.Tensor, layer: PagedLayer, place: Place) -> torch.Tensor:
         """Sequences with many rows all at once, sequences with few rows as in decode."""
@@ -88,6 +95,6 @@ class Attending:
         prefill(
             q, self._keys, self._values, layer.rows, place.numbers, place.spans, out,
             span_rows=place.span_rows, scale=op.scale, window=op.window,
-            rotate=self._rotates_v, rotation=self._rotation,
+            rotate=self._rotates_v, rotation=self._rotation, sinks=self._sinks,
         )  # fmt: skip
         return out

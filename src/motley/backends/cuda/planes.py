@@ -12,6 +12,7 @@ Per block of 32 values of a row (values 0-15 are its low half, 16-31 its high ha
            values 4j … 4j+3, of word 1 to the high half
     IQ4    word j: values 4j … in the nibbles of its    float16                          18      s · level(c)
            low half, 16+4j … in those of its high half
+    MXFP4  the same                                     float16: half of the power of two 18      s · level(c)
     F16, BF16, F32 of few rows: plain values, no scale.
 
 IQ4_XS and IQ4_NL are IQ4, Q4_1 is Q4_K with a minimum of the other sign. Formats without planes become BF16.
@@ -97,7 +98,7 @@ def to_planes(weight: PackedTensor) -> WeightPlanes:
     if stays_plain(name, n_rows) and weight.data.numel():
         bits = torch.int32 if name == "F32" else torch.int16
         return WeightPlanes(name, n_columns, weight.data.contiguous().view(bits))
-    if not has_planes(name, n_columns) or not weight.data.numel():
+    if not has_planes(name, n_columns) or not weight.data.numel() or _is_beyond_half(weight):
         return WeightPlanes("BF16", n_columns, weight.unpack().to(torch.bfloat16).view(torch.int16))
     codes, scale, high = _REPACK[name](weight.data.reshape(-1, weight.format.block_bytes))
     return WeightPlanes(
@@ -172,6 +173,20 @@ def _iq4_xs(blocks: torch.Tensor) -> _Parts:
     return _by_halves(split_bits(codes, bits=4, width=16)), to_half(scales), None
 
 
+def _mxfp4(blocks: torch.Tensor) -> _Parts:
+    scale = torch.ldexp(torch.ones(len(blocks), 1, device=blocks.device), blocks[:, :1].int() - 128)
+    return _by_halves(split_bits(blocks[:, 1:], bits=4, width=16)), scale.half(), None
+
+
+def _is_beyond_half(weight: PackedTensor) -> bool:
+    """Whether scales or values of MXFP4 are no float16: they have eight bits of exponent. Models are far from it."""
+    if weight.format.name != "MXFP4":
+        return False
+    exponents = weight.data.reshape(-1, weight.format.block_bytes)[:, 0]
+    has_codes = weight.data.reshape(-1, weight.format.block_bytes)[:, 1:].any(-1)
+    return bool((has_codes & ((exponents < 128 - 24) | (exponents > 128 + 12))).any())
+
+
 _REPACK = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
@@ -180,8 +195,16 @@ _REPACK = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
-_BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_K": 20, "Q6_K": 28, "IQ4": 18}  # of 32 values, by kind
+_BLOCK_BYTES = {
+    "Q8_0": 34,
+    "Q4_0": 18,
+    "Q4_K": 20,
+    "Q6_K": 28,
+    "IQ4": 18,
+    "MXFP4": 18,
+}  # of 32 values, by kind
 _KIND = {"Q4_1": "Q4_K", "IQ4_NL": "IQ4", "IQ4_XS": "IQ4"}
 
 

@@ -8,6 +8,7 @@ import torch
 
 from motley.backends.cuda.attending import Attending
 from motley.backends.cuda.kernels import experts as experts_kernel
+from motley.backends.cuda.kernels import grouped_experts as grouped_kernel
 from motley.backends.cuda.kernels import matmul as matmul_kernel
 from motley.backends.cuda.kernels import matvec as matvec_kernel
 from motley.backends.cuda.kernels import route as route_kernel
@@ -68,7 +69,9 @@ class Steps:
                 return self._gate(stage)
             case AttentionBlock():
                 divisors = [self._dense(weight).cpu() for weight in stage.q.inputs[2:]]
-                return Attending(stage, divisors, self._forms.get(stage.outputs[0], PLAIN), self._device)
+                form = self._forms.get(stage.outputs[0], PLAIN)
+                sinks = next((self._dense(weight) for weight in stage.attention.inputs[2:]), None)
+                return Attending(stage, divisors, form, self._device, sinks)
             case Single() if isinstance(stage.node.op, GetRows):
                 return self._embed(stage) if is_lookup(stage.node) else self._choose(stage)
             case Single() if isinstance(stage.node.op, Route):
@@ -179,26 +182,53 @@ class Steps:
         return step
 
     def _expert_ffn(self, node: Tensor) -> Step:
-        x, ids, weights, *matrices = node.inputs
-        n_experts, n_tokens = matrices[0].shape[0], x.shape[0]
+        assert isinstance(node.op, ExpertFfn)
+        (x, ids, weights), matrices, function = node.inputs[:3], node.inputs[3:6], node.op.function
+        n_experts, n_tokens, k = matrices[0].shape[0], *ids.shape
         gate, up, down = (self._matrices.get(t.name, self._weights) for t in matrices)
         is_empty = not n_tokens or not all(t.n_values for t in matrices)  # no expert, or no column, is here
-        form = experts_kernel.operand_form(down)
+        gate_bias, up_bias, down_bias = self._expert_biases(node)
+        biases = None if gate_bias is None or up_bias is None else (gate_bias, up_bias)
+        is_grouped = n_tokens >= grouped_kernel.MIN_TOKENS and all(m.is_packed for m in (gate, up, down))
 
-        def step(values: Values) -> None:
-            if is_empty:
-                values.put(node, torch.zeros(node.shape, device=self._device))
-                return
+        def one_by_one(values: Values) -> None:
             chosen = values.plain(ids).contiguous()
             gate_x, up_x = (values.rows(x, experts_kernel.operand_form(matrix)) for matrix in (gate, up))
-            hidden = experts_kernel.expert_hidden(gate, up, n_experts, gate_x, up_x, chosen)
-            rows = Rows(PLAIN, hidden, hidden, hidden)
-            if form != PLAIN:
-                rows = convert(hidden, Rows.empty(form, hidden.shape[0], hidden.shape[1], self._device))
+            hidden = experts_kernel.expert_hidden(gate, up, n_experts, gate_x, up_x, chosen, biases, function)
+            rows = self._converted(hidden, experts_kernel.operand_form(down))
             shares = values.plain(weights).contiguous()
-            values.put(node, experts_kernel.expert_sum(down, n_experts, rows, chosen, shares))
+            values.put(node, experts_kernel.expert_sum(down, n_experts, rows, chosen, shares, bias=down_bias))
 
-        return step
+        def grouped(values: Values) -> None:
+            chosen = values.plain(ids)
+            found = grouped_kernel.groups(chosen, n_experts)
+            halves = values.rows(x, HALVES)
+            hidden = grouped_kernel.grouped_hidden(gate, up, n_experts, halves, k, found, biases, function)
+            shares = values.plain(weights).contiguous()
+            rows = self._converted(hidden, HALVES)
+            parts = grouped_kernel.grouped_down(down, n_experts, rows, shares, found, down_bias)
+            is_used = (chosen >= 0)[:, :, None]
+            values.put(node, torch.where(is_used, parts.view(n_tokens, k, -1), 0.0).sum(1))
+
+        def empty(values: Values) -> None:
+            values.put(node, torch.zeros(node.shape, device=self._device))
+
+        return empty if is_empty else grouped if is_grouped else one_by_one
+
+    def _expert_biases(self, node: Tensor) -> list[torch.Tensor | None]:
+        """Of gate, up and down, float32 (experts, columns); None where there is none on this device."""
+        found = [
+            plain_values(self._matrices.get(t.name, self._weights)).float().contiguous()
+            if t.n_values
+            else None
+            for t in node.inputs[6:]
+        ]
+        return found or [None] * 3
+
+    def _converted(self, values: torch.Tensor, form: str) -> Rows:
+        if form == PLAIN:
+            return Rows(PLAIN, values, values, values)
+        return convert(values, Rows.empty(form, values.shape[0], values.shape[1], self._device))
 
     def _choose(self, stage: Single) -> Step:
         """Rows of an activation; zeros for an id of -1."""

@@ -8,6 +8,7 @@ from motley.graph.ops import Attention, CacheStore, ExpertFfn, GetRows, Input, R
 from motley.plan import AttentionBlock, Gate, Linear, Norm, Single, Stage
 
 GATE_FUNCTIONS = ("silu", "gelu_tanh")
+EXPERT_FUNCTIONS = ("silu", "clamped_swiglu")
 
 
 class CudaKernel:
@@ -82,7 +83,9 @@ def _attention_block(stage: AttentionBlock) -> str | None:
         return "what is rotated into the cache is not rotated back"
     if q.rotation and stage.store.rotation not in (0, q.rotation):
         return "keys and values have rotations of different sizes"
-    return "only queries and a cache" if len(stage.attention.inputs) > 2 else None
+    if not all(isinstance(t.op, Weight) for t in stage.attention.inputs[2:]):
+        return "the sinks are no weight"
+    return None
 
 
 def _single(stage: Single) -> str | None:
@@ -109,8 +112,8 @@ def _expert_ffn(node: Tensor) -> str | None:
     assert isinstance(node.op, ExpertFfn)
     if not all(isinstance(t.op, Weight) for t in node.inputs[3:]):
         return "the experts are no weights"
-    if len(node.inputs) > 6 or node.op.function != "silu":
-        return f"no biases, and only silu, not {node.op.function}"
+    if node.op.function not in EXPERT_FUNCTIONS:
+        return f"no {node.op.function}"
     if any(t.shape[2] % BLOCK for t in node.inputs[3:6]):
         return f"rows are no whole blocks of {BLOCK}"
     return None

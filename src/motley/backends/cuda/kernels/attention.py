@@ -164,6 +164,18 @@ def _add_values(
     return joined, surplus
 
 
+@triton.jit
+def with_sink(total, peak, sink):
+    """A softmax with one more score, which has no value: the factor of all values, and the new sum.
+
+    `peak` is in base 2, `sink` is not.
+    """
+    own = sink * 1.4426950408889634
+    top = tl.maximum(peak, own)
+    rescale = tl.exp2(peak - top)
+    return rescale, total * rescale + tl.exp2(own - top)
+
+
 # Triton would compile one variant for each layer that starts at a multiple of 16 head rows, and one for the others.
 @triton.jit(do_not_specialize=["table_stride", "head_rows", "first_row", "window", "n_splits", "min_blocks"])
 def _attend(

@@ -7,6 +7,7 @@ import triton.language as tl
 from triton import knobs
 
 from motley.formats.grids import IQ4_GRID
+from motley.formats.mxfp4 import MXFP4_LEVELS
 
 INTERPRETED = knobs.runtime.interpret  # whether kernels run on the CPU, under TRITON_INTERPRET=1
 
@@ -100,19 +101,29 @@ def byte_as_half(word, i: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr)
 
 
 @triton.constexpr_function
-def _eight_levels(first):
+def has_levels(kind):
+    """Whether codes are indices of a table of levels."""
+    return kind == "IQ4" or kind == "MXFP4"
+
+
+@triton.constexpr_function
+def _table(kind):
+    return MXFP4_LEVELS if kind == "MXFP4" else IQ4_GRID.table
+
+
+@triton.constexpr_function
+def _eight_levels(first, kind):
     """Levels from `first` on as the bytes of an int64."""
     return int.from_bytes(
-        bytes(level & 255 for level in IQ4_GRID.table[first : first + 8]), "little", signed=True
+        bytes(level & 255 for level in _table(kind)[first : first + 8]), "little", signed=True
     )
 
 
 @triton.constexpr_function
-def _look_up_nibbles(first):
+def _look_up_nibbles(first, kind):
     """Levels of four nibbles by byte permutations: of the lower and of the upper eight levels, then one of both."""
     words = [
-        sum((level & 255) << 8 * i for i, level in enumerate(IQ4_GRID.table[n : n + 4]))
-        for n in (0, 4, 8, 12)
+        sum((level & 255) << 8 * i for i, level in enumerate(_table(kind)[n : n + 4])) for n in (0, 4, 8, 12)
     ]
     return f"""{{ .reg .b32 n, a, b, c; shr.b32 n, $1, {first}; and.b32 c, n, 0x7777;
         prmt.b32 a, {words[0]}, {words[1]}, c; prmt.b32 b, {words[2]}, {words[3]}, c;
@@ -120,19 +131,19 @@ def _look_up_nibbles(first):
 
 
 @triton.jit
-def iq4_levels(word, UPPER: tl.constexpr, PLAIN: tl.constexpr):
+def levels_of(word, KIND: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexpr):
     """The levels of a word's four low or upper nibbles (its two halves), as four signed bytes."""
     FIRST: tl.constexpr = 16 if UPPER else 0
     if PLAIN:
         levels = tl.zeros(word.shape, tl.int64)
         for i in tl.static_range(4):
             code = (word >> (FIRST + 4 * i)) & 15
-            eight = tl.where(code < 8, _eight_levels(0), _eight_levels(8))
+            eight = tl.where(code < 8, _eight_levels(0, KIND), _eight_levels(8, KIND))
             levels |= ((eight >> (8 * (code & 7))) & 255) << (8 * i)
         return levels.to(tl.int32)
     else:
         return tl.inline_asm_elementwise(
-            _look_up_nibbles(FIRST), "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+            _look_up_nibbles(FIRST, KIND), "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
         )
 
 

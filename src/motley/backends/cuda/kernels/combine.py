@@ -1,5 +1,6 @@
 """Join what the splits of `attention` left: out = Σ 2^(peak_s - peak) · values_s / Σ 2^(peak_s - peak) · sum_s.
 
+With sinks, the sum has one more addend for each head, 2^(sink - peak), which has no value.
 With `rotate`, the result is rotated back by the Hadamard matrix, of the whole head or of runs of it: quantized values
 are stored rotated.
 The output is INT8 (for a product with one row) or PLAIN. Reference: the last steps of graph.ops.Attention.
@@ -7,10 +8,11 @@ The output is INT8 (for a product with one row) or PLAIN. Reference: the last st
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from motley.backends.cuda.kernels.attention import Shares, Tables
+from motley.backends.cuda.kernels.attention import Shares, Tables, with_sink
 from motley.backends.cuda.kernels.hadamard import rotated
 from motley.backends.cuda.kernels.rows import HALVES, PLAIN, Rows, convert, store_rows
 from motley.backends.cuda.kernels.tiles import TILE
@@ -18,9 +20,9 @@ from motley.backends.cuda.kernels.tiles import TILE
 
 @triton.jit(do_not_specialize=["window", "n_splits", "min_blocks"])
 def _combine(
-    shares, peaks, sums, row_table, row_position, firsts, values, scale, total, window, n_splits, min_blocks,
+    shares, peaks, sums, sinks, row_table, row_position, firsts, values, scale, total, window, n_splits, min_blocks,
     DIM: tl.constexpr, ROTATION: tl.constexpr, LOG_ROTATION: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
-    HEADS: tl.constexpr, ROTATE: tl.constexpr, FORM: tl.constexpr,
+    HEADS: tl.constexpr, ROTATE: tl.constexpr, FORM: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, position = tl.load(firsts + tl.load(row_table + row)), tl.load(row_position + row)
@@ -40,6 +42,9 @@ def _combine(
         acc = acc * rescale + tl.sum(part * factor[:, None], 0)
         weight = weight * rescale + tl.sum(tl.load(sums + base + s, s < n_used, other=0.0) * factor, 0)
         top = new_top
+    if HAS_SINKS:
+        rescale, weight = with_sink(weight, top, tl.load(sinks + head))
+        acc *= rescale
     x = acc / weight
     if ROTATE:
         x = rotated(x, D, ROTATION, LOG_ROTATION)
@@ -60,8 +65,9 @@ def combine(
     rotate: bool,
     rotation: int | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> Rows:
-    """→ out (rows, heads · dim). `rotation`: the size of the rotation, where it is not the head's."""
+    """→ out (rows, heads · dim). `rotation`: the size of the rotation, where it is not the head's. `sinks`: (heads,)"""
     n_rows, n_heads, n_splits, dim = shares.values.shape
     assert out.form != HALVES, "a program has one head, not the whole row"
     assert (out.n_rows, out.n_columns) == (n_rows, n_heads * dim)
@@ -69,15 +75,18 @@ def combine(
     assert dim % rotation == rotation & (rotation - 1) == 0, "only powers of two have a Hadamard matrix"
     if dim % TILE and out.form != PLAIN:
         plain = Rows.empty(PLAIN, out.n_rows, out.n_columns, out.values.device)
-        combine(shares, tables, block_size, plain, rotate=rotate, rotation=rotation, window=window)
+        combine(
+            shares, tables, block_size, plain, rotate=rotate, rotation=rotation, window=window, sinks=sinks
+        )
         return convert(plain.values, out)
     # Measured: benchmarks/cuda_kernels.py. Few sizes, as each is a compiled variant.
     n_at_once, n_warps = (4, 1) if n_splits <= 4 else (32, 1) if n_splits <= 64 else (128, 4)
     _combine[(n_rows, n_heads)](
-        shares.values, shares.peaks, shares.sums, tables.row_table, tables.row_position, tables.firsts,
+        shares.values, shares.peaks, shares.sums, shares.sums if sinks is None else sinks,
+        tables.row_table, tables.row_position, tables.firsts,
         out.bytes_or_values, out.scale, out.total, window or 2**30, n_splits, shares.min_blocks,
         DIM=dim, ROTATION=rotation, LOG_ROTATION=rotation.bit_length() - 1, BS=block_size,
         SPLITS=n_at_once,
-        HEADS=n_heads, ROTATE=rotate, FORM=out.form, num_warps=n_warps,
+        HEADS=n_heads, ROTATE=rotate, FORM=out.form, HAS_SINKS=sinks is not None, num_warps=n_warps,
     )  # fmt: skip
     return out

@@ -20,7 +20,8 @@ from motley.backends.cuda.kernels.bits import (
     biased_nibble,
     both_halves,
     byte_as_half,
-    iq4_levels,
+    has_levels,
+    levels_of,
     multiply_add,
     nibbles_as_halves,
 )
@@ -39,8 +40,8 @@ def tile_values(
     """
     if KIND == "Q8_0":
         return (byte_as_half(word, i, 0x6400, PLAIN) - 1152.0) * w0
-    elif KIND == "IQ4":
-        return (byte_as_half(iq4_levels(word, UPPER, PLAIN), i, 0x6400, PLAIN) - 1152.0) * w0
+    elif has_levels(KIND):
+        return (byte_as_half(levels_of(word, KIND, UPPER, PLAIN), i, 0x6400, PLAIN) - 1152.0) * w0
     elif KIND == "Q4_0":
         return (biased_nibble(word, i, UPPER, PLAIN) - 1032.0) * w0
     elif KIND == "Q4_K":
@@ -69,20 +70,17 @@ def _nibble_tiles(word, w, w_small, i: tl.constexpr, PLAIN: tl.constexpr):
     return a, multiply_add(high, w_small, w_small * -1024.0, PLAIN)
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
-def _matmul(
-    codes, high, scale, x, x_scale, x_total, residual, out, n_rows, n_tokens,
-    BLOCKS: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PLAIN: tl.constexpr,
+@triton.jit
+def tile_products(
+    codes, high, scale, x, x_total, n, m, is_token, acc, first, last,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, BB: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    row, token = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
-    n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]
-    m, is_token = token[None, :], (token < n_tokens)[None, :]
+    """acc (BN, BM) plus the products of rows n (BN, 1) of a packed matrix with rows m (1, BM) of x.
+
+    Steps `first` to `last` (without it): of each BB blocks of the columns, one for each word of codes.
+    """
     WORDS: tl.constexpr = 8 if KIND == "Q8_0" else 4
-    acc = tl.zeros([BN, BM], tl.float32)
-    split = tl.program_id(2)
-    SHARE: tl.constexpr = tl.cdiv(tl.cdiv(BLOCKS, BB), SPLITS) * WORDS
-    for step in range(split * SHARE, tl.minimum((split + 1) * SHARE, tl.cdiv(BLOCKS, BB) * WORDS)):
+    for step in range(first, last):
         j, b = step % WORDS, step // WORDS * BB + tl.arange(0, BB)
         inside = b < BLOCKS
         given = inside[:, None] & is_token  # padding is not read: the same row again and again would be slow
@@ -114,6 +112,26 @@ def _matmul(
                     a = tile_values(word, h1, w0, w1, j, KIND, i, True, PLAIN)
                     v = tl.load(x_at + (16 + i) * BLOCKS, given, other=0.0)
                     acc = tl.dot(a, v, acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def _matmul(
+    codes, high, scale, x, x_scale, x_total, residual, out, n_rows, n_tokens,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    row, token = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
+    n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]
+    m, is_token = token[None, :], (token < n_tokens)[None, :]
+    WORDS: tl.constexpr = 8 if KIND == "Q8_0" else 4
+    acc = tl.zeros([BN, BM], tl.float32)
+    split = tl.program_id(2)
+    SHARE: tl.constexpr = tl.cdiv(tl.cdiv(BLOCKS, BB), SPLITS) * WORDS
+    last = tl.minimum((split + 1) * SHARE, tl.cdiv(BLOCKS, BB) * WORDS)
+    acc = tile_products(
+        codes, high, scale, x, x_total, n, m, is_token, acc, split * SHARE, last, BLOCKS, KIND, BB, PLAIN
+    )
     acc *= tl.load(x_scale + m, is_token, other=0.0)
     at = token[None, :].to(tl.int64) * n_rows + row[:, None]
     ok = is_token & (row < n_rows)[:, None]
@@ -148,7 +166,7 @@ def tile_for(weight: WeightPlanes, n_tokens: int) -> Tile:
     if n_tokens <= 16:
         return Tile(64, 32, 2, 3) if weight.n_rows >= 6144 else Tile(32, 64, 2, 3)
     if is_tall and n_tokens > 32:
-        return Tile(128, 32, 8, 2) if weight.kind == "IQ4" else Tile(128, 16, 4, 3)
+        return Tile(128, 32, 8, 2) if has_levels(weight.kind) else Tile(128, 16, 4, 3)
     # Shared memory for two programs where there is more than one for each multiprocessor.
     return Tile(64, 32, 4, 3 if is_tall or weight.n_rows <= 64 * _MULTIPROCESSORS // 2 else 2)
 

@@ -3,7 +3,7 @@
 The vector comes as int8 per 32 values (`rows`): codes c, scale s, and total t = s · Σ c. With a block's integer
 dot product d (by dp4a, four values an instruction) and the weight's scale w, a block adds
 
-    Q8_0, IQ4  w · s · d    Q4_0  w · (s · d - 8 · t)    Q4_K  w · s · d - m · t    Q6_K  s · (w₀ · d₀ + w₁ · d₁)
+    Q8_0, IQ4, MXFP4  w · s · d    Q4_0  w · (s · d - 8 · t)    Q4_K  w · s · d - m · t    Q6_K  s · (w₀ · d₀ + w₁ · d₁)
 
 All tensors of a program are (BN rows, BB blocks), a thread has four neighbouring blocks: 16-byte loads of each word
 plane, and nothing moves between threads before the last sum. Reference: graph.ops.MatMul on the unpacked weight.
@@ -17,7 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from motley.backends.cuda.kernels.bits import INTERPRETED, dp4a, high_half, iq4_levels, low_half
+from motley.backends.cuda.kernels.bits import (
+    INTERPRETED,
+    dp4a,
+    has_levels,
+    high_half,
+    levels_of,
+    low_half,
+)
 from motley.backends.cuda.kernels.rows import INT8, Rows
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
 
@@ -55,8 +62,8 @@ def row_products(
                 upper = tl.load(codes + (n * 8 + j + 4) * BLOCKS + b, inside, other=0)
             else:
                 word = tl.load(codes + (n * 4 + j) * BLOCKS + b, inside, other=0)
-                if KIND == "IQ4":
-                    low, upper = iq4_levels(word, False, PLAIN), iq4_levels(word, True, PLAIN)
+                if has_levels(KIND):
+                    low, upper = levels_of(word, KIND, False, PLAIN), levels_of(word, KIND, True, PLAIN)
                 else:
                     low, upper = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
             if KIND == "Q6_K":
@@ -69,7 +76,7 @@ def row_products(
             acc += s * (
                 low_half(w).to(tl.float32) * d.to(tl.float32) + high_half(w).to(tl.float32) * e.to(tl.float32)
             )
-        elif KIND == "Q8_0" or KIND == "IQ4":
+        elif KIND == "Q8_0" or has_levels(KIND):
             acc += w.to(tl.float32) * (s * d.to(tl.float32))
         elif KIND == "Q4_0":
             acc += w.to(tl.float32) * (s * d.to(tl.float32) - 8.0 * tl.load(xt + b, inside, other=0.0))

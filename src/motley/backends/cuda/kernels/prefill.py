@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from motley.backends.cuda.kernels.attention import LOG2E, look_up
+from motley.backends.cuda.kernels.attention import LOG2E, look_up, with_sink
 from motley.backends.cuda.kernels.bits import INTERPRETED, byte_as_half, nibbles_as_halves
 from motley.backends.cuda.kernels.hadamard import rotated
 from motley.backends.cuda.kernels.pipeline import launch
@@ -103,10 +103,10 @@ def _load(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr,
 
 @triton.jit(do_not_specialize=["head_rows", "first_row", "window"])
 def _prefill(
-    q, keys, values, tables, spans, out, head_rows, first_row, window, factor,
+    q, keys, values, tables, spans, sinks, out, head_rows, first_row, window, factor,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BS: tl.constexpr,
     SIZE: tl.constexpr, N: tl.constexpr, WINDOWED: tl.constexpr, ROTATION: tl.constexpr, LOG_ROTATION: tl.constexpr,
-    PLAIN: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     head, span = tl.program_id(1), spans + tl.program_id(0) * 4
     row, n = tl.load(span).to(tl.int64), tl.load(span + 1)
@@ -154,6 +154,9 @@ def _prefill(
             p, rescale = tl.exp2(s - base[:, None]), tl.exp2(peak - base)
             total, peak = total * rescale + tl.sum(p, 1), top
             acc = tl.dot(p.to(operand(V_KIND)), tl.trans(v), acc * rescale[:, None])
+    if HAS_SINKS:
+        rescale, total = with_sink(total, peak, tl.load(sinks + head))
+        acc *= rescale[:, None]
     acc = acc / total[:, None]
     if ROTATION > 1:
         ALL: tl.constexpr = SIZE * V_DIMS
@@ -176,11 +179,12 @@ def prefill(
     window: int | None = None,
     rotate: bool = False,
     rotation: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """q (rows, heads, dim) float32 over the KV heads `head_rows` of the cache → the same rows of out, for all `spans`.
 
     A table is, in `tables` (int32), the position that it starts with and its block ids. `rotation`: the size of the
-    rotation, where it is not the head's.
+    rotation, where it is not the head's. `sinks`: (heads,) one more score for each head, without a value.
     """
     _, n_heads, dim = q.shape
     group, rotation = n_heads // (head_rows.stop - head_rows.start), (rotation or dim) if rotate else 1
@@ -196,9 +200,11 @@ def prefill(
     n_stages = 3 if is_fast(keys.kind) and is_fast(values.kind) else 1
     launch(
         _prefill[(len(spans), n_heads)],
-        q, keys.pointers, values.pointers, tables, spans, out, keys.codes.shape[1], head_rows.start,
+        q, keys.pointers, values.pointers, tables, spans, q if sinks is None else sinks, out, keys.codes.shape[1],
+        head_rows.start,
         window or 2**30, scale * LOG2E,
         K_KIND=keys.kind, V_KIND=values.kind, GROUP=group, DIM=dim, BS=keys.block_size, SIZE=span_rows,
         N=2 if keys.block_size <= 32 else 1, WINDOWED=window is not None, ROTATION=rotation,
-        LOG_ROTATION=rotation.bit_length() - 1, PLAIN=INTERPRETED, num_warps=4, num_stages=n_stages,
+        LOG_ROTATION=rotation.bit_length() - 1, HAS_SINKS=sinks is not None, PLAIN=INTERPRETED,
+        num_warps=4, num_stages=n_stages,
     )  # fmt: skip
