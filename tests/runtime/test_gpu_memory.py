@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from motley.assembly import Options, _plan_on_crew
 from motley.backends import Backend, backend_for
-from motley.backends.cuda.footprint import stored_bytes
+from motley.backends.cuda.footprint import RESERVE, stored_bytes, workspace_bytes
 from motley.backends.cuda.weights import load
 from motley.bundled import bundled_experts_path
 from motley.errors import DeviceError
@@ -20,7 +20,7 @@ from motley.formats import PackedTensor, get_format
 from motley.gguf import read_spec
 from motley.graph.ops import Weight
 from motley.kvcache.types import get_cache_type
-from motley.models import BatchShape, read_params
+from motley.models import BatchShape, GraphOptions, build_graph, read_params
 from motley.runtime import CacheConfig, CacheFit, ModelSplit, fit_cache, make_crew, split_model
 from motley.runtime.budget import device_needs
 from motley.runtime.defaults import chosen_crew
@@ -133,3 +133,14 @@ def test_weights_count_as_they_lie_on_the_gpu(kind: str) -> None:
     weight = PackedTensor.pack(torch.randn(3, 512), get_format(kind))
     node = Weight((3, 512), kind, "w")(name="w")
     assert stored_bytes(node) == load(weight, torch.device("cpu")).nbytes
+
+
+def test_slots_of_experts_count_if_they_take_more_than_loading() -> None:
+    spec = read_spec(bundled_experts_path())
+    params = read_params(spec)
+    few, many = (
+        workspace_bytes(build_graph(spec, params, BatchShape(n, 1), GraphOptions(64))) for n in (1, 4096)
+    )
+    n_slots, n_embd, n_ff = 4096 * 4, 256, 96
+    assert many - RESERVE == n_slots * (6 * n_ff + 8 * n_embd)
+    assert RESERVE < few < many

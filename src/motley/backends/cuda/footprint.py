@@ -12,6 +12,7 @@ from motley.backends.cuda.planes import plane_bytes
 from motley.backends.cuda.support import CudaKernel
 from motley.formats import get_format
 from motley.graph import Graph, Tensor
+from motley.graph.ops import ExpertFfn
 from motley.plan import Linear, activation_bytes, fuse
 
 # Bytes: compiled kernels, the libraries' workspaces, what the allocator loses between its blocks.
@@ -40,8 +41,19 @@ def stored_bytes(weight: Tensor) -> int:
 
 
 def workspace_bytes(graph: Graph) -> int:
-    """Beside activations: what loading takes. A step with many rows takes less, two bytes for each value."""
-    return RESERVE + _REPACKING * max(_at_once(graph), default=0)
+    """Beside activations: what loading takes, or what a step takes for the slots of experts if that is more.
+
+    Other steps with many rows take less than loading, two bytes for each value.
+    """
+    return RESERVE + max(_REPACKING * max(_at_once(graph), default=0), max(_slot_bytes(graph), default=0))
+
+
+def _slot_bytes(graph: Graph) -> Iterator[int]:
+    """Bytes of an ExpertFfn's hidden values, as float32 and float16, and of its results, before and after the mask."""
+    for node in graph.nodes:
+        if isinstance(node.op, ExpertFfn):
+            (n_embd, n_ff), n_slots = node.inputs[5].shape[1:], node.inputs[1].n_values
+            yield n_slots * (6 * n_ff + 8 * n_embd)
 
 
 def _at_once(graph: Graph) -> Iterator[int]:

@@ -45,8 +45,8 @@ class Groups:
 
 
 def block_size(n_slots: int, n_experts: int) -> int:
-    """Slots of a block: about as many as an expert has, if all have the same number."""
-    return max(16, min(64, int(triton.next_power_of_2(n_slots // max(n_experts, 1) or 1))))
+    """Slots of a block: large ones if experts have many slots each. Only two sizes, as each is a compiled variant."""
+    return 16 if n_slots <= 16 * n_experts else 64
 
 
 def groups(ids: torch.Tensor, n_experts: int) -> Groups:
