@@ -148,6 +148,11 @@ def load_model(
     spec = read_spec(model)
     params = read_params(spec)
     unused = check_tensors(spec, params)
+    if crew.hosts and params.delta is not None:
+        raise ConfigError(
+            f"{spec.path}: models with recurrent states run on the devices of one process only",
+            hint="leave out devices of other hosts",
+        )
     efforts = _efforts(params, options)
     n_exit = _exit_layers(params, options)
     has_draft = options.draft_model is not None

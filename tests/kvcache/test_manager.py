@@ -287,7 +287,7 @@ def test_stats_report_hits_and_sharing() -> None:
 def test_integrity_notices_a_token_that_nobody_committed() -> None:
     cache = make_cache()
     seq = start(cache, range(4))
-    cache._sequences[seq].tokens[1] = 99
+    cache._sequences[seq].past.tokens[1] = 99
     with pytest.raises(AssertionError, match="hash chain"):
         cache.check_integrity()
 

@@ -113,15 +113,17 @@ def test_a_prefix_ends_at_the_first_unknown_block_and_takes_its_head() -> None:
     known = array("I", range(12))
     index = filled(known, {0: 0, 1: 1, 2: 2})
     query = array("I", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 99, 99, 99])
-    match = find_prefix([index], HASHER, ROOT, query, limit=12)
-    assert (match.blocks, match.n_tail, match.tails) == (([0, 1],), 2, (2,))
-    assert match.keys == chain(known)[:3]
+    match = find_prefix([index], HASHER, ROOT, query, limit=12, block_size=SIZE)
+    assert match.n_tokens == match.n_dense == 10
+    assert match.past.keys == chain(known)[:3]
+    assert index.visible_blocks(match.past.keys, 2) == [0, 1]
+    assert index.find_head(match.past.keys[2], [8, 9]) == (2, 2)
 
 
 def test_a_prefix_never_exceeds_the_limit() -> None:
     tokens = array("I", range(8))
-    match = find_prefix([filled(tokens, {0: 0, 1: 1})], HASHER, ROOT, tokens, limit=7)
-    assert (match.blocks, match.n_tail) == (([0],), 3)
+    index = filled(tokens, {0: 0, 1: 1})
+    assert find_prefix([index], HASHER, ROOT, tokens, limit=7, block_size=SIZE).n_tokens == 7
 
 
 def test_a_windowed_group_needs_only_what_the_next_position_sees() -> None:
@@ -129,16 +131,19 @@ def test_a_windowed_group_needs_only_what_the_next_position_sees() -> None:
     full = filled(tokens, {i: i for i in range(4)})
     # After 16 tokens a window of 6 sees 11 ... 15: entries 2 and 3.
     windowed = filled(tokens, {2: 5, 3: 6}, window=6)
-    match = find_prefix([full, windowed], HASHER, ROOT, tokens, limit=19)
-    assert match.blocks == ([0, 1, 2, 3], [HOLE, HOLE, 5, 6])
+    match = find_prefix([full, windowed], HASHER, ROOT, tokens, limit=19, block_size=SIZE)
+    assert match.n_tokens == 16
+    assert full.visible_blocks(match.past.keys, 4) == [0, 1, 2, 3]
+    assert windowed.visible_blocks(match.past.keys, 4) == [HOLE, HOLE, 5, 6]
 
 
 def test_a_gap_inside_the_window_shortens_the_prefix_for_all_groups() -> None:
     tokens = array("I", range(20))
     full = filled(tokens, {i: i for i in range(4)})
     windowed = filled(tokens, {0: 4, 1: 5, 3: 6}, window=6)
-    match = find_prefix([full, windowed], HASHER, ROOT, tokens, limit=19)
-    assert match.blocks == ([0, 1], [4, 5])
+    match = find_prefix([full, windowed], HASHER, ROOT, tokens, limit=19, block_size=SIZE)
+    assert match.n_tokens == 8
+    assert windowed.visible_blocks(match.past.keys, 2) == [4, 5]
 
 
 @given(st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=3), st.data())
@@ -148,7 +153,7 @@ def test_the_longest_prefix_that_all_groups_can_continue(
     tokens = array("I", range(6 * SIZE + 1))
     windows = [data.draw(st.none() | st.integers(1, 20)) for _ in present]
     indexes = [filled(tokens, {i: i for i in have}, w) for have, w in zip(present, windows, strict=True)]
-    match = find_prefix(indexes, HASHER, ROOT, tokens, limit=6 * SIZE)
+    match = find_prefix(indexes, HASHER, ROOT, tokens, limit=6 * SIZE, block_size=SIZE)
 
     def usable(n_blocks: int, have: set[int], window: int | None) -> bool:
         position = n_blocks * SIZE
@@ -156,8 +161,7 @@ def test_the_longest_prefix_that_all_groups_can_continue(
 
     groups = list(zip(present, windows, strict=True))
     longest = max(n for n in range(7) if all(usable(n, *group) for group in groups))
-    assert len(match.keys) - 1 == longest
-    assert match.n_tail == 0
+    assert match.n_tokens == longest * SIZE
 
 
 @pytest.mark.parametrize("damage", ["key", "child"])

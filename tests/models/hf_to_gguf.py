@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hf_delta import DELTA_NAMES, delta_sizes, delta_tensors
 from hf_experts import EXPERT_NAMES, expert_sizes, expert_tensors
 from transformers import PreTrainedModel
 
@@ -38,6 +39,7 @@ _LAYER_NAMES = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     **EXPERT_NAMES,
+    **DELTA_NAMES,
 }
 _GEMMA_LAYER_NAMES = _LAYER_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
@@ -49,10 +51,12 @@ _NAMES = {
     "gemma3": _GEMMA_LAYER_NAMES,
     "glm4moe": _POST_NORM_LAYER_NAMES,
     "gpt-oss": _POST_NORM_LAYER_NAMES,
+    "qwen3next": _POST_NORM_LAYER_NAMES,
 }
 _ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
     "qwen3_vl_moe_text": "qwen3vlmoe",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
@@ -111,14 +115,24 @@ def to_gguf(model: PreTrainedModel, packed: Mapping[str, PackedTensor] | None = 
             parts = expert_tensors(name, parameter.detach(), is_gpt_oss=architecture == "gpt-oss")
             tensors |= {n: _packed_alike(w, weight) for n, w in parts.items()}
             continue
+        own = delta_tensors(name, parameter.detach(), config)
+        if own is not None:
+            tensors |= {n: _packed_alike(w, weight) for n, w in own.items()}
+            continue
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             weight = _interleaved(weight, _head_dim(config))
-        elif architecture == "gemma3" and "norm" in name:
+        elif _adds_one(architecture, name):
             weight = parameter.detach() + 1  # transformers adds it when it runs
         tensors[_gguf_name(name, architecture)] = weight
-    keys = _sizes(config) | expert_sizes(config) | rope_metadata
+    keys = _sizes(config) | expert_sizes(config) | delta_sizes(config) | rope_metadata
     metadata = {f"{architecture}.{key}": value for key, value in keys.items()}
     return GGUFContent(architecture, metadata | _vocabulary(config.vocab_size), tensors)
+
+
+def _adds_one(architecture: str, name: str) -> bool:
+    """Whether it is the weight of a norm to which transformers adds 1."""
+    is_norm = "norm" in name and "linear_attn" not in name
+    return is_norm and architecture in ("gemma3", "qwen3next")
 
 
 def _packed_alike(weight: torch.Tensor, example: torch.Tensor | PackedTensor) -> torch.Tensor | PackedTensor:

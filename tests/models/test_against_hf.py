@@ -34,6 +34,7 @@ TOLERANCE = 1e-3  # against transformers
 # Each model meets two of them.
 CREWS = ((1, 1), (3, 1), (2, 1, 1), (1, 0, 1), (1, 1, 1, 1), (1,) * 5, (1,) * 7)
 BATCHING_TOLERANCE = 1e-4  # of one engine against itself
+STATE_TOLERANCE = 5e-4  # the same with recurrent states, where rounding errors of all rows add up
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Converted:
     tokens: list[int]
     expected: torch.Tensor  # transformers'
     logits: torch.Tensor  # Motley's, of all tokens at once
+
+    @property
+    def tolerance(self) -> float:
+        """Of Motley against itself."""
+        return STATE_TOLERANCE if self.model.architecture == "qwen3next" else BATCHING_TOLERANCE
 
 
 @pytest.fixture(scope="module", params=TINY_MODELS, ids=lambda model: model.name)
@@ -86,16 +92,15 @@ def test_comparison_would_notice_rope_options_that_are_ignored(model: TinyModel)
 
 def test_chunks_of_any_size_give_the_same_logits(converted: Converted) -> None:
     sizes = list(_random_sizes(random.Random(2), len(converted.tokens)))
-    assert (
-        _difference(converted.driver.logits(converted.tokens, sizes), converted.logits) <= BATCHING_TOLERANCE
-    )
+    logits = converted.driver.logits(converted.tokens, sizes)
+    assert _difference(logits, converted.logits) <= converted.tolerance
 
 
 def test_prompt_and_then_token_by_token_gives_the_same_logits(converted: Converted) -> None:
     n_single = 30
     sizes = [len(converted.tokens) - n_single, *[1] * n_single]
     one_by_one = converted.driver.logits(converted.tokens, sizes)
-    assert _difference(one_by_one, converted.logits) <= BATCHING_TOLERANCE
+    assert _difference(one_by_one, converted.logits) <= converted.tolerance
 
 
 def test_sequences_in_one_batch_do_not_see_each_other(converted: Converted) -> None:
@@ -109,7 +114,7 @@ def test_sequences_in_one_batch_do_not_see_each_other(converted: Converted) -> N
         for sequence, logits in driver.step({sequence: pieces[sequence].pop(0) for sequence in turn}).items():
             parts[sequence].append(logits)
     for sequence, expected in zip(parts, alone, strict=True):
-        assert _difference(torch.cat(parts[sequence]), expected) <= BATCHING_TOLERANCE
+        assert _difference(torch.cat(parts[sequence]), expected) <= converted.tolerance
         driver.free(sequence)
 
 

@@ -20,7 +20,7 @@ N_CTX = 1024  # the most with which phi3's short rope factors apply, as they do 
 
 
 DENSE = ("gemma3", "llama", "phi3", "qwen2", "qwen3")
-WITH_EXPERTS = ("glm4moe", "gpt-oss", "qwen3moe", "qwen3vlmoe")
+WITH_EXPERTS = ("glm4moe", "gpt-oss", "qwen3moe", "qwen3next", "qwen3vlmoe")
 
 
 ARCHITECTURES = (*DENSE, *WITH_EXPERTS)

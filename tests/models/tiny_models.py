@@ -32,6 +32,7 @@ _MODEL_TYPES = {
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
     "qwen3moe": "qwen3_moe",
+    "qwen3next": "qwen3_next",
     "qwen3vlmoe": "qwen3_vl_moe_text",
 }  # where transformers has another name than GGUF
 
@@ -154,6 +155,23 @@ _QWEN_EXPERTS = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
+_QWEN_NEXT = _QWEN_EXPERTS | {
+    "num_hidden_layers": 4,
+    "shared_expert_intermediate_size": 48,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    **_rope("default", partial_rotary_factor=0.5),
+}
+_QWEN_NEXT_EVERY_OTHER = _QWEN_NEXT | {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_conv_kernel_dim": 2,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+}
 _GLM = {
     "head_dim": 16,
     "num_hidden_layers": 3,
@@ -209,6 +227,7 @@ LLAMA = TinyModel("llama", "llama")
 LINEAR = TinyModel("llama, linear", "llama", _LINEAR)
 LONGROPE = TinyModel("phi3, longrope", "phi3", _longrope(16))
 QWEN3MOE = TinyModel("qwen3moe", "qwen3moe", _QWEN_EXPERTS)
+QWEN3NEXT = TinyModel("qwen3next", "qwen3next", _QWEN_NEXT)
 
 TINY_MODELS = [
     GEMMA3,
@@ -247,6 +266,8 @@ TINY_MODELS = [
         _QWEN_EXPERTS | _MHA | _TIED | {"num_experts_per_tok": 3, "norm_topk_prob": False},
     ),
     TinyModel("qwen3moe, one expert, yarn", "qwen3moe", _QWEN_EXPERTS | _YARN | {"num_experts_per_tok": 1}),
+    QWEN3NEXT,
+    TinyModel("qwen3next, every other layer, MQA, tied", "qwen3next", _QWEN_NEXT_EVERY_OTHER | _MQA | _TIED),
     TinyModel(
         "qwen3vlmoe",
         "qwen3vlmoe",

@@ -22,9 +22,9 @@ class CacheDriver:
         self.cache, self.runner = self.llm._loaded.cache, self.llm._loaded.runner
         self._pending: list[BlockCopy] = []
 
-    def open(self, tokens: Sequence[int] = ()) -> tuple[int, int]:
+    def open(self, tokens: Sequence[int] = (), checkpoints: Sequence[int] = ()) -> tuple[int, int]:
         """A sequence, and how many of `tokens` it has found in the cache."""
-        opened = self.cache.open(tokens)
+        opened = self.cache.open(tokens, checkpoints=checkpoints)
         self._pending = opened.copies
         return opened.seq, opened.n_cached
 
@@ -32,7 +32,8 @@ class CacheDriver:
         """Run the next tokens of which only the first `n_accepted` are kept. Logits (tokens, vocab)."""
         start = self.cache.n_tokens(sequence)
         self.cache.advance(sequence, start)
-        room = self.cache.reserve(sequence, len(tokens))
+        n_uncertain = 0 if n_accepted is None else len(tokens) - n_accepted
+        room = self.cache.reserve(sequence, len(tokens), n_uncertain=n_uncertain)
         assert room is not None, "the test's cache is too small"
         batch = Batch.of([Chunk(sequence, start, len(tokens), len(tokens))])
         copies = [*self._pending, *room]
@@ -41,6 +42,16 @@ class CacheDriver:
         self.cache.commit(sequence, tokens[:n_accepted])
         self.cache.check_integrity()
         return logits
+
+    def prompt(self, tokens: Sequence[int], checkpoints: Sequence[int] = ()) -> tuple[int, int, torch.Tensor]:
+        """A sequence of all `tokens`, how many it has found, and the logits of the others."""
+        sequence, n_cached = self.open(tokens, checkpoints)
+        rows, start = [], n_cached
+        while start < len(tokens):
+            n_tokens = self.cache.n_before_checkpoint(sequence, len(tokens) - start)
+            rows.append(self.feed(sequence, tokens[start : start + n_tokens]))
+            start += n_tokens
+        return sequence, n_cached, torch.cat(rows)
 
     def logits(self, tokens: Sequence[int], chunks: Iterable[int]) -> torch.Tensor:
         """(tokens, vocab) of a sequence of its own, fed in chunks of these sizes until there are no more."""

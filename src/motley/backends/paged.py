@@ -46,6 +46,24 @@ class Batch(Protocol):
     def tables(self) -> Sequence[Table]: ...
 
 
+class StateBatch(Protocol):
+    """Where a batch reads and writes recurrent states."""
+
+    @property
+    def table(self) -> npt.NDArray[np.int64]:
+        """Nine numbers for each sequence, see kvcache.state_arena.StateSpan."""
+        ...
+
+
+class StatePlanes(Protocol):
+    """Where one part of a layer's recurrent state is; the same object in every batch."""
+
+    @property
+    def states(self) -> torch.Tensor: ...
+    @property
+    def rings(self) -> torch.Tensor: ...
+
+
 class PagedLayer(Protocol):
     """Where one layer's keys and values are; the same object in every batch."""
 

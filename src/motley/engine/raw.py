@@ -14,7 +14,7 @@ import torch
 from motley.engine.effort import Effort
 from motley.engine.engine import Engine
 from motley.errors import RequestError
-from motley.kvcache.sequences import BlockCopy
+from motley.kvcache.groups import BlockCopy
 from motley.runtime import MAX_LOGIT_ROWS, Batch, Chunk
 
 T = TypeVar("T")
@@ -59,6 +59,8 @@ class RawSequence:
         self._is_guest = is_guest
         self._effort = engine.efforts.default if effort is None else effort
         self._copies: list[BlockCopy] = []  # made before the next tokens are stored
+        self._is_kept = prefix is not None
+        self._is_running = False  # a batch that fails may have changed the sequence's states
         self.sequence: int | None = None  # while it is open; the owner's thread sets it
         self.n_cached = 0
         self.n_losses = 0  # of the engine, when it was opened
@@ -141,7 +143,8 @@ class RawSequence:
     # On the owner's thread
 
     def _open(self, prefix: Sequence[int] | None) -> None:
-        opened = self._cache.open(prefix or (), salt=os.urandom(16) if prefix is None else self._effort.salt)
+        salt = os.urandom(16) if prefix is None else self._effort.salt
+        opened = self._cache.open(prefix or (), salt=salt, checkpoints=None)
         self._copies = opened.copies
         self._engine.n_guests += self._is_guest
         self.sequence, self.n_cached = opened.seq, opened.n_cached
@@ -168,8 +171,9 @@ class RawSequence:
         start, effort = self._cache.n_tokens(sequence), self._effort
         chunk = Chunk(sequence, start, len(tokens), n_outputs, effort.n_experts, effort.n_layers)
         batch = Batch.of([chunk], wants_hidden=wants_hidden)
+        self._is_running = True
         output = self._runner.run(self._runner.place(batch, self._cache), tokens, copies)
-        self._copies = []
+        self._copies, self._is_running = [], False
         self._cache.commit(sequence, tokens)
         return output
 
@@ -196,5 +200,6 @@ class RawSequence:
         sequence, self.sequence = self.sequence, None
         if sequence is not None:
             self._engine.n_guests -= self._is_guest
-            self._cache.free(sequence, copies_done=not self._copies)
+            is_kept = self._is_kept and not self._copies and not self._is_running
+            self._cache.free(sequence, copies_done=is_kept)
             self._engine.give_back()

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 
 from motley.engine.pacing import Pace
 from motley.engine.request import Request
+from motley.kvcache.groups import BlockCopy, BlockShift
 from motley.kvcache.manager import CacheManager
-from motley.kvcache.sequences import BlockCopy, BlockShift
 
 _FEW = 16  # pending tokens: less than a prompt
 
@@ -259,7 +259,8 @@ class Scheduler:
     def abandon(self) -> Request | None:
         """Undoes a failed step: the requests that it changed become suspects. Returns a suspect that ran alone.
 
-        Copies and shifts of the step may not have been made, so blocks that were incomplete before are not published.
+        Copies and shifts of the step may not have been made, so blocks that were incomplete before are not published,
+        nor are states, which the step may have changed.
         """
         touched = [request for request in self._touched if not request.is_finished]
         for request in reversed(touched):
@@ -307,9 +308,12 @@ class Scheduler:
         if n_tokens <= 0:
             return 0
         self._touched[request] = None
+        n_tokens = self.cache.n_before_checkpoint(request.sequence, n_tokens)
         self.cache.advance(request.sequence, request.n_computed)
+        draft = draft[: self.cache.max_uncertain]
         if draft and n_tokens == request.n_pending and n_tokens + len(draft) <= room:
-            copies = self.cache.reserve(request.sequence, n_tokens + len(draft))
+            n_drafted = len(draft)
+            copies = self.cache.reserve(request.sequence, n_tokens + n_drafted, n_uncertain=n_drafted)
             if copies is not None:
                 step.add(request, n_tokens, copies, draft)
                 return n_tokens + len(draft)
@@ -334,7 +338,7 @@ class Scheduler:
             request.tokens, salt=request.salt, keys=request.prefix_keys, find=request.cache_prompt
         )
         request.sequence, request.n_computed = opened.seq, opened.n_cached
-        n_tokens = min(request.n_pending, room)
+        n_tokens = self.cache.n_before_checkpoint(opened.seq, min(request.n_pending, room))
         self.cache.advance(opened.seq, opened.n_cached)
         copies = self.cache.reserve(opened.seq, n_tokens)
         if copies is None:

@@ -75,7 +75,7 @@ class SessionStore:
                             f"{self._cache.block_size} needs them from {restored.firsts[group]} on",
                             hint="load it with the --kv-block-size that it was saved with, or a smaller one",
                         )
-                    planes = list(self._read(file, len(tokens) - firsts[layer], n_skipped))
+                    planes = list(self._read(file, layer, len(tokens) - firsts[layer], n_skipped))
                     self._owner.call(partial(self._exchange.write, layer, restored.slots[group], planes))
                 file.require_end()
                 self._owner.call(lambda: self._commit(restored, tokens, n_losses))
@@ -102,9 +102,9 @@ class SessionStore:
             self._engine.n_guests -= 1
             self._cache.free(restored.seq)
 
-    def _read(self, file: SessionFile, n_tokens: int, n_skipped: int) -> Iterator[Planes]:
-        """K and V of the file's next layer, without the first `n_skipped` tokens."""
-        for plane_sizes in self._exchange.part_sizes(n_tokens):
+    def _read(self, file: SessionFile, layer: int, n_tokens: int, n_skipped: int) -> Iterator[Planes]:
+        """K and V of the file's next layer, without the first `n_skipped` tokens; or its state."""
+        for plane_sizes in self._exchange.part_sizes(layer, n_tokens):
             planes = {}
             for name, shape, dtype in plane_sizes:
                 data = bytearray(file.part(math.prod(shape) * dtype.itemsize))

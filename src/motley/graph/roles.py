@@ -7,6 +7,7 @@ from dataclasses import dataclass
 # Groups: weights of one group and one layer are split together, because one computation uses them all.
 WHOLE = "whole"  # norms, small vectors: every device holds all of them
 HEADS = "heads"  # attention: cut at KV heads with their query groups
+DELTA = "delta"  # a gated delta net: cut at key heads with their value heads
 FFN = "ffn"  # a dense FFN: cut at columns of its hidden layer
 SHARED_FFN = "shared_ffn"  # the FFN of the shared expert
 EXPERTS = "experts"  # cut at columns of each expert's hidden layer, or at whole experts (axis 0)
@@ -19,6 +20,10 @@ VOCABULARY = "vocabulary"  # the output matrix: cut at rows
 QUERIES = "queries"  # dims of query heads
 KEYS = "keys"  # dims of KV heads
 QUERY_HEADS = "query_heads"  # one value per query head
+GATED_QUERIES = "gated_queries"  # of each query head its dims, then as many of its gate
+DELTA_KEYS = "delta_keys"  # dims of a delta net's key heads
+DELTA_VALUES = "delta_values"  # dims of its value heads
+DELTA_GATES = "delta_gates"  # of each key head two values per value head of it
 COLUMNS = "columns"  # of an FFN's hidden layer
 
 

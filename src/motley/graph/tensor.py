@@ -22,6 +22,8 @@ Shape = tuple[int, ...]
 F32 = "f32"
 I32 = "i32"
 CACHE = "cache"  # one layer of the KV cache: a handle, no activation memory
+RECURRENT = "recurrent"  # a part of one layer's recurrent state: a handle, too
+HANDLES = (CACHE, RECURRENT)
 
 
 @dataclass(frozen=True, eq=False)

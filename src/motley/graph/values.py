@@ -44,3 +44,29 @@ class CacheLayer(Protocol):
         ...
 
     def sequences(self) -> Iterator[CachedSequence]: ...
+
+
+class StateSequence(Protocol):
+    """One sequence's rows of a batch, and its recurrent state, which includes all tokens before its pending ones."""
+
+    rows: slice  # of the batch
+    n_folded: int  # how many of these rows the stored state includes after the batch; the others stay pending
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The state as float32 (zeros for a new sequence), and the stored inputs of pending tokens, oldest first."""
+        ...
+
+    def write(self, state: torch.Tensor, pending: torch.Tensor) -> None:
+        """Store the state after pending tokens and `n_folded` rows, and the inputs of the other rows."""
+        ...
+
+
+class StateLayer(Protocol):
+    """One part of a layer's recurrent state, on one device, for one batch."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one sequence's state."""
+        ...
+
+    def sequences(self) -> Iterator[StateSequence]: ...

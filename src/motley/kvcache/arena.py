@@ -1,4 +1,4 @@
-"""What one device holds of the cache: a store for K and one for V in each block group, and its layers' rows in them."""
+"""What one device holds of the cache: stores for K and V in each block group, and the slots of recurrent states."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from motley.graph.values import CachedSequence
 from motley.kvcache.blocks import slots_of
 from motley.kvcache.gpu_paging import GpuPagedMemory, cuda_driver
+from motley.kvcache.groups import BlockCopy, BlockShift
 from motley.kvcache.paging import PagedMemory
-from motley.kvcache.sequences import BlockCopy, BlockShift
+from motley.kvcache.state_arena import StateArena, StateBatch, StateLayout, StatePlanes
 from motley.kvcache.store import Store, allocate_zeroed
 from motley.kvcache.types import CacheType
 
@@ -97,8 +98,43 @@ class ArenaGroup:
             self.empty -= fresh
 
 
+CacheBatch = GroupBatch | StateBatch
+
+
+class _StateMemory:
+    """The states of one device, and the memory of their slots."""
+
+    def __init__(
+        self, layout: StateLayout, group: int, device: torch.device | None, *, demand_paged: bool
+    ) -> None:
+        self._memory = _paged_memory(device) if demand_paged else None
+        self._empty = set(range(layout.n_slots))
+        plain = partial(allocate_zeroed, device=device)
+        self.arena = StateArena(
+            layout, group, plain if self._memory is None else self._memory.allocate, plain
+        )
+
+    @property
+    def n_resident(self) -> int:
+        n_bytes = self.arena.n_bytes
+        return n_bytes if self._memory is None else n_bytes - self.arena.slot_bytes + self._memory.n_resident
+
+    def fill(self, slots: Iterable[int]) -> None:
+        """These slots are about to hold something."""
+        if self._memory is not None and (fresh := self._empty.intersection(slots)):
+            self._memory.take(sorted(fresh))
+            self._empty -= fresh
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        if self._memory is not None and slots:
+            self._empty.update(slots)
+            self._memory.give_back(slots, self._empty)
+
+
 class Arena:
-    """K and V of one device. Block ids mean the same on every device; each stores only its own heads."""
+    """K, V and recurrent states of one device. Ids of blocks and slots mean the same on every device; each stores only
+    its own heads.
+    """
 
     def __init__(
         self,
@@ -110,7 +146,11 @@ class Arena:
         head_dim: int,
         demand_paged: bool = False,
         device: torch.device | None = None,  # None: the CPU
+        states: StateLayout | None = None,
     ) -> None:
+        self._states = (
+            None if states is None else _StateMemory(states, len(groups), device, demand_paged=demand_paged)
+        )
         self._groups: list[ArenaGroup] = []
         self._layers: dict[int, ArenaLayer] = {}
         for number, group in enumerate(groups):
@@ -139,12 +179,14 @@ class Arena:
 
     def group_bytes(self) -> list[int]:
         """Of each group, as allocated."""
-        return [group.n_bytes for group in self._groups]
+        states = [] if self._states is None else [self._states.arena.n_bytes]
+        return [group.n_bytes for group in self._groups] + states
 
     @property
     def n_resident(self) -> int:
         """Bytes in memory at this moment: all of them, unless the arena is demand-paged."""
-        return sum(
+        states = 0 if self._states is None else self._states.n_resident
+        return states + sum(
             group.n_bytes if group.memory is None else group.memory.n_resident for group in self._groups
         )
 
@@ -152,11 +194,27 @@ class Arena:
         """Where that layer's keys and values are; always the same object."""
         return self._layers[layer]
 
-    def prepare(self, batch: Sequence[GroupBatch], copies: Iterable[BlockCopy]) -> None:
-        """Before a batch runs: the blocks that it writes to are empty no more, its copies-on-write are made."""
-        for group, own in zip(self._groups, batch, strict=True):
+    def state(self, name: str) -> StatePlanes:
+        """Where the graph's input `name`, a part of a layer's state, is; always the same object."""
+        return self.states.planes[name]
+
+    @property
+    def states(self) -> StateArena:
+        assert self._states is not None, "no layer has a recurrent state"
+        return self._states.arena
+
+    def prepare(self, batch: Sequence[CacheBatch], copies: Iterable[BlockCopy]) -> None:
+        """Before a batch runs: what it writes to is empty no more, its copies-on-write are made."""
+        for own, group in self._of_groups(batch):
             group.touch(own.slots)
+        if self._states is not None:
+            self._states.fill(_of_states(batch).targets)
         self._copy_blocks(copies)
+
+    def _of_groups(self, batch: Sequence[CacheBatch]) -> Iterator[tuple[GroupBatch, ArenaGroup]]:
+        for own, group in zip(batch, self._groups, strict=False):  # states are the last
+            assert isinstance(own, GroupBatch)
+            yield own, group
 
     def _copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         for copy in copies:
@@ -165,10 +223,12 @@ class Arena:
             for store in (group.keys, group.values):
                 store.copy_block(copy.src, copy.dst, copy.n_tokens)
 
-    def store_random(self, batch: Sequence[GroupBatch]) -> None:
+    def store_random(self, batch: Sequence[CacheBatch]) -> None:
         """Random keys and values at a batch's slots; all layers of a group get the same, packed once."""
         self.prepare(batch, [])
-        for number, (group, own) in enumerate(zip(self._groups, batch, strict=True)):
+        if self._states is not None:
+            self.states.store_random(_of_states(batch).targets)
+        for number, (own, group) in enumerate(self._of_groups(batch)):
             slots = own.slots
             places = [layer.rows for layer in self._layers.values() if layer.group == number]
             widest = max(places, key=lambda rows: rows.stop - rows.start)
@@ -195,12 +255,18 @@ class Arena:
                     layer.values.scatter(layer.rows, targets, layer.values.gather(layer.rows, sources))
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[dict[str, torch.Tensor], ...]:
-        """K and V of this device's heads as they are stored; see Store.gather."""
+        """K and V of this device's heads as they are stored (see Store.gather), or its parts of the state in a slot."""
+        if layer not in self._layers:
+            return tuple({name: state} for name, state in self.states.gather(layer, int(slots)).items())
         own = self._layers[layer]
         return own.keys.gather(own.rows, slots), own.values.gather(own.rows, slots)
 
     def scatter(self, layer: int, slots: torch.Tensor, planes: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The reverse of `gather`. The slots' blocks hold something from now on."""
+        if layer not in self._layers and self._states is not None:
+            self._states.fill([int(slots)])
+            self.states.scatter(int(slots), {name: part for items in planes for name, part in items.items()})
+            return
         own = self._layers[layer]
         self._groups[own.group].touch(slots)
         for store, items in zip((own.keys, own.values), planes, strict=True):
@@ -208,10 +274,18 @@ class Arena:
 
     def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
         """Blocks of each group that hold nothing any more: return their memory, where it is demand-paged."""
-        for group, blocks in zip(self._groups, emptied, strict=True):
+        if self._states is not None:
+            self._states.give_back(emptied[-1])
+        for group, blocks in zip(self._groups, emptied, strict=False):  # states are the last
             if group.memory is not None and blocks:
                 group.empty.update(blocks)
                 group.memory.give_back(blocks, group.empty)
+
+
+def _of_states(batch: Sequence[CacheBatch]) -> StateBatch:
+    own = batch[-1]
+    assert isinstance(own, StateBatch)
+    return own
 
 
 def _paged_memory(device: torch.device | None) -> PagedMemory | GpuPagedMemory:

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motley.kvcache.arena import GroupBatch, SequenceTable
+from motley.kvcache.arena import CacheBatch, GroupBatch, SequenceTable
 from motley.kvcache.manager import CacheManager
+from motley.kvcache.state_arena import StateBatch, StateSpan
+from motley.kvcache.states import StateGroup
 
 
 class Extent(NamedTuple):
@@ -19,9 +21,37 @@ class Extent(NamedTuple):
     n_tokens: int
 
 
-def group_batches(manager: CacheManager, extents: Sequence[Extent]) -> list[GroupBatch]:
-    """One GroupBatch for each group; all slots have been reserved."""
-    return [_group_batch(manager, group, extents) for group in range(len(manager.groups))]
+def group_batches(manager: CacheManager, extents: Sequence[Extent]) -> list[CacheBatch]:
+    """One batch for each group; all slots have been reserved."""
+    return [
+        _state_batch(manager, number, extents)
+        if isinstance(group, StateGroup)
+        else _group_batch(manager, number, extents)
+        for number, group in enumerate(manager.groups)
+    ]
+
+
+def _state_batch(manager: CacheManager, group: int, extents: Sequence[Extent]) -> StateBatch:
+    tables = manager.states([e.sequence for e in extents], group)
+    spans: list[StateSpan] = []
+    first_row = 0
+    for (_, start, n_tokens), table in zip(extents, tables, strict=True):
+        assert start <= table.next_folded <= start + n_tokens, "the state was reserved for another batch"
+        spans.append(
+            StateSpan(
+                first_row,
+                n_tokens,
+                start,
+                table.slot,
+                table.n_folded,
+                table.ring,
+                table.next_slot,
+                table.next_folded,
+                table.next_ring,
+            )
+        )
+        first_row += n_tokens
+    return StateBatch(tuple(spans))
 
 
 def _group_batch(manager: CacheManager, group: int, extents: Sequence[Extent]) -> GroupBatch:

@@ -31,34 +31,39 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from motley.errors import CacheError, ConfigError
-from motley.kvcache.blocks import HOLE, first_visible_block, n_blocks_for, slots_of
-from motley.kvcache.prefix import BlockHasher, PrefixStats, find_prefix
+from motley.kvcache.blocks import slots_of
+from motley.kvcache.groups import BlockCopy, BlockShift
+from motley.kvcache.prefix import BlockHasher, PrefixStats, Timeline, find_prefix, longest_usable
 from motley.kvcache.results import CacheStats, Opened, Restored, TableView
-from motley.kvcache.sequences import BlockCopy, BlockGroup, BlockShift, BlockTable, GroupSpec
+from motley.kvcache.sequences import BlockGroup, GroupSpec
+from motley.kvcache.states import StateGroup, StateSpec, StateTable
 
 
 @dataclass(slots=True)
 class _Sequence:
-    tokens: array[int]  # committed
-    keys: list[bytes]  # the root, then the key of each full block
-    tables: list[BlockTable]  # per group
-    n_slots: int  # positions with a slot: at least len(tokens)
-    n_own: int | None = None  # after a shift: K/V of later tokens owe something to tokens that are gone
+    past: Timeline  # committed tokens
+    tables: list[Any]  # per group
+    n_slots: int  # positions with a slot: at least as many as there are tokens
 
     @property
-    def n_nameable(self) -> int:
-        """Tokens whose K/V depend only on the tokens before them: eligible for prefix reuse."""
-        return len(self.tokens) if self.n_own is None else min(self.n_own, len(self.tokens))
+    def n_tokens(self) -> int:
+        return len(self.past.tokens)
 
 
 class CacheManager:
     """Sequences over one or more groups of blocks. The first group is usually the one with full attention."""
 
     def __init__(
-        self, groups: Iterable[GroupSpec], block_size: int, *, salt: bytes = b"", find_prefixes: bool = True
+        self,
+        groups: Iterable[GroupSpec | StateSpec],
+        block_size: int,
+        *,
+        salt: bytes = b"",
+        find_prefixes: bool = True,
     ) -> None:
         """`salt` is whatever changes K/V for all sequences: model, cache types, rotation."""
         if block_size < 1 or block_size & (block_size - 1):
@@ -66,7 +71,7 @@ class CacheManager:
                 f"a KV cache block of {block_size} tokens is not a power of two", hint="try 16, 32, 64"
             )
         self.block_size = block_size
-        self.groups = tuple(BlockGroup(i, spec, block_size) for i, spec in enumerate(groups))
+        self.groups = tuple(_make_group(i, spec, block_size) for i, spec in enumerate(groups))
         if not self.groups:
             raise ConfigError("a KV cache needs at least one group of layers")
         self._finds_prefixes = find_prefixes
@@ -85,12 +90,17 @@ class CacheManager:
     @property
     def n_free_tokens(self) -> int:
         """Slots of empty and evictable blocks, in the group that has the fewest."""
-        return min(group.pool.n_available for group in self.groups) * self.block_size
+        return min(group.n_free_tokens for group in self.groups)
 
     @property
     def n_evictable(self) -> int:
         """Blocks kept only because they may be found again, over all groups."""
         return sum(group.pool.n_cached for group in self.groups)
+
+    @property
+    def max_uncertain(self) -> int:
+        """The most tokens of a `reserve` that may be uncertain."""
+        return min(group.max_uncertain for group in self.groups)
 
     def can_ever_fit(self, n_tokens: int, n_batch: int | None = None) -> bool:
         """Whether a sequence of `n_tokens` fits into an idle cache, fed in batches of up to `n_batch`."""
@@ -106,8 +116,8 @@ class CacheManager:
             n_needed, n_blocks = group.n_needed(n_tokens, n_batch or n_tokens), group.pool.n_blocks
             if n_needed > n_blocks:
                 raise CacheError(
-                    f"{n_tokens} tokens need {n_needed} blocks of {self.block_size} tokens in KV cache group "
-                    f"{group.spec.name!r}, which has {n_blocks} ({n_blocks * self.block_size} tokens) in all",
+                    f"{n_tokens} tokens need {n_needed} {group.unit} in KV cache group "
+                    f"{group.name!r}, which has {n_blocks} ({n_blocks * self.block_size} tokens) in all",
                     hint="shorten the prompt or the answer, or raise --kv-cache-tokens / --kv-cache-bytes",
                 )
 
@@ -120,25 +130,28 @@ class CacheManager:
         salt: bytes = b"",
         keys: list[bytes] | None = None,
         find: bool = True,
+        checkpoints: Sequence[int] | None = (),
     ) -> Opened:
         """Begin a sequence with as much of `tokens` as is cached, short of the last: its logits are wanted.
 
         `salt` is whatever changes K/V for this sequence alone. Never refuses, and reserves nothing. `keys` is the
         caller's list of these tokens' block hashes, empty at first: what it has is not hashed again. `find=False`:
-        begin with nothing.
+        begin with nothing. `checkpoints`: lengths after which later prompts may part from this one; only layers with a
+        state need them. Default: the last block boundary. None: nothing is expected to follow.
         """
-        root = self._hasher.root(salt)
-        sequence = _Sequence(array("I"), [root], [BlockTable() for _ in self.groups], 0)
+        sequence = self._new_sequence(salt)
         copies: list[BlockCopy] = []
         try:
             if self._finds_prefixes and find and tokens:
-                copies = self._share_prefix(sequence, array("I", tokens), [] if keys is None else keys)
+                copies = self._share_prefix(
+                    sequence, array("I", tokens), [] if keys is None else keys, checkpoints
+                )
         except BaseException:
             for group, table in zip(self.groups, sequence.tables, strict=True):
                 group.truncate(table, 0)
             raise
-        self._count_query(len(tokens), len(sequence.tokens), 1)
-        return Opened(self._add(sequence), len(sequence.tokens), len(tokens), copies)
+        self._count_query(len(tokens), sequence.n_tokens, 1)
+        return Opened(self._add(sequence), sequence.n_tokens, len(tokens), copies)
 
     def reject(self, opened: Opened) -> None:
         """Undo `open`, whose copies have not been made: it does not count as a query either."""
@@ -151,46 +164,58 @@ class CacheManager:
         `salt`: as for `open`. Windowed groups have slots for what the last token and later ones see, and holes before
         that.
         """
-        first_blocks = [
-            first_visible_block(len(tokens) - 1, group.spec.window, self.block_size) for group in self.groups
-        ]
-        counts = [n_blocks_for(len(tokens), self.block_size) - first for first in first_blocks]
-        if any(n > group.pool.n_available for n, group in zip(counts, self.groups, strict=True)):
+        if not all(group.can_restore(len(tokens)) for group in self.groups):
             return None
-        tables = [
-            g.make_table(first, n) for g, first, n in zip(self.groups, first_blocks, counts, strict=True)
-        ]
-        seq = self._add(_Sequence(array("I"), [self._hasher.root(salt)], tables, len(tokens)))
-        stored = [self.stored_slots(seq, i) for i in range(len(tables))]
+        sequence = self._new_sequence(salt)
+        sequence.tables = [group.restored_table(len(tokens)) for group in self.groups]
+        sequence.n_slots = len(tokens)
+        seq = self._add(sequence)
+        stored = [self.stored_slots(seq, i) for i in range(len(self.groups))]
         return Restored(seq, tuple(first for first, _ in stored), tuple(slots for _, slots in stored))
 
-    def reserve(self, seq: int, n_new: int, *, may_copy: bool = True) -> list[BlockCopy] | None:
+    def n_before_checkpoint(self, seq: int, n_new: int) -> int:
+        """How many of the next `n_new` tokens may run in one batch, so that expected checkpoints can be made."""
+        sequence = self._sequences[seq]
+        pairs = zip(self.groups, sequence.tables, strict=True)
+        return min(group.n_before_checkpoint(table, sequence.n_tokens, n_new) for group, table in pairs)
+
+    def reserve(
+        self, seq: int, n_new: int, *, n_uncertain: int = 0, may_copy: bool = True
+    ) -> list[BlockCopy] | None:
         """Make slots for the next `n_new` tokens. Gives what has to be copied before they are written; None, and no
         change at all, if a group has no room for them, or if it `may_copy` nothing and would have to.
+
+        The last `n_uncertain` of them may be left out of the `commit`, or truncated before the next `reserve`.
         """
         assert n_new >= 1, n_new
+        assert 0 <= n_uncertain < n_new, (n_new, n_uncertain)
         sequence = self._sequences[seq]
-        n_tokens = len(sequence.tokens)
+        n_tokens = sequence.n_tokens
         n_slots = max(sequence.n_slots, n_tokens + n_new)
         pairs = list(zip(self.groups, sequence.tables, strict=True))
-        if any(group.n_missing(table, n_tokens, n_slots) > group.pool.n_available for group, table in pairs):
+        if not all(group.has_room(table, n_tokens, n_slots, n_uncertain) for group, table in pairs):
             return None
-        if not may_copy and any(group.must_copy_tail(table, n_tokens) for group, table in pairs):
+        if not may_copy and any(group.must_copy(table, n_tokens) for group, table in pairs):
             return None
         sequence.n_slots = n_slots
-        return [copy for group, table in pairs for copy in group.extend(table, n_tokens, n_slots)]
+        return [
+            copy
+            for group, table in pairs
+            for copy in group.extend(table, n_tokens, n_slots, n_new, n_uncertain)
+        ]
 
     def commit(self, seq: int, tokens: Sequence[int]) -> None:
         """Record the next tokens, whose K/V now stand in reserved slots, and let others find them."""
         sequence = self._sequences[seq]
-        n_before = len(sequence.tokens)
+        n_before = sequence.n_tokens
         assert n_before + len(tokens) <= sequence.n_slots, "commit of tokens that were not reserved"
-        sequence.tokens.extend(tokens)
+        sequence.past.tokens.extend(tokens)
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            group.commit(table, sequence.n_tokens)
         if self._finds_prefixes and tokens:
             self._name_full_blocks(sequence)
-            if len(sequence.tokens) // self.block_size * self.block_size >= n_before:
-                # A growing block keeps its first name until it is full.
-                self._publish_tail(sequence, only_unpublished=True)
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                group.publish_end(table, sequence.past, n_before=n_before)
 
     def advance(self, seq: int, min_position: int) -> None:
         """Drop blocks behind the windows of `min_position`, the smallest one of the sequence's next batch.
@@ -198,36 +223,37 @@ class CacheManager:
         After this the sequence cannot be truncated below `min_position`, except to nothing.
         """
         sequence = self._sequences[seq]
-        assert min_position <= len(sequence.tokens), "tokens before the batch are not committed yet"
+        assert min_position <= sequence.n_tokens, "tokens before the batch are not committed yet"
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.drop_unseen(table, min_position)
 
     def fork(self, seq: int) -> int:
         """A second sequence with the same tokens and blocks; the first to write the last block copies it."""
         parent = self._sequences[seq]
-        n_tokens = len(parent.tokens)
+        n_tokens, past = parent.n_tokens, parent.past
         tables = [g.fork(table, n_tokens) for g, table in zip(self.groups, parent.tables, strict=True)]
-        return self._add(_Sequence(parent.tokens[:], parent.keys[:], tables, n_tokens, parent.n_own))
+        copied = replace(past, tokens=past.tokens[:], keys=past.keys[:])
+        return self._add(_Sequence(copied, tables, n_tokens))
 
     def can_truncate(self, seq: int, n_tokens: int) -> bool:
-        """Whether windowed groups still have what position `n_tokens` sees."""
+        """Whether windowed groups still have what position `n_tokens` sees, and states can go back there."""
         tables = self._sequences[seq].tables
         return all(g.can_truncate(table, n_tokens) for g, table in zip(self.groups, tables, strict=True))
 
     def truncate(self, seq: int, n_tokens: int) -> None:
         """Keep the first `n_tokens` tokens, and no reservation."""
         sequence = self._sequences[seq]
-        assert 0 <= n_tokens <= len(sequence.tokens), (n_tokens, len(sequence.tokens))
+        assert 0 <= n_tokens <= sequence.n_tokens, (n_tokens, sequence.n_tokens)
         if not self.can_truncate(seq, n_tokens):
             raise CacheError(
-                f"a sequence of {len(sequence.tokens)} tokens cannot go back to {n_tokens}: "
-                "sliding-window layers have dropped what that position sees",
+                f"a sequence of {sequence.n_tokens} tokens cannot go back to {n_tokens}: sliding-window layers have "
+                "dropped what that position sees, or recurrent states include later tokens",
                 hint="free it and open it again with the tokens to keep",
             )
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.truncate(table, n_tokens)
-        del sequence.tokens[n_tokens:]
-        del sequence.keys[1 + n_tokens // self.block_size :]
+        del sequence.past.tokens[n_tokens:]
+        del sequence.past.keys[1 + n_tokens // self.block_size :]
         sequence.n_slots = n_tokens
 
     def shift(self, seq: int, n_keep: int, n_drop: int) -> list[BlockShift] | None:
@@ -238,26 +264,29 @@ class CacheManager:
         the sequence cannot be truncated below what is left, except to what was kept.
         """
         sequence = self._sequences[seq]
-        n_tokens = len(sequence.tokens)
+        n_tokens, past = sequence.n_tokens, sequence.past
         assert n_keep >= 0, n_keep
         assert 1 <= n_drop <= n_tokens - n_keep, (n_tokens, n_keep, n_drop)
         pairs = list(zip(self.groups, sequence.tables, strict=True))
         if not all(group.can_shift(table, n_tokens, n_keep, n_drop) for group, table in pairs):
             return None
         shifts = [group.shift(table, n_tokens, n_keep, n_drop) for group, table in pairs]
-        sequence.n_own = min(sequence.n_nameable, n_keep)
-        del sequence.tokens[n_keep : n_keep + n_drop]
-        del sequence.keys[1 + sequence.n_own // self.block_size :]
+        past.n_own = min(past.n_nameable, n_keep)
+        del past.tokens[n_keep : n_keep + n_drop]
+        del past.keys[1 + past.n_own // self.block_size :]
         sequence.n_slots = n_tokens - n_drop
         return shifts
 
     def free(self, seq: int, *, copies_done: bool = True) -> None:
-        """End a sequence. Its blocks stay findable until their room is needed.
+        """End a sequence. Its blocks and its state stay findable until their room is needed.
 
-        `copies_done=False`: copies that were returned for it may not have been made, so its last block is not kept.
+        `copies_done=False`: copies that were returned for it may not have been made, or a reserved batch may have run
+        that was not committed: its last block and its state are not kept.
         """
         if self._finds_prefixes and copies_done:
-            self._publish_tail(self._sequences[seq], only_unpublished=False)
+            sequence = self._sequences[seq]
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                group.publish_end(table, sequence.past, n_before=None)
         self.truncate(seq, 0)
         del self._sequences[seq]
 
@@ -265,19 +294,28 @@ class CacheManager:
 
     def n_tokens(self, seq: int) -> int:
         """Committed tokens."""
-        return len(self._sequences[seq].tokens)
+        return self._sequences[seq].n_tokens
 
     def tables(self, seqs: Iterable[int], group: int = 0) -> list[TableView]:
         """The block tables of a batch in one group. Copies nothing."""
         rows = [self._sequences[seq] for seq in seqs]
-        tables = [(row.tables[group], len(row.tokens)) for row in rows]
+        tables = [(row.tables[group], row.n_tokens) for row in rows]
         return [TableView(table.blocks, table.n_holes, n_tokens, table.version) for table, n_tokens in tables]
 
+    def states(self, seqs: Iterable[int], group: int) -> list[StateTable]:
+        """The states of a batch in one group, to be read at once."""
+        return [self._sequences[seq].tables[group] for seq in seqs]
+
     def stored_slots(self, seq: int, group: int) -> tuple[int, list[int]]:
-        """The first token that a group has of a sequence, and the slots of all from there to the last one's."""
+        """The first token that a group has of a sequence, and the slots of all from there to the last one's.
+
+        Of a state: 0, and the slot of the state.
+        """
         sequence = self._sequences[seq]
-        table = sequence.tables[group]
-        first = self.groups[group].first_stored(table)
+        table, own = sequence.tables[group], self.groups[group]
+        if isinstance(own, StateGroup):
+            return 0, [own.stored_slot(table, sequence.n_tokens)]
+        first = own.first_stored(table)
         return first, slots_of(table.blocks, first, sequence.n_slots, self.block_size)
 
     def take_emptied(self) -> list[list[int]]:
@@ -308,21 +346,23 @@ class CacheManager:
         """A frozen snapshot, in O(sequences). Engine thread only; other threads read `last_stats`."""
         rows = self._sequences.values()
         groups = tuple(
-            g.stats([(row.tables[i], len(row.tokens)) for row in rows]) for i, g in enumerate(self.groups)
+            g.stats([(row.tables[i], row.n_tokens) for row in rows]) for i, g in enumerate(self.groups)
         )
         n_evictions = sum(group.pool.n_evictions for group in self.groups)
         prefix = PrefixStats(self._n_queries, self._n_query_tokens, self._n_hit_tokens, n_evictions)
-        n_tokens = sum(len(row.tokens) for row in rows)
+        n_tokens = sum(row.n_tokens for row in rows)
         self.last_stats = CacheStats(self.block_size, len(rows), n_tokens, groups, prefix)
         return self.last_stats
 
     def check_integrity(self) -> None:
         """Recount everything from the sequences up. Raises AssertionError: the mistake is ours."""
+        rows = self._sequences.values()
         for i, group in enumerate(self.groups):
-            group.check_integrity([(row.tables[i], len(row.tokens)) for row in self._sequences.values()])
-            group.index.check_integrity(self._hasher)
-        for sequence in self._sequences.values():
+            group.check_integrity([(row.tables[i], row.n_tokens) for row in rows])
+        for sequence in rows:
             self._check_sequence(sequence)
+        for i, group in enumerate(self.groups):
+            group.check_published([(row.tables[i], row.past) for row in rows], self._hasher)
 
     # Inside
 
@@ -332,23 +372,35 @@ class CacheManager:
         self._sequences[seq] = sequence
         return seq
 
-    def _share_prefix(self, sequence: _Sequence, tokens: array[int], known: list[bytes]) -> list[BlockCopy]:
-        indexes = [group.index for group in self.groups]
+    def _new_sequence(self, salt: bytes) -> _Sequence:
+        past = Timeline(self.block_size, array("I"), [self._hasher.root(salt)])
+        return _Sequence(past, [group.new_table() for group in self.groups], 0)
+
+    def _share_prefix(
+        self, sequence: _Sequence, tokens: array[int], known: list[bytes], checkpoints: Sequence[int] | None
+    ) -> list[BlockCopy]:
+        size, root = self.block_size, sequence.past.keys[0]
+        sources = [group.source for group in self.groups]
         match = find_prefix(
-            indexes, self._hasher, sequence.keys[0], tokens, limit=len(tokens) - 1, known=known
+            sources, self._hasher, root, tokens, limit=len(tokens) - 1, block_size=size, known=known
         )
-        sequence.keys = match.keys
-        for i, (group, blocks) in enumerate(zip(self.groups, match.blocks, strict=True)):
-            sequence.tables[i] = group.adopt(blocks)
-        n_cached = (len(match.keys) - 1) * self.block_size
+        past, n_cached = match.past, match.n_tokens
+        if not all(group.can_adopt_tail for group in self.groups):
+            while n_cached % size:
+                n_cached = longest_usable(sources, past, n_cached // size * size)
+        for i, group in enumerate(self.groups):
+            sequence.tables[i] = group.adopt(past, n_cached)
         copies: list[BlockCopy] = []
-        if match.n_tail and all(group.pool.n_available for group in self.groups):
-            for group, table, block in zip(self.groups, sequence.tables, match.tails, strict=True):
-                copies += group.adopt_head(table, block, match.n_tail)
-                group.drop_unseen(table, n_cached + match.n_tail)
-            n_cached += match.n_tail
-        sequence.tokens = tokens[:n_cached]
+        if n_cached % size:
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                copies += group.adopt_tail(table, past, n_cached)
+        sequence.past = Timeline(size, tokens[:n_cached], past.keys[: n_cached // size + 1])
         sequence.n_slots = n_cached
+        if checkpoints is not None:
+            likely = checkpoints or [(len(tokens) - 1) // size * size]
+            expected = [n for n in (*likely, match.n_dense) if n_cached < n < len(tokens)]
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                group.expect(table, expected, len(tokens))
         return copies
 
     def _count_query(self, n_tokens: int, n_hit: int, by: int) -> None:
@@ -358,43 +410,24 @@ class CacheManager:
             self._n_hit_tokens += by * n_hit
 
     def _name_full_blocks(self, sequence: _Sequence) -> None:
-        size = self.block_size
-        for i in range(len(sequence.keys) - 1, sequence.n_nameable // size):
-            parent, tokens = sequence.keys[i], sequence.tokens[i * size : (i + 1) * size]
-            key = self._hasher.key(parent, tokens)
-            sequence.keys.append(key)
+        past = sequence.past
+        for i in range(len(past.keys) - 1, past.n_nameable // self.block_size):
+            past.keys.append(self._hasher.key(past.keys[i], past.block(i)))
             for group, table in zip(self.groups, sequence.tables, strict=True):
-                if table.blocks[i] != HOLE:  # of a restored sequence
-                    group.index.publish(table.blocks[i], parent, tokens, key)
-
-    def _publish_tail(self, sequence: _Sequence, *, only_unpublished: bool) -> None:
-        tail, n_in_tail = divmod(len(sequence.tokens), self.block_size)
-        if not n_in_tail or sequence.n_nameable < len(sequence.tokens):
-            return
-        for group, table in zip(self.groups, sequence.tables, strict=True):
-            n_published = group.index.n_published(table.blocks[tail])
-            if n_published == 0 or (n_published < n_in_tail and not only_unpublished):
-                tokens = sequence.tokens[tail * self.block_size :]
-                group.index.publish(table.blocks[tail], sequence.keys[tail], tokens, None)
+                group.publish_block(table, past, i)
 
     def _check_sequence(self, sequence: _Sequence) -> None:
-        size, n_tokens = self.block_size, len(sequence.tokens)
-        assert sequence.n_slots >= n_tokens, "tokens without slots"
-        n_full = sequence.n_nameable // size if self._finds_prefixes else 0
-        assert len(sequence.keys) == 1 + n_full, "a full block without a key, or a key without a full block"
-        for i, key in enumerate(sequence.keys[1:]):
-            tokens = sequence.tokens[i * size : (i + 1) * size]
-            assert key == self._hasher.key(sequence.keys[i], tokens), "the sequence's hash chain is broken"
+        past = sequence.past
+        assert sequence.n_slots >= len(past.tokens), "tokens without slots"
+        n_full = past.n_nameable // self.block_size if self._finds_prefixes else 0
+        assert len(past.keys) == 1 + n_full, "a full block without a key, or a key without a full block"
+        for i, key in enumerate(past.keys[1:]):
+            assert key == self._hasher.key(past.keys[i], past.block(i)), "the sequence's hash chain is broken"
         for group, table in zip(self.groups, sequence.tables, strict=True):
-            assert len(table.blocks) == n_blocks_for(sequence.n_slots, size), "blocks and slots differ"
-            for i, block in enumerate(table.blocks[table.n_holes :], start=table.n_holes):
-                entry = group.index.published(block)
-                if entry is None:
-                    continue
-                assert i * size < sequence.n_nameable, (
-                    "a block is published with tokens that are not its whole past"
-                )
-                mine = tuple(sequence.tokens[i * size : (i + 1) * size])
-                n_both = min(len(mine), len(entry.tokens))
-                assert entry.parent == sequence.keys[i], "a block is published with another past"
-                assert entry.tokens[:n_both] == mine[:n_both], "a block is published with other tokens"
+            group.check_slots(table, sequence.n_slots)
+
+
+def _make_group(number: int, spec: GroupSpec | StateSpec, block_size: int) -> BlockGroup | StateGroup:
+    if isinstance(spec, StateSpec):
+        return StateGroup(number, spec, block_size)
+    return BlockGroup(number, spec, block_size)

@@ -22,6 +22,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Protocol
 
 from motley.kvcache.blocks import HOLE, first_visible_block
 
@@ -65,14 +66,51 @@ class PublishedBlock:
     key: bytes | None
 
 
+@dataclass(slots=True)
+class Timeline:
+    """The tokens of a sequence, and the chained keys of its full blocks."""
+
+    block_size: int
+    tokens: array[int]
+    keys: list[bytes]  # the root, then the key of each full block, as far as it has one
+    n_own: int | None = None  # after a shift: K/V of later tokens owe something to tokens that are gone
+
+    @property
+    def n_nameable(self) -> int:
+        """Tokens whose K/V depend only on the tokens before them: eligible for prefix reuse."""
+        return len(self.tokens) if self.n_own is None else min(self.n_own, len(self.tokens))
+
+    def block(self, index: int) -> array[int]:
+        """The tokens of a block."""
+        return self.tokens[index * self.block_size : (index + 1) * self.block_size]
+
+    def name_at(self, n_tokens: int) -> tuple[bytes, tuple[int, ...]]:
+        """What identifies the first `n_tokens` tokens: the key of their full blocks, and the tokens after these."""
+        n_full = n_tokens // self.block_size
+        return self.keys[n_full], tuple(self.tokens[n_full * self.block_size : n_tokens])
+
+
+class PrefixSource(Protocol):
+    """What one group of layers knows about prefixes."""
+
+    is_sparse: bool  # a sequence can only continue after few of its lengths: those with a checkpoint
+
+    def can_pass(self, key: bytes) -> bool:
+        """Whether any prefix that contains the full block `key` may be usable."""
+        ...
+
+    def usable(self, past: Timeline, limit: int) -> int:
+        """The largest n <= limit such that a sequence can continue after the first n tokens of `past`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The longest known prefix: full blocks to share, and a head of one more block to copy, per group."""
+    """The longest prefix that all groups can continue from."""
 
-    keys: list[bytes]  # the root, then the key of each matched full block
-    blocks: tuple[list[int], ...]  # per group: the full blocks, HOLE for those that the next token cannot see
-    n_tail: int  # tokens of the next block that are known too; 0: none
-    tails: tuple[int, ...]  # per group: the block that begins with these tokens (if n_tail)
+    past: Timeline  # the tokens that were looked for, with the keys of full blocks that may be known
+    n_tokens: int
+    n_dense: int  # what it would be without the groups that need a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +195,24 @@ class PrefixIndex:
         if not children:
             del self._children[entry.parent]
 
+    is_sparse = False
+
+    def can_pass(self, key: bytes) -> bool:
+        return self.window is not None or key in self._by_key
+
+    def usable(self, past: Timeline, limit: int) -> int:
+        size = self.block_size
+        n_full = self.n_usable(past.keys, min(limit // size, len(past.keys) - 1))
+        _, n_tail = self.find_head(past.keys[n_full], past.tokens[n_full * size : limit])
+        return n_full * size + n_tail
+
+    def visible_blocks(self, keys: Sequence[bytes], n_blocks: int) -> list[int]:
+        """The first `n_blocks` full blocks, HOLE for those that the next position no longer sees."""
+        first = first_visible_block(n_blocks * self.block_size, self.window, self.block_size)
+        found = [self.find(key) for key in keys[1 + first : 1 + n_blocks]]
+        assert None not in found, "n_usable promised these blocks"
+        return [HOLE] * first + [block for block in found if block is not None]
+
     def published(self, block: int) -> PublishedBlock | None:
         return self._published.get(block)
 
@@ -198,49 +254,40 @@ class PrefixIndex:
 
 
 def find_prefix(
-    indexes: Sequence[PrefixIndex],
+    sources: Sequence[PrefixSource],
     hasher: BlockHasher,
     root: bytes,
     tokens: array[int],
     limit: int,
+    *,
+    block_size: int,
     known: list[bytes] | None = None,
 ) -> PrefixMatch:
-    """The longest prefix of at most `limit` of `tokens` that every group can continue from. Changes no index.
+    """The longest prefix of at most `limit` of `tokens` that every group can continue from. Changes nothing.
 
     `known`: the root and the keys of the tokens' first blocks from an earlier call. It grows by those that are hashed.
-
-    A group without a window needs every block. A windowed group needs only those that the next position sees,
-    so that a prefix may be found whose early blocks it dropped long ago.
     """
-    size = indexes[0].block_size
     known = [] if known is None else known
     if known[:1] != [root]:
         known[:] = [root]
-    keys = [root]
-    for start in range(0, limit // size * size, size):
-        if len(known) == len(keys):
-            known.append(hasher.key(keys[-1], tokens[start : start + size]))
-        key = known[len(keys)]
-        if any(index.window is None and index.find(key) is None for index in indexes):
+    past = Timeline(block_size, tokens, [root])
+    for start in range(0, limit // block_size * block_size, block_size):
+        if len(known) == len(past.keys):
+            known.append(hasher.key(past.keys[-1], tokens[start : start + block_size]))
+        key = known[len(past.keys)]
+        if not all(source.can_pass(key) for source in sources):
             break
-        keys.append(key)
-    n_full = len(keys) - 1
-    # Cutting for one windowed group may uncover a gap of another: repeat until no group cuts further.
-    while (n_usable := min(index.n_usable(keys, n_full) for index in indexes)) < n_full:
-        n_full = n_usable
-    keys = keys[: n_full + 1]
-    heads = [index.find_head(keys[-1], tokens[n_full * size : limit]) for index in indexes]
-    n_tail = min(n for _, n in heads)
-    blocks = tuple(_visible_blocks(index, keys, n_full * size) for index in indexes)
-    return PrefixMatch(keys, blocks, n_tail, tuple(block for block, _ in heads))
+        past.keys.append(key)
+    n_dense = longest_usable([source for source in sources if not source.is_sparse], past, limit)
+    return PrefixMatch(past, longest_usable(sources, past, n_dense), n_dense)
 
 
-def _visible_blocks(index: PrefixIndex, keys: Sequence[bytes], position: int) -> list[int]:
-    """The full blocks of the chain, HOLE for those that a query at `position` no longer sees."""
-    first = first_visible_block(position, index.window, index.block_size)
-    found = [index.find(key) for key in keys[1 + first :]]
-    assert None not in found, "n_usable promised these blocks"
-    return [HOLE] * first + [block for block in found if block is not None]
+def longest_usable(sources: Sequence[PrefixSource], past: Timeline, limit: int) -> int:
+    """The largest n <= limit such that every group can continue after the first n tokens."""
+    # Cutting for one group may uncover a gap of another: repeat until no group cuts further.
+    while (usable := min((source.usable(past, limit) for source in sources), default=limit)) < limit:
+        limit = usable
+    return limit
 
 
 def _n_common(a: Sequence[int], b: Sequence[int]) -> int:

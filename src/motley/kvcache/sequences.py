@@ -17,7 +17,10 @@ from dataclasses import dataclass, field
 
 from motley.errors import ConfigError
 from motley.kvcache.blocks import HOLE, BlockPool, first_visible_block, n_blocks_for, slots_of
-from motley.kvcache.prefix import PrefixIndex
+from motley.kvcache.groups import ANY_NUMBER, BlockCopy, BlockShift, CacheGroup, GroupStats
+from motley.kvcache.prefix import BlockHasher, PrefixIndex, Timeline
+
+__all__ = ["BlockCopy", "BlockGroup", "BlockShift", "BlockTable", "GroupSpec", "GroupStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,47 +43,6 @@ class GroupSpec:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy the first `n_tokens` slots of block `src` to block `dst`, in all layers of a group."""
-
-    group: int
-    src: int
-    dst: int
-    n_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockShift:
-    """Move K/V between slots of a group: after `copies`, read all `sources`, then write them to `targets`.
-
-    The keys' positions fall by `distance`.
-    """
-
-    group: int
-    copies: list[BlockCopy]
-    sources: list[int]
-    targets: list[int]
-    distance: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupStats:
-    """One group's blocks. Slots are counted in tokens."""
-
-    name: str
-    n_blocks: int
-    n_used: int
-    n_cached: int  # not used, but findable: evicted when room is needed
-    n_shared: int
-    n_slots_used: int  # slots of used blocks
-    n_slots_wasted: int  # slots of used blocks that hold no token of any sequence
-
-    @property
-    def waste_percent(self) -> float:
-        return 100 * self.n_slots_wasted / self.n_slots_used if self.n_slots_used else 0.0
-
-
 @dataclass(slots=True)
 class BlockTable:
     """One sequence's blocks in one group. Only `BlockGroup` changes it."""
@@ -94,15 +56,29 @@ class BlockTable:
     )
 
 
-class BlockGroup:
+class BlockGroup(CacheGroup[BlockTable]):
     """The pool, the prefix index and the rules for tables of one group."""
 
     def __init__(self, number: int, spec: GroupSpec, block_size: int) -> None:
         self.number = number
         self.spec = spec
+        self.name = spec.name
+        self.unit = f"blocks of {block_size} tokens"
         self.block_size = block_size
         self.pool = BlockPool(spec.n_blocks)
         self.index = PrefixIndex(block_size, spec.window)
+
+    @property
+    def source(self) -> PrefixIndex:
+        return self.index
+
+    @property
+    def max_uncertain(self) -> int:
+        return ANY_NUMBER
+
+    @property
+    def n_free_tokens(self) -> int:
+        return self.pool.n_available * self.block_size
 
     def n_needed(self, n_tokens: int, n_batch: int) -> int:
         """The most blocks that a sequence of `n_tokens`, fed in batches of up to `n_batch`, holds at once."""
@@ -118,12 +94,20 @@ class BlockGroup:
         n_new = max(0, n_blocks_for(n_slots, self.block_size) - len(table.blocks))
         return n_new + self.must_copy_tail(table, n_tokens)
 
+    def has_room(self, table: BlockTable, n_tokens: int, n_slots: int, n_uncertain: int = 0) -> bool:
+        return self.n_missing(table, n_tokens, n_slots) <= self.pool.n_available
+
+    def must_copy(self, table: BlockTable, n_tokens: int) -> bool:
+        return self.must_copy_tail(table, n_tokens)
+
     def must_copy_tail(self, table: BlockTable, n_tokens: int) -> bool:
         """Whether the block that token `n_tokens` goes to is unfinished and others have it, too."""
         tail, n_kept = divmod(n_tokens, self.block_size)
         return n_kept > 0 and self.pool.n_refs(table.blocks[tail]) > 1
 
-    def extend(self, table: BlockTable, n_tokens: int, n_slots: int) -> list[BlockCopy]:
+    def extend(
+        self, table: BlockTable, n_tokens: int, n_slots: int, n_new: int = 0, n_uncertain: int = 0
+    ) -> list[BlockCopy]:
         """Make slots n_tokens … n_slots - 1 writable. The caller has checked `n_missing` against the pool."""
         copies = []
         tail, n_kept = divmod(n_tokens, self.block_size)
@@ -141,18 +125,41 @@ class BlockGroup:
             table.blocks.append(self._allocate())
         return copies
 
-    def make_table(self, n_holes: int, n_blocks: int) -> BlockTable:
-        """A table of new blocks behind holes. The caller has checked the pool."""
-        blocks = [self._allocate() for _ in range(n_blocks)]
+    def commit(self, table: BlockTable, n_tokens: int) -> None:
+        return
+
+    def new_table(self) -> BlockTable:
+        return BlockTable()
+
+    def can_restore(self, n_tokens: int) -> bool:
+        n_holes = first_visible_block(n_tokens - 1, self.spec.window, self.block_size)
+        return n_blocks_for(n_tokens, self.block_size) - n_holes <= self.pool.n_available
+
+    def restored_table(self, n_tokens: int) -> BlockTable:
+        """A table of new blocks for what the last token and later ones see, behind holes."""
+        n_holes = first_visible_block(n_tokens - 1, self.spec.window, self.block_size)
+        blocks = [self._allocate() for _ in range(n_blocks_for(n_tokens, self.block_size) - n_holes)]
         return BlockTable(array("i", [HOLE] * n_holes + blocks), n_holes)
 
-    def adopt(self, blocks: Iterable[int]) -> BlockTable:
-        """A new table that shares the blocks of a prefix match."""
-        table = BlockTable(array("i", blocks))
+    def adopt(self, past: Timeline, n_tokens: int) -> BlockTable:
+        """A new table that shares the full blocks of a prefix match."""
+        table = BlockTable(array("i", self.index.visible_blocks(past.keys, n_tokens // self.block_size)))
         table.n_holes = table.blocks.count(HOLE)
         for block in table.blocks[table.n_holes :]:
             self.pool.share(block)
         return table
+
+    @property
+    def can_adopt_tail(self) -> bool:
+        return self.pool.n_available > 0
+
+    def adopt_tail(self, table: BlockTable, past: Timeline, n_tokens: int) -> list[BlockCopy]:
+        parent, tokens = past.name_at(n_tokens)
+        block, n_found = self.index.find_head(parent, tokens)
+        assert n_found == len(tokens), "the search promised these tokens"
+        copies = self.adopt_head(table, block, n_found)
+        self.drop_unseen(table, n_tokens)
+        return copies
 
     def adopt_head(self, table: BlockTable, block: int, n_tokens: int) -> list[BlockCopy]:
         """Append a copy of the first `n_tokens` slots of `block`. The caller has checked the pool."""
@@ -241,6 +248,27 @@ class BlockGroup:
         """The first token that is not in a hole."""
         return max(table.n_holes * self.block_size, table.first_valid)
 
+    def expect(self, table: BlockTable, positions: Iterable[int], n_tokens: int) -> None:
+        return  # a sequence can continue after any of its tokens
+
+    def n_before_checkpoint(self, table: BlockTable, n_tokens: int, n_new: int) -> int:
+        return n_new
+
+    def publish_block(self, table: BlockTable, past: Timeline, index: int) -> None:
+        if table.blocks[index] != HOLE:  # of a restored sequence
+            self.index.publish(table.blocks[index], past.keys[index], past.block(index), past.keys[index + 1])
+
+    def publish_end(self, table: BlockTable, past: Timeline, *, n_before: int | None) -> None:
+        """Publish the unfinished block. While it grows, it stays published as it was at first, until it is full."""
+        tail, n_in_tail = divmod(len(past.tokens), self.block_size)
+        if not n_in_tail or past.n_nameable < len(past.tokens):
+            return
+        if n_before is not None and tail * self.block_size < n_before:
+            return
+        n_published = self.index.n_published(table.blocks[tail])
+        if n_published == 0 or (n_published < n_in_tail and n_before is None):
+            self.index.publish(table.blocks[tail], past.keys[tail], past.block(tail), None)
+
     def clear_cached(self) -> None:
         """Unpublish and empty all cached blocks. Blocks in use stay published."""
         for block in self.pool.cached_blocks():
@@ -292,6 +320,25 @@ class BlockGroup:
         cached = set(self.pool.cached_blocks())
         findable = {block for block in range(self.spec.n_blocks) if block in self.index}
         assert cached == {block for block in findable if not refs[block]}, "cached and findable blocks differ"
+
+    def check_slots(self, table: BlockTable, n_slots: int) -> None:
+        assert len(table.blocks) == n_blocks_for(n_slots, self.block_size), "blocks and slots differ"
+
+    def check_published(self, tables: Sequence[tuple[BlockTable, Timeline]], hasher: BlockHasher) -> None:
+        self.index.check_integrity(hasher)
+        size = self.block_size
+        for table, past in tables:
+            for i, block in enumerate(table.blocks[table.n_holes :], start=table.n_holes):
+                entry = self.index.published(block)
+                if entry is None:
+                    continue
+                assert i * size < past.n_nameable, (
+                    "a block is published with tokens that are not its whole past"
+                )
+                mine = tuple(past.block(i))
+                n_both = min(len(mine), len(entry.tokens))
+                assert entry.parent == past.keys[i], "a block is published with another past"
+                assert entry.tokens[:n_both] == mine[:n_both], "a block is published with other tokens"
 
     def _first_seen(self, position: int) -> int:
         """The first token that a query at `position` sees."""

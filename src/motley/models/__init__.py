@@ -8,7 +8,7 @@ from motley.errors import ModelError
 from motley.gguf import ModelSpec
 from motley.graph import Graph, Tensor
 from motley.graph.ops import SIGMOID, SOFTMAX
-from motley.models import gemma3, glm4moe, gpt_oss, llama, phi3, qwen2, qwen3, qwen3moe
+from motley.models import gemma3, glm4moe, gpt_oss, llama, phi3, qwen2, qwen3, qwen3moe, qwen3next
 from motley.models.builder import (
     N_EXPERT_USED,
     BatchShape,
@@ -17,7 +17,7 @@ from motley.models.builder import (
     rotation_size,
 )
 from motley.models.checking import require_layers, unused_notice, unused_tensors
-from motley.models.params import DecoderParams, ExpertParams
+from motley.models.params import DecoderParams, DeltaParams, ExpertParams
 
 ARCHITECTURES: dict[str, Callable[[ModelBuilder], Tensor]] = {
     "gemma3": gemma3.build,
@@ -28,11 +28,19 @@ ARCHITECTURES: dict[str, Callable[[ModelBuilder], Tensor]] = {
     "qwen2": qwen2.build,
     "qwen3": qwen3.build,
     "qwen3moe": qwen3moe.build,
+    "qwen3next": qwen3next.build,
     "qwen3vlmoe": qwen3moe.build,  # the text model is qwen3moe's: with equal positions M-RoPE is plain RoPE
 }
 
 # Architectures with experts: the router's score function. Used if the file does not give one.
-_SCORES = {"glm4moe": SIGMOID, "gpt-oss": SOFTMAX, "qwen3moe": SOFTMAX, "qwen3vlmoe": SOFTMAX}
+_SCORES = {
+    "glm4moe": SIGMOID,
+    "gpt-oss": SOFTMAX,
+    "qwen3moe": SOFTMAX,
+    "qwen3next": SOFTMAX,
+    "qwen3vlmoe": SOFTMAX,
+}
+_WITH_DELTA_NETS = ("qwen3next",)
 
 
 def read_params(spec: ModelSpec) -> DecoderParams:
@@ -42,7 +50,8 @@ def read_params(spec: ModelSpec) -> DecoderParams:
             f"{spec.path}: architecture {spec.architecture!r} is not supported",
             hint=f"supported: {', '.join(sorted(ARCHITECTURES))}",
         )
-    params = DecoderParams.from_spec(spec, _SCORES.get(spec.architecture, ""))
+    score, has_delta_nets = _SCORES.get(spec.architecture, ""), spec.architecture in _WITH_DELTA_NETS
+    params = DecoderParams.from_spec(spec, score, has_delta_nets=has_delta_nets)
     require_layers(spec)
     return params
 
@@ -67,6 +76,7 @@ __all__ = [
     "N_EXPERT_USED",
     "BatchShape",
     "DecoderParams",
+    "DeltaParams",
     "ExpertParams",
     "GraphOptions",
     "build_graph",

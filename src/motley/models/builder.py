@@ -91,7 +91,7 @@ class ModelBuilder:
         """
         if name not in self._weights:
             info = tensor_info(self.spec, source or name)
-            if info.shape != shape:
+            if shape not in (info.shape, (1, *info.shape)):  # a matrix of one row may be stored as a vector
                 raise ModelError(
                     f"{self.spec.path}: tensor {info.name!r} has shape {info.shape}, "
                     f"but the model's metadata asks for {shape}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from motley.graph import Tensor
-from motley.graph.ops import Add, ExpertFfn, Route, RouteWeights
+from motley.graph.ops import Activation, Add, ExpertFfn, Mul, Route, RouteWeights
 from motley.graph.roles import COLUMNS, EXPERTS, ROUTER, SHARED_FFN, Role
 from motley.models.blocks import separate_ffn
 from motley.models.builder import LayerBuilder
@@ -18,6 +18,9 @@ def expert_ffn(layer: LayerBuilder, x: Tensor, *, function: str = "silu") -> Ten
     if not experts.n_ff_shared:
         return routed
     shared = separate_ffn(layer, x, experts.n_ff_shared, suffix="_shexp", group=SHARED_FFN)
+    if layer.has("ffn_gate_inp_shexp.weight"):
+        gate = Activation("sigmoid")(layer.linear(x, "ffn_gate_inp_shexp", 1, layer.role()))
+        shared = Mul()(shared, gate, name=layer.label("ffn_gated_shexp"))
     # The shared expert first: where routed experts are on another device, their result comes to this one.
     return Add()(shared, routed, name=layer.label("ffn_experts+shared"))
 

@@ -41,6 +41,22 @@ class ExpertParams:
 
 
 @dataclass(frozen=True)
+class DeltaParams:
+    """Gated delta nets: layers with a recurrent state instead of attention over a cache."""
+
+    layers: tuple[int, ...]
+    n_taps: int  # of the convolution
+    n_key_heads: int
+    n_value_heads: int
+    head_dim: int  # of keys and of values
+
+    @property
+    def n_channels(self) -> int:
+        """Columns of queries, keys and values together."""
+        return (2 * self.n_key_heads + self.n_value_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
 class DecoderParams:
     """Sizes and constants that a graph is built from."""
 
@@ -61,12 +77,20 @@ class DecoderParams:
     sliding_window: int | None
     logit_softcap: float | None = None  # a tanh limits logits to ± this value
     experts: ExpertParams | None = None
+    delta: DeltaParams | None = None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that have keys and values in the cache."""
+        states = self.delta.layers if self.delta is not None else ()
+        return tuple(layer for layer in range(self.n_layers) if layer not in states)
 
     @staticmethod
-    def from_spec(spec: ModelSpec, score: str = "") -> DecoderParams:
+    def from_spec(spec: ModelSpec, score: str = "", *, has_delta_nets: bool = False) -> DecoderParams:
         """The parameters in the file's metadata.
 
         `score`: the router's score function if the file does not give one; "": the architecture has no experts.
+        `has_delta_nets`: some layers of the architecture are gated delta nets.
         """
         md, arch = spec.metadata, spec.architecture
         n_embd = read_count(spec, f"{arch}.embedding_length")
@@ -104,6 +128,7 @@ class DecoderParams:
             sliding_window=read_count(spec, window_key) if md.int(window_key, default=0) else None,
             logit_softcap=read_number(spec, softcap_key) if md.float(softcap_key, default=0.0) else None,
             experts=_experts(spec, score) if score else None,
+            delta=_delta(spec) if has_delta_nets else None,
         )
 
     def rope(self, style: str, *, rounds: bool = True) -> Rope:
@@ -163,6 +188,31 @@ def _experts(spec: ModelSpec, score: str) -> ExpertParams:
         n_groups=n_groups,
         n_groups_used=n_groups_used,
     )
+
+
+def _delta(spec: ModelSpec) -> DeltaParams:
+    arch, n_layers = spec.architecture, _n_layers(spec)
+    interval = read_count(spec, f"{arch}.full_attention_interval", default=4)
+    n_keys, n_values = (read_count(spec, f"{arch}.ssm.{key}") for key in ("group_count", "time_step_rank"))
+    head_dim, inner = (read_count(spec, f"{arch}.ssm.{key}") for key in ("state_size", "inner_size"))
+    if n_values % n_keys or inner != n_values * head_dim:
+        raise ModelError(
+            f"{spec.path}: {arch}.ssm has {n_keys} key heads (group_count), {n_values} value heads "
+            f"(time_step_rank) of {head_dim} dims (state_size) and an inner_size of {inner}: value heads must be a "
+            "multiple of key heads, and inner_size their dims"
+        )
+    n_taps = read_count(spec, f"{arch}.ssm.conv_kernel")
+    if not 2 <= n_taps <= _MAX_TAPS:
+        raise ModelError(f"{spec.path}: {arch}.ssm.conv_kernel is {n_taps}, not 2 to {_MAX_TAPS}")
+    layers = tuple(layer for layer in range(n_layers) if (layer + 1) % interval)
+    if len(layers) == n_layers:
+        raise ModelError(
+            f"{spec.path}: no layer has attention ({n_layers} layers, full_attention_interval {interval})"
+        )
+    return DeltaParams(layers, n_taps, n_keys, n_values, head_dim)
+
+
+_MAX_TAPS = 64
 
 
 def _at_least_0(spec: ModelSpec, key: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from motley.graph import CACHE, Tensor
+from motley.graph import HANDLES, Tensor
 from motley.plan.fusion import is_given
 from motley.plan.stages import Stage
 
@@ -42,7 +42,7 @@ def base_of(tensor: Tensor) -> Tensor:
 
 def owns_memory(tensor: Tensor) -> bool:
     """Whether the arena has to hold it: not inputs, weights, constants, views or cache handles."""
-    return not (is_given(tensor) or tensor.op.is_view or tensor.dtype == CACHE)
+    return not (is_given(tensor) or tensor.op.is_view or tensor.dtype in HANDLES)
 
 
 def value_buffers(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from motley.kvcache.arena import GroupBatch
+from motley.kvcache.arena import CacheBatch
 from motley.models import BatchShape
 
 
@@ -74,4 +74,4 @@ class PlacedBatch:
 
     shape: BatchShape
     inputs: Mapping[str, torch.Tensor]  # int32, by name
-    cache: tuple[GroupBatch, ...]  # the slots and block tables of each group of layers
+    cache: tuple[CacheBatch, ...]  # the slots and block tables of each group of layers

@@ -138,7 +138,7 @@ def _type_figures(split: ModelSplit, fit: CacheFit, kind: CacheType, budget: int
 def _bytes_by_table(split: ModelSplit, k_type: CacheType, v_type: CacheType) -> float:
     """Bytes of one token's K and V in all layers, counting each KV head once and without padding."""
     params = split.params
-    n_values = params.n_layers * params.n_kv_heads * params.head_dim
+    n_values = len(params.attention_layers) * params.n_kv_heads * params.head_dim
     return n_values * (k_type.tile_bytes + v_type.tile_bytes) / TILE
 
 

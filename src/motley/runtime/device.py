@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from motley.backends import Backend, Executable, LoadedWeight
-from motley.graph import CACHE, Graph
+from motley.graph import CACHE, RECURRENT, Graph
 from motley.graph.ops import cache_layer
-from motley.kvcache.arena import Arena, ArenaLayer
-from motley.kvcache.sequences import BlockCopy, BlockShift
+from motley.kvcache.arena import Arena, ArenaLayer, GroupBatch
+from motley.kvcache.groups import BlockCopy, BlockShift
+from motley.kvcache.state_arena import StateBatch, StatePlanes
 from motley.models import BatchShape
 from motley.plan import DevicePlan, Kernel
 from motley.runtime.batch import PlacedBatch
@@ -51,7 +52,15 @@ class DeviceRunner:
         Also performs the block copies.
         """
         self.arena.prepare(batch.cache, copies)
-        caches = {name: layer.on(batch.cache[layer.group]) for name, layer in self._layers.items()}
+        caches: dict[str, Any] = {}
+        for name, layer in self._layers.items():
+            own = batch.cache[layer.group]
+            if isinstance(layer, StatePlanes):
+                assert isinstance(own, StateBatch)
+                caches[name] = layer.on(own)
+            else:
+                assert isinstance(own, GroupBatch)
+                caches[name] = layer.on(own)
         return {**caches, **inputs}
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
@@ -59,10 +68,15 @@ class DeviceRunner:
         self.arena.shift(shifts, self.key_rotator)
 
     @cached_property
-    def _layers(self) -> dict[str, ArenaLayer]:
-        """Cache layers by the name of the graph's input; the same for all batches."""
-        caches = [node for node in self._build(BatchShape(1, 1)).inputs if node.dtype == CACHE]
-        return {node.name: self.arena.layer(cache_layer(node)) for node in caches}
+    def _layers(self) -> dict[str, ArenaLayer | StatePlanes]:
+        """Cache layers and states by the name of the graph's input; the same for all batches."""
+        found: dict[str, ArenaLayer | StatePlanes] = {}
+        for node in self._build(BatchShape(1, 1)).inputs:
+            if node.dtype == CACHE:
+                found[node.name] = self.arena.layer(cache_layer(node))
+            elif node.dtype == RECURRENT:
+                found[node.name] = self.arena.state(node.name)
+        return found
 
     @cached_property
     def key_rotator(self) -> KeyRotator:

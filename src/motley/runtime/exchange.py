@@ -8,11 +8,13 @@ from typing import Protocol
 
 import torch
 
-from motley.graph.ops import CacheStore, Rope, Weight, cache_layer
+from motley.graph import RECURRENT, Tensor
+from motley.graph.ops import CacheStore, Rope, Weight, cache_layer, state_of
 from motley.kvcache.session_file import Identity
+from motley.kvcache.state_arena import STATE_TYPES
 from motley.kvcache.types import TILE, CacheType
 from motley.models import BatchShape
-from motley.ownership import Split
+from motley.ownership import Split, State
 from motley.runtime.caching import CachePlan
 from motley.runtime.splitting import ModelSplit
 from motley.split.collectives import put, take
@@ -49,9 +51,17 @@ class CacheExchange:
                 state = whole.ways[node].inputs[0]
                 layer = cache_layer(node.inputs[0])
                 self._words[layer] = state.word if isinstance(state, Split) else None
+        self._state_dtype = STATE_TYPES[plan.config.state_type]
+        self._states: dict[int, list[tuple[Tensor, State]]] = {}  # by layer: inputs, and how they are split
+        for node in whole.graph.nodes:
+            for tensor, state in zip(node.inputs, whole.ways[node].inputs, strict=True):
+                if tensor.dtype == RECURRENT:
+                    self._states.setdefault(state_of(tensor).layer, []).append((tensor, state))
 
     def read(self, layer: int, slots: Sequence[int]) -> list[Planes]:
-        """The planes of K and of V, with each KV head once."""
+        """The planes of K and of V, with each KV head once. Of a layer with a state: its parts, from its slot."""
+        if layer in self._states:
+            return self._read_states(layer, torch.tensor(slots))
         whole = [self._empty(kind, len(slots), self._n_heads * self._repeat) for kind in self._kinds]
         for device, own in enumerate(self._parts.gather(layer, torch.tensor(slots))):
             for part, planes in zip(own, whole, strict=True):
@@ -61,6 +71,9 @@ class CacheExchange:
 
     def write(self, layer: int, slots: Sequence[int], planes: Sequence[Planes]) -> None:
         """Stores planes as `read` returns them; a repeated head is stored on each device that has it."""
+        if layer in self._states:
+            self._write_states(layer, torch.tensor(slots), planes)
+            return
         whole = [
             {name: items.repeat_interleave(self._repeat, 1) for name, items in part.items()}
             for part in planes
@@ -71,11 +84,41 @@ class CacheExchange:
         ]
         self._parts.scatter(layer, torch.tensor(slots), parts)
 
-    def part_sizes(self, n_tokens: int) -> Iterator[list[tuple[str, tuple[int, ...], torch.dtype]]]:
+    def part_sizes(
+        self, layer: int, n_tokens: int
+    ) -> Iterator[list[tuple[str, tuple[int, ...], torch.dtype]]]:
         """Name, shape and type of each plane of `n_tokens` tokens: first those of K, then those of V."""
+        if layer in self._states:
+            for tensor, _ in self._states[layer]:
+                yield [(tensor.name, tensor.shape, self._state_dtype)]
+            return
         for kind in self._kinds:
             empty = self._empty(kind, n_tokens, self._n_heads)
             yield [(name, tuple(items.shape), items.dtype) for name, items in empty.items()]
+
+    def _read_states(self, layer: int, slots: torch.Tensor) -> list[Planes]:
+        """Each part of the layer's state, with all heads."""
+        states = {tensor.name: state for tensor, state in self._states[layer]}
+        whole = {t.name: torch.empty(t.shape, dtype=self._state_dtype) for t, _ in self._states[layer]}
+        for device, own in enumerate(self._parts.gather(layer, slots)):
+            for name, part in (item for planes in own for item in planes.items()):
+                state = states[name]
+                if isinstance(state, Split):
+                    put(whole[name], part, state.axis, state.word, device)
+                else:
+                    whole[name].copy_(part)
+        return [{name: part} for name, part in whole.items()]
+
+    def _write_states(self, layer: int, slots: torch.Tensor, planes: Sequence[Planes]) -> None:
+        def part(whole: torch.Tensor, state: State, device: int) -> torch.Tensor:
+            return take(whole, state.axis, state.word, device) if isinstance(state, Split) else whole
+
+        own = list(zip(self._states[layer], planes, strict=True))
+        parts = [
+            [{t.name: part(plane[t.name], state, device)} for (t, state), plane in own]
+            for device in range(self._n_devices)
+        ]
+        self._parts.scatter(layer, slots, parts)
 
     def _empty(self, kind: CacheType, n_tokens: int, n_heads: int) -> Planes:
         n_tiles = -(-self._head_dim // TILE)
@@ -107,7 +150,7 @@ def identity_of(split: ModelSplit, plan: CachePlan, salt: bytes = b"") -> Identi
     """
     params, options = split.params, split.options
     return Identity(
-        model=fingerprint(split, salt),
+        model=fingerprint(split, salt + (plan.config.state_type.encode() if split.params.delta else b"")),
         cache_type_k=plan.config.k_type.name,
         cache_type_v=plan.config.v_type.name,
         k_rotation=options.k_rotation,

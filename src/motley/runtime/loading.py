@@ -85,7 +85,7 @@ class _Loader:
         state = self._share.layouts[node.name]
         key = *op.contents, state
         if key not in self._memo:
-            whole = self._spec.tensor(op.source)
+            whole = _with_axes(self._spec.tensor(op.source), len(op.size))
             within = whole if op.middle is None else _joined(whole, 1, [op.middle])
             self._memo[key] = loaded = self._backend.load(part_of(within, state, self._device, op.rows))
             self.n_bytes += loaded.nbytes
@@ -94,6 +94,12 @@ class _Loader:
             else:
                 _release_source(self._spec, op.source)
         return self._memo[key]
+
+
+def _with_axes(weight: PackedTensor, n_axes: int) -> PackedTensor:
+    """The weight; a vector that is used as a matrix becomes its only row."""
+    is_row = len(weight.shape) == 1 and n_axes == 2
+    return PackedTensor(weight.data[None], weight.format) if is_row else weight
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from motley.backends import Backend
+from motley.errors import CacheError
+from motley.kvcache.arena import GroupBatch
 from motley.kvcache.batching import Extent, group_batches
+from motley.kvcache.groups import BlockCopy, BlockShift
 from motley.kvcache.manager import CacheManager
-from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import N_EXPERT_USED, BatchShape, ExpertParams
 from motley.runtime.batch import Batch, PlacedBatch
 from motley.runtime.caching import CachePlan
@@ -40,6 +42,7 @@ class Runner:
         """`backends`: of all devices. `hosts`: the workers of devices in other processes, already opened."""
         self._experts = split.params.experts
         self._is_demand_paged = cache.config.demand_paged
+        self._has_states = cache.states is not None
         self.n_runs = 0  # number of runs so far: logits are valid until it changes
         self._backends = list(backends)
         self._hosts = hosts
@@ -111,8 +114,11 @@ class Runner:
     def can_chain(self) -> bool:
         """Whether a batch can be launched before the host knows its tokens: all work is on one GPU, in one order.
 
-        False if the cache is demand-paged: a batch in flight may still write for a request that has ended.
+        False if the cache is demand-paged: a batch in flight may still write for a request that has ended. False for
+        models with states: they would include a token that may not be there.
         """
+        if self._has_states:
+            return False
         gpus = {backend.device for backend in self._backends}
         is_one_gpu = len(gpus) == 1 and all(gpu.type == "cuda" for gpu in gpus)
         return is_one_gpu and not self._is_demand_paged and self._hosts is None
@@ -130,7 +136,7 @@ class Runner:
         """Fills the next slots of a sequence with random keys and values. The slots must be reserved before."""
         batch = group_batches(manager, [Extent(sequence, manager.n_tokens(sequence), n_tokens)])
         if self._hosts is not None:
-            self._hosts.store_random(batch)
+            self._hosts.store_random([own for own in batch if isinstance(own, GroupBatch)])
         self.local.store_random(batch)
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
@@ -140,7 +146,12 @@ class Runner:
         self.local.shift(shifts)
 
     def require_shift(self) -> None:
-        """CacheError if this model's keys cannot move to other positions."""
+        """CacheError if this model's context cannot shift: its keys cannot move, or it has recurrent states."""
+        if self._has_states:
+            raise CacheError(
+                "the context cannot shift: the model has layers with a recurrent state, which cannot forget tokens",
+                hint="run without context shift, with a larger context (-c)",
+            )
         self.local.require_shift()
         if self._hosts is not None:
             self._hosts.require_shift()

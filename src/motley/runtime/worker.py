@@ -11,7 +11,7 @@ import torch
 
 from motley.backends import Backend, Executable, Joint, join, make_rendezvous
 from motley.graph import Graph
-from motley.kvcache.arena import Arena, GroupBatch
+from motley.kvcache.arena import Arena, CacheBatch
 from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape
 from motley.runtime.batch import PlacedBatch
@@ -124,7 +124,7 @@ class Worker:
                 self._steps.popitem(last=False)
         return self._steps[shape]
 
-    def store_random(self, batch: Sequence[GroupBatch]) -> None:
+    def store_random(self, batch: Sequence[CacheBatch]) -> None:
         """Fills a batch's slots with random keys and values."""
         for arena in self.arenas:
             arena.store_random(batch)

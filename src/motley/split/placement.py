@@ -15,12 +15,17 @@ from math import lcm
 
 from motley.errors import SplitError
 from motley.formats import get_format
-from motley.graph import Tensor
-from motley.graph.ops import CacheInput, Weight
+from motley.graph import Tensor, ops
+from motley.graph.ops import CacheInput, StateInput, Weight
 from motley.graph.roles import (
     COLUMNS,
+    DELTA,
+    DELTA_GATES,
+    DELTA_KEYS,
+    DELTA_VALUES,
     EXPERTS,
     FFN,
+    GATED_QUERIES,
     HEADS,
     KEYS,
     OUTPUT,
@@ -147,6 +152,7 @@ class _TensorPlacement:
         self._heads = DeadlineApportioner(
             shares
         )  # KV heads only: the cache is split in the same shares as the model
+        self._delta_heads = DeadlineApportioner(shares)  # states are split in the same shares, too
         self._bytes = Apportioner(shares)  # all weights; FFN columns correct the coarse split of heads
         self._states: dict[str, State] = {}
         self._experts = self._choose_expert_split(experts)
@@ -154,6 +160,7 @@ class _TensorPlacement:
     def place(self) -> Placement:
         for layer in range(self._params.n_layers):
             self._place_attention(layer)
+            self._place_delta(layer)
             for group in (FFN, SHARED_FFN):
                 self._place_columns(self._groups.get((group, layer), []))
             self._place_experts(self._groups.get((EXPERTS, layer), []))
@@ -178,9 +185,33 @@ class _TensorPlacement:
         self._states[CacheInput.name_of(layer)] = Split(0, heads)
         words = {
             QUERIES: heads.stretch(group * p.head_dim),
+            GATED_QUERIES: heads.stretch(group * 2 * p.head_dim),
             KEYS: heads.stretch(p.head_dim),
             QUERY_HEADS: heads.stretch(group),
         }
+        for weight in weights:
+            self._cut(weight, words)
+
+    def _place_delta(self, layer: int) -> None:
+        """Place a delta net's weights and its state, split at key heads with their value heads."""
+        weights, p = self._groups.get((DELTA, layer), []), self._params.delta
+        if not weights or p is None:
+            return
+        n_each = p.n_value_heads // p.n_key_heads
+        blocks = [_block_size(w) for w in weights if role_of(w).axis == 1]
+        unit = _head_unit(max(blocks, default=1), p.head_dim, n_each)
+        n_units, unit_bytes = _units(p.n_key_heads, unit, weights)
+        counts = self._delta_heads.share_out(n_units)
+        self._bytes.record(counts, unit_bytes)
+        keys = _word(counts, unit, p.n_key_heads)
+        words = {
+            DELTA_KEYS: keys.stretch(p.head_dim),
+            DELTA_VALUES: keys.stretch(n_each * p.head_dim),
+            DELTA_GATES: keys.stretch(2 * n_each),
+        }
+        channels = Word.concat([words[DELTA_KEYS], words[DELTA_KEYS], words[DELTA_VALUES]])
+        self._states[StateInput.name_of(layer, ops.CONVOLUTION)] = Split(1, channels)
+        self._states[StateInput.name_of(layer, ops.DELTA)] = Split(0, keys.stretch(n_each))
         for weight in weights:
             self._cut(weight, words)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from motley.graph import CACHE, Tensor
+from motley.graph import HANDLES, Tensor
 from motley.graph.ops import Input, Weight
 from motley.graph.ops.matmul import cuts_whole_blocks
 from motley.ownership import MIRRORED, Mirrored, Partial, Split, State, sole_owner
@@ -73,7 +73,7 @@ def payload(tensor: Tensor, kind: str) -> int:
 
 def is_fixed(tensor: Tensor) -> bool:
     """Whether the tensor is a weight or cache layer, which is never sent. A mirrored one may be loaded as a split."""
-    return isinstance(tensor.op, Weight) or tensor.dtype == CACHE
+    return isinstance(tensor.op, Weight) or tensor.dtype in HANDLES
 
 
 def can_lie(tensor: Tensor, state: State) -> bool:

@@ -10,7 +10,7 @@ import torch
 from motley.backends.cpu.memory import Codes, Layout, Room, Values
 from motley.backends.cpu.native import address
 from motley.backends.cpu.weights import CpuWeight
-from motley.graph import CACHE, I32, Tensor
+from motley.graph import HANDLES, I32, Tensor
 from motley.graph.ops import Input, Weight
 from motley.plan import base_of
 
@@ -47,7 +47,7 @@ class Memory:
         self.inputs = {
             t.name: torch.zeros(t.shape, dtype=torch.int32 if t.dtype == I32 else torch.float32)
             for t in inputs
-            if t.dtype != CACHE
+            if t.dtype not in HANDLES
         }
         self.input_arrays = {name: tensor.numpy() for name, tensor in self.inputs.items()}  # the same memory
         self._fixed: dict[Tensor, torch.Tensor] = {}  # constants, and weights as float32

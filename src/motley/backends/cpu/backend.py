@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -12,11 +12,11 @@ import torch
 
 from motley.backends.base import Backend, Executable, Joint, LoadedWeight, Rendezvous, few_sizes
 from motley.backends.cpu.addresses import Memory, Scratch
-from motley.backends.cpu.cache import BatchSlot
+from motley.backends.cpu.cache import BatchSlot, StateSlot
 from motley.backends.cpu.compiler import Compiler, can_compile
 from motley.backends.cpu.kernels import NativeKernel, heads_reason
 from motley.backends.cpu.memory import lay_out_stages
-from motley.backends.cpu.native import NativeRendezvous, core
+from motley.backends.cpu.native import HAS_RECURRENT, NativeRendezvous, core
 from motley.backends.cpu.patterns import PatternChooser
 from motley.backends.cpu.row_counts import INPUT_KINDS, OUTPUTS, TOKENS, rows_of_tensors
 from motley.backends.cpu.weights import (
@@ -28,11 +28,11 @@ from motley.backends.cpu.weights import (
     narrowed,
     own_weights,
 )
-from motley.backends.paged import PagedLayer
+from motley.backends.paged import PagedLayer, StatePlanes
 from motley.backends.reference.backend import ReferenceKernel
 from motley.errors import ConfigError
 from motley.formats import PackedTensor
-from motley.graph import CACHE
+from motley.graph import CACHE, RECURRENT, Tensor
 from motley.plan import DevicePlan, Kernel, LaunchKernel, Single, Step
 from motley.split.collectives import Collective
 
@@ -150,7 +150,10 @@ class CpuExecutable(Executable):
         self._rows = rows_of_tensors(plan.graph)
         self._n_actual = (-1, -1)  # tokens and outputs of the batch; -1: as many as the plan was made for
         self._cache_names = [t.name for t in plan.graph.inputs if t.dtype == CACHE]
-        self._layers: list[PagedLayer] | None = None  # those that the segments were compiled for
+        self._state_names = [t.name for t in plan.graph.inputs if t.dtype == RECURRENT]
+        self._states: dict[str, Any] = {}  # the batch's, by name
+        self._state_slot = StateSlot() if self._state_names and HAS_RECURRENT else None
+        self._layers: list[Any] | None = None  # those that the segments were compiled for
         self._segments: list[Callable[[int, int], Any]] = []
         self._program: Any = None  # all of it, where everything is native
         self._slots: list[tuple[BatchSlot, str]] = []  # with the name of a cache that has the slot's batch
@@ -178,7 +181,7 @@ class CpuExecutable(Executable):
 
     def _bind(self, inputs: Mapping[str, Any]) -> None:
         """Put a batch where the segments will look for it."""
-        layers = [inputs[name].layer for name in self._cache_names]
+        layers = [inputs[name].layer for name in (*self._cache_names, *self._state_names)]
         if layers != self._layers or self._memory.start != self._compiled_at:
             self._compile(layers)
         n_actual = {TOKENS: -1, OUTPUTS: -1}
@@ -188,17 +191,32 @@ class CpuExecutable(Executable):
                 n_actual[INPUT_KINDS[name]] = len(given)
             buffer[: len(given)] = given
         self._n_actual = n_actual[TOKENS], n_actual[OUTPUTS]
+        self._states.update((name, inputs[name]) for name in self._state_names)
+        if self._state_slot is not None:
+            self._state_slot.fill(inputs[self._state_names[0]].batch)
         for slot, name in self._slots:
             slot.fill(inputs[name].batch)
 
-    def _compile(self, layers: list[PagedLayer]) -> None:
-        named = dict(zip(self._cache_names, layers, strict=True))
+    def _compile(self, layers: list[Any]) -> None:
+        named: dict[str, PagedLayer] = dict(zip(self._cache_names, layers, strict=False))
+        states: dict[str, StatePlanes] = dict(
+            zip(self._state_names, layers[len(self._cache_names) :], strict=True)
+        )
         by_group: dict[int, tuple[BatchSlot, str]] = {}
         for name, layer in named.items():
             by_group.setdefault(layer.group, (BatchSlot(), name))
         self._slots = list(by_group.values())
         slots = {name: by_group[layer.group][0] for name, layer in named.items()}
-        compiler = Compiler(self._memory, self._pool, named, slots, self._rows, is_exact=self._is_exact)
+        compiler = Compiler(
+            self._memory,
+            self._pool,
+            named,
+            slots,
+            self._rows,
+            states,
+            self._state_slot,
+            is_exact=self._is_exact,
+        )
         self._segments, self._program = [], core.Program(self._pool)
         for is_native, steps in groupby(self._steps, lambda s: can_compile(s, self._memory.weights)):
             if is_native:
@@ -217,18 +235,25 @@ class CpuExecutable(Executable):
         launch = kernel.prepare(stage)
         # Devices exchange all rows that the plan was made for: not all of them can do with fewer.
         own = {} if isinstance(stage.node.op, Collective) else self._rows
-        places = [(self._memory.value(t), own.get(t)) for t in (stage.out, *stage.inputs)]
+        places = [(self._place(t), own.get(t)) for t in (stage.out, *stage.inputs)]
 
         def run(n_tokens: int, n_outputs: int) -> None:
             n_actual = {TOKENS: n_tokens, OUTPUTS: n_outputs}
             out, *inputs = [
-                rows.of(value, n_actual[rows.kind]) if rows and n_actual[rows.kind] >= 0 else value
+                rows.of(value(), n_actual[rows.kind]) if rows and n_actual[rows.kind] >= 0 else value()
                 for value, rows in places
             ]
             with torch.inference_mode():
                 launch(inputs, out)
 
         return run
+
+    def _place(self, tensor: Tensor) -> Callable[[], Any]:
+        """Gives what a Python kernel takes for it: a state is another object in each batch."""
+        if tensor.dtype == RECURRENT:
+            return partial(self._states.__getitem__, tensor.name)
+        value = self._memory.value(tensor)
+        return lambda: value
 
 
 class _Joint:

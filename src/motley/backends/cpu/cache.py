@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from motley.backends.cpu.native import CACHE_TYPES, address, core
-from motley.backends.paged import Batch, Store
+from motley.backends.paged import Batch, StateBatch, Store
 
 
 def store_view(store: Store, rows: slice) -> tuple[int, int, int, int, int, int, int]:
@@ -21,6 +23,23 @@ def store_view(store: Store, rows: slice) -> tuple[int, int, int, int, int, int,
         codes.shape[1],
         rows.start,
     )
+
+
+def state_view(states: torch.Tensor, rings: torch.Tensor) -> tuple[int, bool, int, int]:
+    """As csrc's StateStore."""
+    return address(states), states.dtype == torch.bfloat16, address(rings), rings.shape[1]
+
+
+class StateSlot:
+    """A fixed place that programs read a batch's states from; filled before each run."""
+
+    def __init__(self) -> None:
+        self.native: Any = core.StateBatch()
+        self._kept: Any = None  # what the address is of
+
+    def fill(self, batch: StateBatch) -> None:
+        self._kept = table = batch.table
+        self.native.set(table.__array_interface__["data"][0], len(table))
 
 
 class BatchSlot:

@@ -9,14 +9,14 @@ from typing import Any
 from motley.backends.base import HasRendezvous
 from motley.backends.cpu import experts
 from motley.backends.cpu.addresses import Memory
-from motley.backends.cpu.cache import BatchSlot, store_view
+from motley.backends.cpu.cache import BatchSlot, StateSlot, state_view, store_view
 from motley.backends.cpu.copies import COPIES, around
 from motley.backends.cpu.kernels import NativeKernel, repeats_of
 from motley.backends.cpu.memory import coded_input, n_split_values
 from motley.backends.cpu.native import FORMATS, FUNCTIONS, ROW_FORMATS, NativeRendezvous, address, core
 from motley.backends.cpu.row_counts import Known, rows_of_stage
 from motley.backends.cpu.weights import CpuWeight, MappedTensor, RepackedTensor
-from motley.backends.paged import PagedLayer
+from motley.backends.paged import PagedLayer, StatePlanes
 from motley.graph import Op, Tensor
 from motley.graph.ops import (
     INTERLEAVED,
@@ -24,6 +24,8 @@ from motley.graph.ops import (
     Add,
     Attention,
     CacheStore,
+    CausalConv,
+    DeltaNet,
     ExpertFfn,
     GetRows,
     LocalIds,
@@ -36,6 +38,7 @@ from motley.graph.ops import (
     Softmax,
     Weight,
 )
+from motley.graph.ops.recurrent import n_key_heads
 from motley.plan import Linear, Norm, Single, Stage, Step, base_of
 from motley.split.collectives import AllGather, AllReduce, Broadcast, Collective, Receive, Send
 
@@ -64,7 +67,8 @@ def _rendezvous(step: Step) -> tuple[Any, int] | None:
 class Compiler:
     """Adds stages to a program.
 
-    `layers` are the batch's cache inputs by name, `slots` where their batches go; `rows`: the tensors that are by rows.
+    `layers` are the batch's cache inputs by name, `slots` where their batches go; `rows`: the tensors that are by rows;
+    `states` and `state_slot`: the same for recurrent states.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class Compiler:
         layers: Mapping[str, PagedLayer],
         slots: Mapping[str, BatchSlot],
         rows: Known,
+        states: Mapping[str, StatePlanes],
+        state_slot: StateSlot | None,
         *,
         is_exact: bool,
     ) -> None:
@@ -82,6 +88,8 @@ class Compiler:
         self._layers = layers
         self._slots = slots
         self._rows = rows
+        self._states = states
+        self._state_slot = state_slot
         self._is_exact = is_exact
         self._quantized: set[Tensor] = set()  # whose codes have been written
         self._rope_tables: dict[tuple[Rope, tuple[Tensor, ...]], int] = {}
@@ -218,6 +226,44 @@ class Compiler:
         name = base_of(cache).name
         return self._layers[name], self._slots[name]
 
+    def _causal_conv(self, stage: Single) -> None:
+        x, weight, state = stage.node.inputs
+        taps = self._memory.dense(weight).t().contiguous()  # (taps, channels)
+        self._memory.kept.append(taps)
+        at, planes = self._memory.address, self._states[state.name]
+        self._program.causal_conv(
+            at(x),
+            address(taps),
+            at(stage.out),
+            *x.shape,
+            len(taps),
+            state_view(planes.states, planes.rings),
+            self._own_state_slot.native,
+        )
+
+    @property
+    def _own_state_slot(self) -> StateSlot:
+        assert self._state_slot is not None, "a program with states"
+        return self._state_slot
+
+    def _delta_net(self, stage: Single) -> None:
+        op, (mixed, decay, beta, state) = _op(stage, DeltaNet), stage.node.inputs
+        at, planes = self._memory.address, self._states[state.name]
+        n_keys = n_key_heads(mixed.shape[1], state.shape)
+        self._program.delta_net(
+            at(mixed),
+            at(decay),
+            at(beta),
+            at(stage.out),
+            mixed.shape[0],
+            n_keys,
+            *state.shape,
+            op.eps,
+            op.is_cyclic,
+            state_view(planes.states, planes.rings),
+            self._own_state_slot.native,
+        )
+
     def _hadamard(self, stage: Single) -> None:
         x = stage.node.inputs[0]
         size = x.shape[-1]
@@ -312,4 +358,6 @@ _EMITTERS: dict[type[Op], Callable[[Compiler, Single], None]] = {
     Route: Compiler._route,
     RouteWeights: Compiler._route_weights,
     ExpertFfn: Compiler._expert_ffn,
+    CausalConv: Compiler._causal_conv,
+    DeltaNet: Compiler._delta_net,
 }

@@ -9,6 +9,7 @@ from motley.backends.cpu.native import (
     FORMATS,
     FUNCTIONS,
     GROUP_ROWS,
+    HAS_RECURRENT,
     MAX_EXPERT_GROUPS,
     MAX_EXPERTS,
     MAX_GROUP,
@@ -23,7 +24,9 @@ from motley.graph.ops import (
     Add,
     Attention,
     CacheStore,
+    CausalConv,
     Concat,
+    DeltaNet,
     ExpertFfn,
     GetRows,
     Hadamard,
@@ -193,6 +196,23 @@ def _expert_ffn(node: Tensor) -> str | None:
     return None if node.n_values and node.inputs[3].n_values else "nothing to compute"
 
 
+def _causal_conv(node: Tensor) -> str | None:
+    if not HAS_RECURRENT:
+        return "the native module is older than this kernel"
+    if not isinstance(node.inputs[1].op, Weight):
+        return "the weight is no weight of the model"
+    return None if node.inputs[0].n_values else "no channels"
+
+
+def _delta_net(node: Tensor) -> str | None:
+    if not HAS_RECURRENT:
+        return "the native module is older than this kernel"
+    if not node.n_values:
+        return "no heads"
+    dims = node.inputs[3].shape[1:]
+    return None if max(dims) <= MAX_HEAD_DIM else f"heads of {max(dims)} dims are longer than {MAX_HEAD_DIM}"
+
+
 def _cache_store(node: Tensor) -> str | None:
     dim = node.inputs[0].shape[1]
     return heads_reason(dim, 0)
@@ -211,6 +231,8 @@ _PREDICATES: dict[type[Op], Callable[[Tensor], str | None]] = {
     Route: _route,
     RouteWeights: _route_weights,
     ExpertFfn: _expert_ffn,
+    CausalConv: _causal_conv,
+    DeltaNet: _delta_net,
     GetRows: _get_rows,
     Slice: _copy,
     Permute: _copy,

@@ -29,6 +29,9 @@ CACHE_TYPES = _exported("CACHE_TYPES")
 PLAIN_FORMATS = ("F32", "F16", "BF16")
 MAX_PARTS: int = 0 if core is None else core.MAX_PARTS  # products of one pass
 MAX_RANGES: int = 0 if core is None else core.MAX_RANGES  # of ids that a device owns
+HAS_RECURRENT = core is not None and hasattr(
+    core, "StateBatch"
+)  # False: built before there were such kernels
 MAX_HEAD_DIM = 512
 MAX_GROUP = 64  # query heads that share a KV head
 GROUP_ROWS = 16  # repacked weights have room for a multiple of this; every instruction set's groups divide it

@@ -20,7 +20,9 @@ from motley.graph.ops import (
     Add,
     Attention,
     CacheStore,
+    CausalConv,
     Concat,
+    DeltaNet,
     ExpertFfn,
     GetRows,
     LocalIds,
@@ -158,5 +160,5 @@ _RULES: dict[type[Op], Callable[[Tensor, Known], Rows | None]] = {
     **dict.fromkeys(
         (Activation, AllReduce, Attention, LocalIds, Reshape, RmsNorm, Rope, Scale, Softmax), _as_first
     ),
-    **dict.fromkeys((Route, RouteWeights, ExpertFfn), _as_first),
+    **dict.fromkeys((Route, RouteWeights, ExpertFfn, CausalConv, DeltaNet), _as_first),
 }

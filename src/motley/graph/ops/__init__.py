@@ -7,6 +7,7 @@ from motley.graph.ops.elementwise import Activation, Add, Mul, Scale, Softmax
 from motley.graph.ops.experts import SIGMOID, SOFTMAX, ExpertFfn, Route, RouteWeights
 from motley.graph.ops.matmul import BatchMatMul, MatMul
 from motley.graph.ops.norm import RmsNorm
+from motley.graph.ops.recurrent import CONVOLUTION, DELTA, CausalConv, DeltaNet, StateInput, state_of
 from motley.graph.ops.rope import HALVES, INTERLEAVED, Rope, Yarn
 from motley.graph.ops.rows import GetRows, LocalIds, SetRows
 from motley.graph.ops.sources import CacheInput, Hadamard, Input, Weight, cache_layer
@@ -20,11 +21,13 @@ OPS: dict[str, type[Op]] = {
         *(Add, Mul, Scale, Activation, Softmax, RmsNorm),
         *(MatMul, BatchMatMul, Rope, CacheStore, Attention),
         *(Reshape, Permute, Slice, Concat, Repeat, GetRows, SetRows, LocalIds),
-        *(Route, RouteWeights, ExpertFfn),
+        *(Route, RouteWeights, ExpertFfn, CausalConv, DeltaNet),
     )
 }
 
 __all__ = [
+    "CONVOLUTION",
+    "DELTA",
     "HALVES",
     "INTERLEAVED",
     "OPS",
@@ -36,7 +39,9 @@ __all__ = [
     "BatchMatMul",
     "CacheInput",
     "CacheStore",
+    "CausalConv",
     "Concat",
+    "DeltaNet",
     "ExpertFfn",
     "GetRows",
     "Hadamard",
@@ -55,7 +60,9 @@ __all__ = [
     "SetRows",
     "Slice",
     "Softmax",
+    "StateInput",
     "Weight",
     "Yarn",
     "cache_layer",
+    "state_of",
 ]

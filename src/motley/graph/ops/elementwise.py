@@ -124,12 +124,13 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
+    "softplus": F.softplus,
 }
 
 
 @dataclass(frozen=True)
 class Activation(Op):
-    """A non-linear function by name: silu, gelu, gelu_tanh, relu, sigmoid, tanh."""
+    """A non-linear function by name: silu, gelu, gelu_tanh, relu, sigmoid, tanh, softplus."""
 
     name: ClassVar[str] = "activation"
     function: str

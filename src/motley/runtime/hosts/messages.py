@@ -67,12 +67,14 @@ class StepWriter:
         copies: Sequence[BlockCopy],
     ) -> bytes:
         own = batch.shape
+        own_blocks = [part for part in batch.cache if isinstance(part, GroupBatch)]
+        assert len(own_blocks) == len(batch.cache), "models with recurrent states run in one process"
         numbers: list[int] = [own.n_tokens, own.n_outputs, own.n_layers, own.n_experts]
         numbers += [shape.n_tokens, shape.n_outputs, int(own.wants_hidden), int(N_EXPERT_USED in inputs)]
         numbers += _copies(copies)
         names = ["tokens", "positions", "output_rows", *([N_EXPERT_USED] if N_EXPERT_USED in inputs else [])]
         arrays = [_array(numbers), *(inputs[name].numpy() for name in names)]
-        return np.concatenate([*arrays, *self._batches(batch.cache)]).astype(np.int32).tobytes()
+        return np.concatenate([*arrays, *self._batches(own_blocks)]).astype(np.int32).tobytes()
 
     def batches(self, batches: Sequence[GroupBatch]) -> bytes:
         """The block tables of a batch, alone."""
