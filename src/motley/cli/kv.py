@@ -107,6 +107,12 @@ def _show(console: Console, figures: CacheFigures, devices: list[DeviceFigures])
             group.name, str(group.n_layers), str(group.n_blocks), str(group.n_blocks * figures.block_size)
         )
     console.print(groups)
+    if (state := figures.state) is not None:
+        console.print(
+            f"{state.n_layers} layers have a recurrent state of {show_bytes(state.slot_bytes)} ({state.state_type}) "
+            f"for each sequence and checkpoint: {state.n_slots} slots, {state.n_rings} rings of "
+            f"{show_bytes(state.ring_bytes)} for pending tokens"
+        )
     places = _table("reserved", "resident at the start")
     for device in devices:
         places.add_row(device.device, show_bytes(device.reserved), show_bytes(device.resident))

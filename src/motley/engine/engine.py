@@ -146,6 +146,7 @@ class Engine:
             max_tokens=self._max_tokens(len(prompt), params),
             shift=self._context_shift(len(prompt), params) if params.context_shift else None,
             effort=self.efforts.choose(params.n_expert_used, params.n_layer_exit),
+            checkpoints=self._checkpoints(prompt),
             matcher=matcher,
             min_tokens=params.min_tokens,
             max_seconds=params.max_seconds,
@@ -157,6 +158,15 @@ class Engine:
         )
         self.cache.require_fit(request.max_cached_tokens, self.scheduler.n_batch)
         return request
+
+    def _checkpoints(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Where the next turn of a chat parts from this prompt at the earliest: after the last message that has ended.
+
+        What follows it is the beginning of an answer, which templates change later: they remove its reasoning.
+        """
+        ends = self._tokenizer.eog_ids
+        last = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ends), None)
+        return () if last is None else (last + 1,)
 
     def queue(self, request: Request) -> None:
         """Queues a request. It fails if it needs context shift and the model's keys cannot be rotated, and if a worker

@@ -128,6 +128,7 @@ class Request:
         None  # of `generated`, if asked for; readers may read it at any time
     )
     speculation: Speculation = Speculation()
+    checkpoints: tuple[int, ...] = ()  # lengths of the prompt at which later prompts may part from it
     outbox: Outbox[Completion] = field(default_factory=Outbox)
     tokens: list[int] = field(init=False)  # prompt and generated, without tokens that a shift dropped
     generated: list[int] = field(init=False, default_factory=list)

@@ -335,7 +335,11 @@ class Scheduler:
                 return 0
         self._touched[request] = None
         opened = self.cache.open(
-            request.tokens, salt=request.salt, keys=request.prefix_keys, find=request.cache_prompt
+            request.tokens,
+            salt=request.salt,
+            keys=request.prefix_keys,
+            find=request.cache_prompt,
+            checkpoints=request.checkpoints,
         )
         request.sequence, request.n_computed = opened.seq, opened.n_cached
         n_tokens = self.cache.n_before_checkpoint(opened.seq, min(request.n_pending, room))

@@ -183,7 +183,7 @@ class CacheGroup(ABC, Generic[Table]):
 
     @abstractmethod
     def forget(self, parent: bytes, tokens: Sequence[int]) -> None:
-        """Unpublish what is published after the block `parent` with no other tokens than these; empty what is not in use."""
+        """Unpublish what comes after the block `parent` and has no other tokens than these; empty what is unused."""
 
     # Views
 

@@ -29,6 +29,18 @@ class GroupFigures:
 
 
 @dataclass(frozen=True)
+class StateFigures:
+    """Figures of the layers with a recurrent state. Bytes are over all devices."""
+
+    state_type: str
+    n_layers: int
+    n_slots: int  # of sequences and of checkpoints
+    slot_bytes: int
+    n_rings: int  # for pending tokens of sequences
+    ring_bytes: int
+
+
+@dataclass(frozen=True)
 class TypeFigures:
     """K and V both in one type: bytes for the same context, and the longest context in the same bytes."""
 
@@ -64,6 +76,7 @@ class CacheFigures:
     budget: int  # bytes over all devices that bound `longest_context`: the given limit, or the reserved bytes
     longest_context: int | None
     types: tuple[TypeFigures, ...]
+    state: StateFigures | None = None  # None: no layer has a recurrent state
 
 
 @dataclass(frozen=True)
@@ -76,15 +89,15 @@ class KVStats:
 
     @property
     def n_blocks(self) -> int:
-        return sum(group.n_blocks for group in self.use.groups)
+        return sum(group.n_blocks for group in self.use.groups if not group.is_state)
 
     @property
     def n_blocks_used(self) -> int:
-        return sum(group.n_used for group in self.use.groups)
+        return sum(group.n_used for group in self.use.groups if not group.is_state)
 
     @property
     def n_blocks_shared(self) -> int:
-        return sum(group.n_shared for group in self.use.groups)
+        return sum(group.n_shared for group in self.use.groups if not group.is_state)
 
     @property
     def n_tokens(self) -> int:
@@ -116,13 +129,22 @@ def cache_figures(split: ModelSplit, fit: CacheFit, allocated: Sequence[int] | N
         bytes_per_token=_bytes_by_table(split, config.k_type, config.v_type),
         bytes_per_token_allocated=sum(
             n_bytes / (group.n_blocks * config.block_size)
-            for n_bytes, group in zip(bytes_of_groups, plan.groups, strict=True)
+            for n_bytes, group in zip(bytes_of_groups, plan.groups, strict=False)  # states are the last
         ),
         context_bytes=_context_bytes(plan, n_ctx, fit.n_batch),
         budget=budget,
         longest_context=_longest_context(plan, fit, budget),
         types=tuple(_type_figures(split, fit, kind, budget) for kind in CACHE_TYPES.values()),
+        state=_state_figures(plan),
     )
+
+
+def _state_figures(plan: CachePlan) -> StateFigures | None:
+    states, devices = plan.states, range(len(plan.heads))
+    if states is None:
+        return None
+    slot, ring = (sum(map(n_bytes, devices)) for n_bytes in (states.slot_bytes, states.ring_bytes))
+    return StateFigures(states.kind, len(states.layers), states.n_slots, slot, states.n_rings, ring)
 
 
 def _type_figures(split: ModelSplit, fit: CacheFit, kind: CacheType, budget: int) -> TypeFigures:
