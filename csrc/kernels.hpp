@@ -26,7 +26,7 @@ constexpr int64_t kMaxQueryGroup = 64;  // query heads that share a KV head
 enum Format { kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIQ4_NL, kIQ4_XS, kMXFP4,
               kQ8_0Rows,  // in the file's layout, see rows.hpp; all others are repacked, see formats.hpp
               kNumFormats };
-enum Function { kNoFunction, kSilu, kGelu, kGeluTanh, kRelu, kSigmoid, kTanh, kClampedSwiglu };
+enum Function { kNoFunction, kSilu, kGelu, kGeluTanh, kRelu, kSigmoid, kTanh, kClampedSwiglu, kSoftplus };
 
 // Rows of activations; for matrix products also as int8 codes, a scale for each 32 columns, and the sums of scale ·
 // code over 32 and over 16 columns. One allocation, see quantized_bytes.
@@ -290,6 +290,55 @@ struct ExpertSumArgs {
     ExpertPlaces places;
 };
 
+// Recurrent states, see kernels/recurrent.cpp and kvcache/states.py. One sequence's rows of a batch, and where its state
+// is read and written. The inputs of position p are in a ring at p mod n_pending.
+struct StateSpan {
+    int64_t first_row, n_rows;
+    int64_t position;       // of the first row
+    int64_t source;         // slot of the state that includes n_read tokens; -1: zeros
+    int64_t n_read;
+    int64_t source_ring;    // of the tokens from n_read to position
+    int64_t target;         // slot for the state that includes n_written tokens
+    int64_t n_written;
+    int64_t target_ring;    // for the rows from n_written on
+};
+
+// The batch's sequences. Its contents change from run to run, its address does not.
+struct StateBatchView {
+    const StateSpan* spans;
+    int64_t n_spans;
+};
+
+// The slots and rings of one part of a layer's state.
+struct StateStore {
+    void* states;  // (slots, …): float32, or bfloat16
+    bool is_bf16;
+    float* rings;  // (rings, n_pending, …)
+    int64_t n_pending;
+    const StateBatchView* batch;
+};
+
+struct CausalConvArgs {
+    const float* x;       // (tokens, channels)
+    const float* weight;  // (taps, channels)
+    float* out;
+    int64_t n_channels, n_taps;
+    StateStore store;  // a state is (taps - 1, channels), a pending token (channels,)
+};
+
+constexpr int64_t kMaxTaps = 64;
+
+struct DeltaNetArgs {
+    const float* mixed;  // (tokens, q | k | v)
+    const float* decay;  // (tokens, value heads)
+    const float* beta;
+    float* out;  // (tokens, value heads, value dim)
+    int64_t n_key_heads, n_heads, key_dim, value_dim;
+    float eps;
+    bool is_cyclic;    // value head j uses key head j mod n_key_heads, not j / (n_heads / n_key_heads)
+    StateStore store;  // a state is (value heads, key dim, value dim), a pending token (value heads, k | v | decay | beta)
+};
+
 struct Kernels {
     const char* name;
     void (*quantize)(const QuantizeArgs&, const Worker&);
@@ -315,6 +364,9 @@ struct Kernels {
     void (*expert_gather)(const ExpertGatherArgs&, const Worker&);
     void (*expert_matmul)(const ExpertMatMulArgs&, const Worker&);
     void (*expert_sum)(const ExpertSumArgs&, const Worker&);
+    void (*causal_conv)(const CausalConvArgs&, const Worker&);
+    void (*delta_net)(const DeltaNetArgs&, const Worker&);
+    void (*delta_pending)(const DeltaNetArgs&, const Worker&);
 };
 
 }  // namespace motley

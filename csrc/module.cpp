@@ -39,6 +39,20 @@ void set_batch(Batch& batch, Address slots, const std::vector<SequenceTuple>& se
     batch.view = {at<const int64_t>(slots), batch.sequences.data(), static_cast<int64_t>(batch.sequences.size())};
 }
 
+// The batch's states. Programs keep a reference to it; each run sets its contents.
+struct StateBatch {
+    StateBatchView view{};
+};
+
+// (states, whether they are bfloat16, rings, pending tokens of a ring)
+using StateTuple = std::tuple<Address, bool, Address, int64_t>;
+
+StateStore state_store(const StateTuple& t, const StateBatch& batch) {
+    const auto& [states, is_bf16, rings, n_pending] = t;
+    if (n_pending < 1) throw std::invalid_argument("a ring without tokens");
+    return {at<void>(states), is_bf16, at(rings), n_pending, &batch.view};
+}
+
 // (kind, codes, high bits, scale, minimum, rows of the plane, first row)
 using StoreTuple = std::tuple<int, Address, Address, Address, Address, int64_t, int64_t>;
 
@@ -184,6 +198,22 @@ void bind_program(nb::module_& m) {
                       takes_codes_of_hidden, is_exact}
                 .add_to(p);
         })
+        .def("causal_conv", [](Program& p, Address x, Address weight, Address out, int64_t n_tokens, int64_t n_channels, int64_t n_taps,
+                               const StateTuple& store, const std::shared_ptr<StateBatch>& batch) {
+            if (n_taps < 2 || n_taps > kMaxTaps) throw std::invalid_argument("too many taps of a convolution, or too few");
+            p.add_kernel(p.kernels().causal_conv, CausalConvArgs{at(x), at(weight), at(out), n_channels, n_taps, state_store(store, *batch)},
+                         0.3 * n_tokens * n_channels * n_taps);
+        }, nb::keep_alive<1, 9>())
+        .def("delta_net", [](Program& p, Address mixed, Address decay, Address beta, Address out, int64_t n_tokens, int64_t n_key_heads,
+                             int64_t n_heads, int64_t key_dim, int64_t value_dim, float eps, bool is_cyclic, const StateTuple& store,
+                             const std::shared_ptr<StateBatch>& batch) {
+            if (n_key_heads < 1 || n_heads % n_key_heads || key_dim > kMaxHeadDim || value_dim > kMaxHeadDim)
+                throw std::invalid_argument("no such heads of a delta net");
+            const DeltaNetArgs args{at(mixed), at(decay), at(beta), at(out), n_key_heads, n_heads, key_dim, value_dim, eps, is_cyclic,
+                                    state_store(store, *batch)};
+            p.add_kernel(p.kernels().delta_net, args, 0.3 * n_tokens * n_heads * key_dim * value_dim);
+            p.add_kernel(p.kernels().delta_pending, args, 0);
+        }, nb::keep_alive<1, 14>())
         .def("all_reduce", [](Program& p, const std::shared_ptr<Group>& group, int device, Address x, Address out, int64_t n) {
             p.add_all_reduce(group, device, at(x), at(out), n);
         })
@@ -258,6 +288,10 @@ NB_MODULE(_core, m) {
     nb::class_<Batch>(m, "Batch", "Where a batch reads and writes in one group of cache layers.")
         .def(nb::init<>())
         .def("set", &set_batch, "slots"_a, "sequences"_a);
+    nb::class_<StateBatch>(m, "StateBatch", "Where a batch reads and writes recurrent states.")
+        .def(nb::init<>())
+        .def("set", [](StateBatch& batch, Address spans, int64_t n_spans) { batch.view = {at<const StateSpan>(spans), n_spans}; },
+             "spans"_a, "n_spans"_a, "Nine int64 for each sequence, see kernels.hpp.");
     nb::class_<Group>(m, "Group", "Where programs of several devices exchange data.")
         .def(nb::init<int>(), "n_devices"_a)
         .def_prop_ro("n_devices", &Group::n_devices)

@@ -25,6 +25,7 @@ inline const std::vector<Named> kRowFormatNames = {{"Q8_0", kQ8_0Rows}};
 inline const std::vector<Named> kFunctionNames = {
     {"", kNoFunction}, {"silu", kSilu}, {"gelu", kGelu},       {"gelu_tanh", kGeluTanh},
     {"relu", kRelu},   {"tanh", kTanh}, {"sigmoid", kSigmoid}, {"clamped_swiglu", kClampedSwiglu},
+    {"softplus", kSoftplus},
 };
 
 inline const std::vector<Named> kCacheTypeNames = {

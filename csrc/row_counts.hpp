@@ -37,6 +37,8 @@ inline void take_rows(ExpertGroupArgs& a, int64_t n, int64_t planned) { rescale(
 inline void take_rows(ExpertSumArgs& a, int64_t n, int64_t planned) { rescale(a.n_tokens, n, planned); }
 inline void take_rows(ExpertGatherArgs&, int64_t, int64_t) {}  // expert_group has set the number of rows
 inline void take_rows(ExpertMatMulArgs&, int64_t, int64_t) {}
+inline void take_rows(CausalConvArgs&, int64_t, int64_t) {}  // the batch's sequences have the numbers of rows
+inline void take_rows(DeltaNetArgs&, int64_t, int64_t) {}
 inline void take_rows(CopyArgs&, int64_t, int64_t) {}  // copies any axes: all rows, including padding rows
 
 }  // namespace motley

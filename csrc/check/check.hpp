@@ -67,6 +67,7 @@ void check_widest_heads(Pool& pool, int kind);
 void check_values(Pool& pool);
 void check_long_rows(Pool& pool);
 void check_experts(Pool& pool);
+void check_recurrent(Pool& pool);
 void check_attendance();
 void check_changing_threads();
 void check_group();

@@ -16,6 +16,7 @@ int main() {
         check_values(pool);
         check_long_rows(pool);
         check_experts(pool);
+        check_recurrent(pool);
         std::printf("%s: all kernels agree with their references\n", name.c_str());
     }
     check_attendance();

@@ -19,6 +19,10 @@ inline f32v apply(int function, f32v x) {
         case kRelu: return x < f32v{} ? f32v{} : x;
         case kSigmoid: return sigmoid(x);
         case kTanh: return vtanh(x);
+        case kSoftplus: {
+            for (int i = 0; i < kLanes; i++) x[i] = (x[i] > 0 ? x[i] : 0.0f) + log1pf(expf(-std::fabs(x[i])));
+            return x;
+        }
     }
     return x;
 }

@@ -29,12 +29,16 @@ void expert_group(const ExpertGroupArgs&, const Worker&);
 void expert_gather(const ExpertGatherArgs&, const Worker&);
 void expert_matmul(const ExpertMatMulArgs&, const Worker&);
 void expert_sum(const ExpertSumArgs&, const Worker&);
+void causal_conv(const CausalConvArgs&, const Worker&);
+void delta_net(const DeltaNetArgs&, const Worker&);
+void delta_pending(const DeltaNetArgs&, const Worker&);
 
 extern const Kernels table;
 const Kernels table = {
     MOTLEY_STRING(MOTLEY_ISA), quantize, norm, matmul, rope_table, rope, hadamard_rows, binary, unary, softmax, copy,
     gather, local_ids, repack, unpack, cache_write, attention, attention_join,
     route, route_weights, expert_group, expert_gather, expert_matmul, expert_sum,
+    causal_conv, delta_net, delta_pending,
 };
 
 }  // namespace motley::MOTLEY_ISA

@@ -30,7 +30,7 @@ from motley.graph.ops import (
 )
 
 # Ops whose references need more than tensors; they have tests of their own.
-WITHOUT_SAMPLES = {"input", "weight", "hadamard", "cache_store", "attention"}
+WITHOUT_SAMPLES = {"input", "weight", "hadamard", "cache_store", "attention", "causal_conv", "delta_net"}
 
 
 def node_for(value: torch.Tensor | PackedTensor, name: str) -> Tensor:

@@ -39,7 +39,8 @@ from motley.graph.ops import (
 )
 from motley.ownership import MIRRORED, PARTIAL, Split, State, Word
 
-SOURCES = {"input", "weight", "hadamard"}
+# Ops with a recurrent state have a test of their own: tests/backends/cpu/test_recurrent.py.
+SOURCES = {"input", "weight", "hadamard", "causal_conv", "delta_net"}
 SEEDS = range(7)  # seed n: on n + 1 devices
 
 

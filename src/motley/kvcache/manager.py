@@ -50,6 +50,10 @@ class _Sequence:
     n_slots: int  # positions with a slot: at least as many as there are tokens
 
     @property
+    def tokens(self) -> array[int]:
+        return self.past.tokens
+
+    @property
     def n_tokens(self) -> int:
         return len(self.past.tokens)
 
