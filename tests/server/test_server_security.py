@@ -112,13 +112,31 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(server: RunningSe
     assert b" 413 " in raw(server, chunked + chunk * 20)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health?" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 100_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-Many: x\r\n" * 10_000 + b"\r\n",
+        b"this is no HTTP at all\r\n\r\n",
+    ],
+)
+def test_heads_that_are_too_large_or_none(server: RunningServer, head: bytes) -> None:
+    assert raw(server, head).startswith(b"HTTP/1.1 400")
+    assert server.get("/health").status_code == 200
+
+
+def test_what_does_not_come_is_not_waited_for() -> None:
     with RunningServer("--hasty", is_mock=True) as hasty:
         hasty.wait_until_ready()
         host, port = hasty.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=WAIT) as connection:
             connection.sendall(b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
             assert connection.recv(4096).startswith(b"HTTP/1.1 408")
+        for begun in (b"", b"POST /completion HTTP/1.1\r\nHost: local"):
+            with socket.create_connection((host, int(port)), timeout=WAIT) as connection:
+                connection.sendall(begun)
+                assert connection.recv(4096) == b""  # closed
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,14 @@ class ServerOptions:
     context_shift: Annotated[
         bool, _flag("--context-shift", text="A full context drops its oldest tokens and goes on.")
     ] = False
-    embeddings: Annotated[bool, _flag("--embeddings", "--embedding", text="Serve embeddings only.")] = False
+    embeddings: Annotated[
+        bool,
+        _flag(
+            "--embeddings",
+            "--embedding",
+            text="Embeddings are always served; accepted for llama-server's sake.",
+        ),
+    ] = False
     pooling: Annotated[
         str | None, _flag("--pooling", text="Pooling of embeddings: mean, last, cls, none.", metavar="TYPE")
     ] = None
@@ -161,7 +168,6 @@ def serve(
             has_page=server.webui,
             slot_save_path=server.slot_save_path,
             pooling=server.pooling,
-            only_embeddings=server.embeddings,
             cors_origins=_names(server.cors_origins),
             is_verbose=chosen.verbose,
             logs_prompts=server.log_prompts,

@@ -16,6 +16,7 @@ sampling         fields of a request → SamplingParams, and back as llama-serve
 prompts          prompts in all the forms that clients send
 chat             messages → prompt
 parts            answers in pieces: reasoning, content, tool calls
+http             connections: limits on the heads of requests
 security         keys, Host, CORS, limits
 replies          JSON and SSE replies; a client that leaves cancels its jobs
 errors           errors as clients expect them

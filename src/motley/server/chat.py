@@ -14,8 +14,6 @@ from motley.server.model import FrontModel
 from motley.server.settings import ServerSettings
 from motley.text.tools import ToolSession
 
-_PREFILL = "an assistant's message at the end is continued; "
-
 
 @dataclass(frozen=True)
 class ChatPrompt:

@@ -106,6 +106,8 @@ class Front:
                 line |= {"preempted": end.n_preemptions, "retried": end.n_retries}
             if end.error is not None:
                 line["error"] = end.error.message
+            if self.settings.logs_prompts and self._model is not None:
+                line["text"] = self._model.show([*ticket.job.tokens, *ticket.generated])
             _log.info(orjson.dumps(line).decode())
 
 

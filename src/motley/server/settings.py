@@ -14,6 +14,8 @@ from motley.engine.params import SamplingParams
 class Limits:
     """What one request may ask for."""
 
+    head_bytes: int = 64 * 2**10
+    head_seconds: float = 30.0  # until the head of a request is complete
     body_bytes: int = 64 * 2**20
     n_choices: int = 128
     n_prompts: int = 256
@@ -48,7 +50,6 @@ class ServerSettings:
     has_page: bool = True
     slot_save_path: Path | None = None
     pooling: str | None = None
-    only_embeddings: bool = False
     cors_origins: tuple[str, ...] = ("*",)
     is_verbose: bool = False
     logs_prompts: bool = False

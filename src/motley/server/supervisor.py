@@ -16,6 +16,7 @@ import uvicorn
 from motley.errors import ConfigError, MotleyError
 from motley.server.engine_client import EngineClient
 from motley.server.front import Front, make_app
+from motley.server.http import protocol_with
 from motley.server.settings import ServerSettings
 
 _log = logging.getLogger("motley.server")
@@ -23,7 +24,6 @@ _log = logging.getLogger("motley.server")
 OK, REFUSED, ENGINE_DIED = 0, 2, 3  # exit codes
 _FINISH_SECONDS = 3  # for running requests after SIGTERM; then they are cancelled
 _AFTER_DEATH = 0.5  # seconds in which requests still get a 503
-_MAX_HEADERS = 64 * 2**10
 
 
 def serve(settings: ServerSettings) -> int:
@@ -71,7 +71,7 @@ async def _serve(settings: ServerSettings, listening: socket.socket) -> int:
     front = Front(settings, engine)
     config = uvicorn.Config(
         make_app(front),
-        http="httptools",
+        http=protocol_with(settings.limits),
         ws="none",
         lifespan="off",
         access_log=False,
@@ -79,7 +79,6 @@ async def _serve(settings: ServerSettings, listening: socket.socket) -> int:
         server_header=False,
         timeout_graceful_shutdown=_FINISH_SECONDS,
         timeout_keep_alive=75,
-        h11_max_incomplete_event_size=_MAX_HEADERS,
     )
     server = _Server(config)
     front.is_leaving = lambda: server.should_exit
