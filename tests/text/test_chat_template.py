@@ -59,6 +59,16 @@ def plain_jinja() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+def test_a_queue_in_a_namespace_is_kept_without_changing_it() -> None:
+    source = (
+        "{%- set ns = namespace(ids=[]) -%}"
+        "{%- for m in messages -%}{%- set _ = ns.ids.append(m.content) -%}{%- endfor -%}"
+        "{%- set first = ns.ids.pop(0) -%}{{ first }}, then {{ ns.ids | join(' ') }}"
+    )
+    texts = [{"role": "user", "content": text} for text in ("a", "b", "c")]
+    assert ChatTemplate(source).render(texts) == "a, then b c"
+
+
 @pytest.fixture(scope="session")
 def templates(shared: Path) -> Mapping[str, ChatTemplate]:
     paths = sorted((shared / "data" / "templates").glob("*.jinja"))

@@ -113,8 +113,6 @@ STYLES = {
 EXPECTED = {name: style for style, names in STYLES.items() for name in names}
 # Templates that show no call in what they render, or refuse: their formats are exceptions, without a rendered truth.
 NO_TRUTH = {
-    "Kimi-K2-Instruct",  # appends to a list, which the sandbox forbids
-    "Kimi-K2-Thinking",
     "LFM2-8B-A1B",
     "LFM2.5-Instruct",
     "ibm-granite-granite-3.3-2B-Instruct",

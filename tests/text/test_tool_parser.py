@@ -25,8 +25,8 @@ from motley.text.tools import (
     ToolFormat,
     parse_answer,
 )
-from motley.text.tools.exceptions import DEEPSEEK_R1, FUNCTIONARY, GEMMA, GRANITE, KIMI, LFM, LLAMA
-from motley.text.tools.format import JsonCall, TaggedCall
+from motley.text.tools.exceptions import DEEPSEEK_R1, FUNCTIONARY, GEMMA, GRANITE, LFM, LLAMA
+from motley.text.tools.format import JsonCall, NamedCall, TaggedCall
 from motley.text.tools.harmony import HarmonyParser
 from motley.text.tools.session import AnswerParser
 
@@ -74,6 +74,14 @@ DSML = ToolFormat(
     call_end="\n</D|invoke>",
     separator="\n",
     tagged=TaggedCall('">', '\n<D|p name="', '" string="true">', '" string="false">', "</D|p>"),
+)
+KIMI = ToolFormat(
+    Style.NAMED_JSON,
+    section_start="<|tool_calls_section_begin|>",
+    section_end="<|tool_calls_section_end|>",
+    call_start="<|tool_call_begin|>functions.",
+    call_end="<|tool_call_end|>",
+    named=NamedCall((":", "<|tool_call_argument_begin|>")),
 )
 GENERIC = ToolFormat(Style.GENERIC, shows_tools=False)
 FORMS = {

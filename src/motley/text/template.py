@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -19,6 +20,9 @@ from motley.text.sandbox import Sandbox
 KEY = "tokenizer.chat_template"
 MAX_SOURCE = 64 * 1024  # characters; the longest in use have 20,000
 MAX_INPUT_DEPTH = 64
+# Statements that change a list of a namespace, which the sandbox forbids, and the same without changing it.
+_APPEND = re.compile(r"\{%(-?)\s*set\s+\w+\s*=\s*(\w+\.\w+)\.append\(([\w.\[\]'\"]+)\)\s*(-?)%\}")
+_POP_FIRST = re.compile(r"\{%(-?)\s*set\s+(\w+)\s*=\s*(\w+\.\w+)\.pop\(0\)\s*(-?)%\}")
 
 _CONTENT = (
     "{% if message.content is string %}{{ message.content }}"
@@ -157,13 +161,19 @@ def _compile(source: str, sandbox: Sandbox) -> CodeType:
     if len(source) > MAX_SOURCE:
         raise TemplateError(f"the chat template has {len(source)} characters", hint=f"at most {MAX_SOURCE}")
     try:
-        return sandbox.compile(source)
+        return sandbox.compile(_without_changes(source))
     except TemplateSyntaxError as error:
         raise TemplateError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
     except Exception as error:  # the compiler's own limits: nesting, literals too large
         raise TemplateError(
             f"the chat template cannot be compiled: {str(error) or type(error).__name__}"
         ) from error
+
+
+def _without_changes(source: str) -> str:
+    """`ns.queue.append(x)` as `ns.queue + [x]`, and `pop(0)` likewise: Kimi K2's templates keep a queue of ids."""
+    source = _APPEND.sub(r"{%\1 set \2 = \2 + [\3] \4%}", source)
+    return _POP_FIRST.sub(r"{%\1 set \2 = \3[0] \4%}{%\1 set \3 = \3[1:] \4%}", source)
 
 
 def _explained(error: Exception, absent: Sequence[str]) -> TemplateError:

@@ -18,14 +18,6 @@ KNOWN_REASONING = (
 )
 
 HARMONY = ToolFormat(Style.HARMONY, is_parallel=False)
-KIMI = ToolFormat(
-    Style.NAMED_JSON,
-    section_start="<|tool_calls_section_begin|>",
-    section_end="<|tool_calls_section_end|>",
-    call_start="<|tool_call_begin|>functions.",
-    call_end="<|tool_call_end|>",
-    named=NamedCall((":", "<|tool_call_argument_begin|>")),
-)
 LFM = ToolFormat(
     Style.PYTHON, section_start="<|tool_call_start|>[", section_end="]<|tool_call_end|>", separator=", "
 )
@@ -53,7 +45,6 @@ DEEPSEEK_R1 = ToolFormat(
 # What a template's source must contain, all of it, for the format to hold.
 _EXCEPTIONS = (
     (("<|channel|>", "<|message|>", "<|call|>", "analysis"), HARMONY),
-    (("<|tool_calls_section_begin|>", "tool_response_queue"), KIMI),
     (("<|tool_list_start|>",), LFM),
     (("<|tool_call_start|>", "format_arg"), LFM),
     (("List of tools: [", "keep_past_thinking"), LFM),
