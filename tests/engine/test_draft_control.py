@@ -102,7 +102,7 @@ def test_on_a_machine_that_is_busy_nothing_is_drafted() -> None:
     assert 0.97 <= speed_up(0.8, linear, n_requests=8) <= 1.01
 
 
-@pytest.mark.parametrize(("p_right", "least"), [(0.0, 0.97), (0.5, 0.97), (0.9, 1.5)])
+@pytest.mark.parametrize(("p_right", "least"), [(0.0, 0.97), (0.5, 0.97), (0.9, 1.35)])
 def test_a_drafter_that_takes_time_is_asked_as_long_as_it_pays(p_right: float, least: float) -> None:
     assert speed_up(p_right, small_cpu, per_round=0.15) >= least
 

@@ -1,4 +1,9 @@
-"""How often drafted tokens are right: moving averages by drafter, grade and request. Imports no torch."""
+"""How often drafted tokens are right: moving averages by drafter and grade, and by request. Imports no torch.
+
+A rate is that of all requests' drafts of the same drafter and grade, times a factor of the request: how many of its
+drafted tokens were right, of how many the rates let expect. So a few wrong drafts, of whatever grade, are enough to
+see that a request's text cannot be guessed.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +13,56 @@ from weakref import WeakKeyDictionary
 from motley.engine.drafting.draft import Draft
 from motley.engine.request import Request
 
-Key = tuple[str, int]  # drafter, grade
-
-_ALL_KEEP, _ALL_WEIGHT = 0.98, 8.0  # what a draft leaves of earlier ones; the prior counts as so many tokens
-_OWN_KEEP, _OWN_WEIGHT = 0.85, 3.0
+_ALL_KEEP, _ALL_WEIGHT = 0.98, 24.0  # what a draft leaves of earlier ones; the prior counts as so many tokens
+_OWN_KEEP, _OWN_WEIGHT = 0.85, 2.0
 _FORGET = 0.99  # what an unused draft leaves of earlier ones: after a while drafts are tried again
+_MOST = 0.98
 
 
 @dataclass
 class _Average:
-    n_right: float = 0.0
-    n_seen: float = 0.0
+    """Tokens that were right, and the number that this is compared with; the past fades."""
 
-    def add(self, n_right: float, n_seen: float, keep: float) -> None:
+    n_right: float = 0.0
+    n_of: float = 0.0
+
+    def add(self, n_right: float, n_of: float, keep: float) -> None:
         self.n_right = self.n_right * keep + n_right
-        self.n_seen = self.n_seen * keep + n_seen
+        self.n_of = self.n_of * keep + n_of
 
     def rate(self, prior: float, weight: float) -> float:
-        return (self.n_right + weight * prior) / (self.n_seen + weight)
+        return (self.n_right + weight * prior) / (self.n_of + weight)
 
 
 @dataclass
 class Acceptance:
-    """The probability that a drafted token is right if all before it are; a request's own drafts count most."""
+    """The probability that a drafted token is right if all before it are."""
 
     priors: dict[str, tuple[float, ...]]  # by drafter: of each grade, before anything is measured
-    _all: dict[Key, _Average] = field(default_factory=dict)
-    _own: WeakKeyDictionary[Request, dict[Key, _Average]] = field(default_factory=WeakKeyDictionary)
+    _all: dict[tuple[str, int], _Average] = field(
+        default_factory=dict
+    )  # by drafter and grade, of tokens seen
+    _own: WeakKeyDictionary[Request, _Average] = field(
+        default_factory=WeakKeyDictionary
+    )  # of tokens expected
 
     def rate(self, request: Request, drafter: str, grade: int) -> float:
-        key = drafter, grade
-        every = self._all.get(key, _Average()).rate(self.priors[drafter][grade], _ALL_WEIGHT)
-        return self._own.get(request, {}).get(key, _Average()).rate(every, _OWN_WEIGHT)
+        own = self._own.get(request)
+        factor = 1.0 if own is None else own.rate(1.0, _OWN_WEIGHT)
+        return min(_MOST, self._usual(drafter, grade) * factor)
 
     def note(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
         """Records how many tokens of a draft were right, and whether one was wrong."""
-        self._add(request, draft, n_right, n_right + is_rejected, _ALL_KEEP, _OWN_KEEP)
+        n_seen = n_right + is_rejected
+        n_expected = n_seen * self._usual(draft.drafter, draft.grade)
+        self._own.setdefault(request, _Average()).add(n_right, n_expected, _OWN_KEEP)
+        self._all.setdefault((draft.drafter, draft.grade), _Average()).add(n_right, n_seen, _ALL_KEEP)
 
     def forget(self, request: Request, draft: Draft) -> None:
         """Lets the past fade: the draft was not used, so there is nothing new to learn from it."""
-        self._add(request, draft, 0, 0, _FORGET, _FORGET)
+        self._own.setdefault(request, _Average()).add(0, 0, _FORGET)
+        self._all.setdefault((draft.drafter, draft.grade), _Average()).add(0, 0, _FORGET)
 
-    def _add(
-        self, request: Request, draft: Draft, right: int, seen: int, all_keep: float, own: float
-    ) -> None:
-        key = draft.drafter, draft.grade
-        self._all.setdefault(key, _Average()).add(right, seen, all_keep)
-        self._own.setdefault(request, {}).setdefault(key, _Average()).add(right, seen, own)
+    def _usual(self, drafter: str, grade: int) -> float:
+        """The rate over all requests."""
+        return self._all.get((drafter, grade), _Average()).rate(self.priors[drafter][grade], _ALL_WEIGHT)

@@ -31,7 +31,7 @@ class DraftModel:
     """Drafts with a model of its own."""
 
     name = "draft"
-    priors = (0.7,)
+    priors = (0.85,)
     is_free = False
     writes_cache = False
 

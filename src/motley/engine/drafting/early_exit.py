@@ -22,7 +22,7 @@ class EarlyExit:
     """Drafts with the first `n_layers` layers."""
 
     name = "exit"
-    priors = (0.6,)
+    priors = (0.85,)
     is_free = False
     writes_cache = True
 
