@@ -145,14 +145,16 @@ def all_have_a_part(split: ModelSplit) -> bool:
     "batch", [BatchShape(1, 1), BatchShape(N_PROMPT, 1), BatchShape(7, 7), BatchShape(5, 0)]
 )
 def test_two_sums_a_layer_and_one_gather_of_logits(folder: Path, batch: BatchShape) -> None:
-    n_checked = 0
+    """Exactly these, where each device has a part of everything. For other crews of models with experts, see below."""
+    n_exact = 0
     for shares in CREWS:
         split = model_split(folder / "model.gguf", "tensor", shares)
+        found = Counter(t.kind for t in split.split(batch).collectives)
         if all_have_a_part(split):
-            found = Counter(t.kind for t in split.split(batch).collectives)
             assert found == {"all_reduce": 2 * split.params.n_layers, "all_gather": 1}, shares
-            n_checked += 1
-    assert n_checked >= (2 if folder.name == "glm4moe" else 3)  # its shared expert has room for two devices
+            n_exact += 1
+    # The columns of glm4moe's shared expert are two units: no crew of three or more devices has all parts.
+    assert n_exact >= (2 if folder.name == "glm4moe" else 3)
 
 
 @pytest.mark.parametrize("way", ["ffn", "whole"])
@@ -160,14 +162,20 @@ def test_two_sums_a_layer_and_one_gather_of_logits(folder: Path, batch: BatchSha
 def test_experts_are_summed_up_once_a_layer_however_they_are_split(
     shared: Path, architecture: str, way: str
 ) -> None:
-    """Routed and shared experts in one sum: two all-reduces a layer, by `motley explain`."""
+    """Routed and shared experts in one sum: two collectives a layer, by `motley explain`.
+
+    Two all-reduces if each device has a KV head. With shares (3, 1) and two KV heads, one device has all heads of some
+    layers: then x is broadcast once, for the router and the experts together.
+    """
     path = shared / "golden" / architecture / "model.gguf"
-    for shares in ((1, 1), (1, 0, 1)):  # crews that have a KV head each
+    for shares in CREWS:
         contents = explain(model_split(path, "tensor", shares, way))
         assert contents["split_experts"] == way
-        assert contents["collectives"] == {"all_reduce": 2 * n_layers(path), "all_gather": 1}
         for section in contents["sections"]:
-            assert len(section["collectives"]) <= 2
+            assert len(section["collectives"]) <= 2, shares
+        assert sum(contents["collectives"].values()) <= 2 * n_layers(path) + 1, shares
+        if shares in ((1, 1), (1, 0, 1)):  # crews that have a KV head each
+            assert contents["collectives"] == {"all_reduce": 2 * n_layers(path), "all_gather": 1}
 
 
 @pytest.mark.parametrize("way", ["ffn", "whole"])

@@ -32,7 +32,12 @@ def check_rule(sample: Sample, n_devices: int, rng: random.Random) -> None:
 
 
 def _combinations(states: Sequence[list[State]], rng: random.Random) -> Iterator[tuple[State, ...]]:
-    """All of them; of too many, each state of each input beside whole ones, and some at random."""
+    """All of them; of too many, each state of each input beside whole ones, and some at random.
+
+    Only ops with many inputs have too many: ExpertFfn, whose six to nine inputs have some ten states each. All its ways
+    follow from the state of one input (see its `ways`), so that each of them is found beside whole inputs; those at
+    random would find a way that depends on several.
+    """
     if prod(map(len, states)) <= MAX_COMBINATIONS:
         yield from product(*states)
         return

@@ -46,7 +46,7 @@ class ModelSplit:
             names = {node.name for node in graph.nodes if not node.inputs}  # fewer if fewer layers run
             states = {name: state for name, state in self.placement.states.items() if name in names}
             is_cut = self.crew.mode == TENSOR and sum(share > 0 for share in self.crew.shares) > 1
-            demands = demands_of(graph, self.crew.apart, is_cut=is_cut)
+            demands = demands_of(graph, states, self.crew.apart, is_cut=is_cut)
             return infer(graph, len(self.crew), states, demands)
 
         return self._splits.get(batch, make)

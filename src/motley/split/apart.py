@@ -10,14 +10,14 @@ experts of some layers. The states of their weights say so; inference does the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from motley.graph import Graph, Tensor
 from motley.graph.ops import ExpertFfn, Weight
 from motley.graph.roles import EXPERTS, ROUTER
-from motley.ownership import MIRRORED, PARTIAL, Split, State, Word
+from motley.ownership import MIRRORED, PARTIAL, Split, State, Word, sole_owner
 from motley.split.apportion import Apportioner
 
 
@@ -67,17 +67,23 @@ def place_apart(weights: Sequence[Tensor], apart: ExpertsApart) -> dict[str, Sta
     return states
 
 
-def demands_of(graph: Graph, apart: ExpertsApart | None, *, is_cut: bool) -> dict[Tensor, State]:
+def demands_of(
+    graph: Graph, states: Mapping[str, State], apart: ExpertsApart | None, *, is_cut: bool
+) -> dict[Tensor, State]:
     """States of activations that inference, which looks at one node at a time, would choose otherwise.
 
-    Several devices share the experts: x is mirrored before the router. Otherwise the router would run where x is, and
-    three tensors would be sent: x, the ids and the weights. One device has the experts, and several devices have the
-    rest of each layer (`is_cut`): the result is an addend, reduced with the others' addends. Otherwise the residual
-    would move to that device, and from there to the others.
+    Several devices have a layer's experts: x is mirrored before the router. Otherwise, if attention is on one device
+    alone, the router would run there, and three tensors would be sent: x, the ids and the weights. One device has
+    the experts of `apart`, and several devices have the rest of each layer (`is_cut`): the result is an addend, reduced
+    with the others' addends. Otherwise the residual would move to that device, and from there to the others.
     """
-    if apart is None:
-        return {}
-    nodes = [n for n in graph.nodes if isinstance(n.op, ExpertFfn) and is_apart(n.inputs[3], apart)]
-    if apart.owner is None:
-        return {node.inputs[0]: MIRRORED for node in nodes}
-    return dict.fromkeys(nodes, PARTIAL) if is_cut else {}
+    demands: dict[Tensor, State] = {}
+    for node in graph.nodes:
+        if isinstance(node.op, ExpertFfn):
+            experts = node.inputs[3]
+            state = states.get(experts.name)
+            if isinstance(state, Split) and sole_owner(state) is None:
+                demands[node.inputs[0]] = MIRRORED
+            elif is_apart(experts, apart) and is_cut:
+                demands[node] = PARTIAL
+    return demands
