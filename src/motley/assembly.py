@@ -31,12 +31,13 @@ from motley.runtime import (
     split_model,
 )
 from motley.runtime.budget import require_host_memory
-from motley.runtime.crew import Crew
+from motley.runtime.crew import Crew, is_loopback, parse_address
 from motley.runtime.defaults import ContextChoice, batch_sizes, choose_context, chosen_crew
 from motley.runtime.expert_fitting import experts_notice, settle_experts, with_cpu_experts
 from motley.runtime.hosts.opening import Opening
 from motley.runtime.hosts.protocol import read_secret
 from motley.runtime.hosts.remote import Hosts
+from motley.runtime.hosts.wire import choose_wire
 from motley.runtime.notices import notices
 from motley.runtime.warming import KernelWarmer, WarmUp
 from motley.text import Tokenizer
@@ -61,6 +62,7 @@ class Options:
     kv_rotation: bool = True
     split_experts: str = "auto"
     secret_file: str | os.PathLike[str] | None = None  # of workers on other hosts
+    wire: str = "auto"  # how activations travel between processes
     on_loss: str = WAIT  # what happens to requests when a worker is lost
     n_cpu_moe: int | str | None = None
     expert_split: str | Sequence[float] | None = None
@@ -92,6 +94,7 @@ class Options:
             )
         if not isinstance(self.spec, str):
             raise ConfigError(f"spec is {self.spec!r:.60}", hint="it must be text: auto, off, lookup, …")
+        choose_wire(self.wire, is_one_machine=True)
         if self.on_loss not in ON_LOSS:
             raise ConfigError(f"on_loss is {self.on_loss!r}", hint=f"there are: {', '.join(ON_LOSS)}")
         get_backend(self.backend)  # an unknown one is refused before anything is read
@@ -183,7 +186,9 @@ def load_model(
         undo.callback(warmer.close)
         hosts = None
         if crew.hosts:
-            opening = Opening.of(split, fit.plan, backends, n_batch)
+            is_one_machine = all(is_loopback(parse_address(host)[0]) for host in crew.hosts)
+            wire = choose_wire(options.wire, is_one_machine=is_one_machine)
+            opening = Opening.of(split, fit.plan, backends, n_batch, wire)
             hosts = Hosts(opening, fit.plan, crew.hosts, read_secret(options.secret_file))
             undo.callback(hosts.close)
             hosts.open()

@@ -83,6 +83,7 @@ class LLM:
         device_memory: str | Sequence[str | int] | None = None,
         split_experts: str = "auto",
         secret_file: str | os.PathLike[str] | None = None,
+        wire: str = "auto",
         on_loss: str = "wait",
         n_cpu_moe: int | str | None = None,
         expert_split: str | Sequence[float] | None = None,
@@ -116,7 +117,8 @@ class LLM:
         `device_memory=("2GiB", "1GiB")`: what each may use at most. `devices="cpu:0-7,cpu:8+10"` or `"cpu:node0"`: each
         keeps to these cores, or to a NUMA node's. `n_threads`: over all devices that name no cores.
         `devices="cpu,cpu@10.0.0.2:29400"`: a device of a worker process (`motley worker`) on another host, or on this
-        one; `secret_file`: the secret of the workers. `on_loss`: when a worker is lost, requests "wait" until it is
+        one; `secret_file`: the secret of the workers. `wire`: activations travel as f32 (default on one machine), f16
+        (default between machines) or q8. `on_loss`: when a worker is lost, requests "wait" until it is
         back, and are then computed again, or "fail".
         `split_experts`: in tensor mode, "ffn" cuts every expert, "whole" gives each device whole ones. `n_cpu_moe=20`:
         the routed experts of the first 20 layers are on the CPU (of several CPU devices: on the last one), everything
@@ -153,6 +155,7 @@ class LLM:
             kv_rotation=kv_rotation,
             split_experts=split_experts,
             secret_file=secret_file,
+            wire=wire,
             on_loss=on_loss,
             n_cpu_moe=n_cpu_moe,
             expert_split=expert_split,

@@ -91,6 +91,21 @@ def test_requests_fail_with_the_worker_s_name_if_they_shall_not_wait(
             llm.generate(TOKENS[:5], max_tokens=2)
 
 
+def test_of_two_workers_the_killed_one_is_named(
+    random_llama: Path, worker: WorkerProcess, running: list[WorkerProcess]
+) -> None:
+    """The other one fails, too, since it waits for the killed one."""
+    running.append(WorkerProcess())
+    names = f"cpu,cpu@{worker.address},cpu@{running[-1].address}"
+    with (
+        LLM(random_llama, devices=names, split_mode="tensor", on_loss="fail", **OPTIONS) as llm,
+        pytest.raises(LostWorkerError) as failure,
+    ):
+        at_token(llm, 5, running[-1].kill)
+    assert failure.value.host == running[-1].address
+    running.pop()
+
+
 def test_a_silent_worker_is_lost(
     random_llama: Path, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from worker_process import WorkerProcess, worker_processes
 
 from motley import LLM
 from motley.bundled import bundled_experts_path
 from motley.errors import ConfigError, DeviceError
-from motley.runtime import make_crew
+from motley.runtime import group, make_crew
+from motley.runtime.hosts.wire import decode, encode
 
 TOKENS: list[int] = np.random.default_rng(3).integers(1, 250, 70).tolist()
 OPTIONS: dict[str, Any] = {"n_ctx": 128, "n_parallel": 2, "n_batch": 48, "kv_block_size": 16}
@@ -68,6 +70,33 @@ def test_logits_and_texts_are_those_of_one_process(
         llm._call(llm._loaded.cache.check_integrity)
     assert np.array_equal(found[0], expected[0])
     assert found[1] == expected[1]
+
+
+@pytest.mark.parametrize(("wire", "tolerance"), [("f16", 2e-2), ("q8", 0.5)])
+def test_all_processes_add_up_what_the_wire_holds(
+    wire: str,
+    tolerance: float,
+    random_llama: Path,
+    workers: list[WorkerProcess],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same bits as a crew of one process whose devices round all addends."""
+    options = OPTIONS | {"split_mode": "tensor", "tensor_split": (1, 1, 1, 1), "backend": "reference"}
+    names, tokens = "cpu,cpu@a,cpu,cpu@a", TOKENS[:20]
+    with LLM(random_llama, devices=devices(names, workers), wire=wire, **options) as llm:
+        found = llm.logits(tokens)
+    sum_into = group._sum_into
+
+    def sum_rounded(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        coded = [decode(wire, encode(wire, part.flatten()), part.numel()).view(part.shape) for part in parts]
+        sum_into(out, coded)
+
+    with LLM(random_llama, devices=devices(names, []), **options) as llm:
+        exact = llm.logits(tokens)
+        monkeypatch.setattr(group, "_sum_into", sum_rounded)
+        rounded = llm.logits(tokens)
+    assert np.array_equal(found, rounded)
+    assert 0 < np.abs(found - exact).max() < tolerance * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("mode", ["tensor", pytest.param("layer", marks=pytest.mark.slow)])

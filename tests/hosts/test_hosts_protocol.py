@@ -40,6 +40,7 @@ from motley.runtime.hosts.messages import (
 from motley.runtime.hosts.protocol import Channel, Kind, ProtocolError, answer, call, read_secret
 from motley.runtime.hosts.remote import connect
 from motley.runtime.hosts.serving import WorkerServer
+from motley.runtime.hosts.wire import WIRES, choose_wire, decode, encode, wire_bytes
 
 SECRET = b"a secret of some length"
 LIMITS = Limits(n_vocab=100, n_layers=4, n_experts=8, max_tokens=16, block_size=4, n_blocks=(10, 6))
@@ -270,6 +271,30 @@ def test_random_numbers_are_refused_or_read(read: str) -> None:
             getattr(StepReader(LIMITS), read)(payload)
 
 
+# --- the wire -----------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), max_size=100), st.sampled_from(WIRES))
+def test_parts_on_the_wire_have_their_size_and_their_precision(values: list[float], kind: str) -> None:
+    part = torch.tensor(values, dtype=torch.float32)
+    data = encode(kind, part)
+    assert data.dtype == torch.uint8
+    assert len(data) == wire_bytes(kind, len(part))
+    found = decode(kind, data, len(part))
+    largest = float(part.abs().max()) if len(part) else 0.0
+    limit = {"f32": 0.0, "f16": 2.0**-10, "q8": 1 / 200}[kind] * largest + (kind != "f32") * 1e-5
+    assert found.shape == part.shape
+    assert float((found - part).abs().max() if len(part) else 0) <= limit
+
+
+def test_wires_are_chosen_by_distance() -> None:
+    assert choose_wire("auto", is_one_machine=True) == "f32"
+    assert choose_wire("auto", is_one_machine=False) == "f16"
+    assert choose_wire("q8", is_one_machine=True) == "q8"
+    with pytest.raises(ConfigError, match="unknown wire type 'f8'"):
+        choose_wire("f8", is_one_machine=True)
+
+
 # --- a worker's port ----------------------------------------------------------------------------------------
 
 
@@ -320,6 +345,7 @@ def asked(model: str) -> opening.Opening:
         demand_paged=False,
         n_blocks=(4,),
         max_tokens=16,
+        wire="f32",
     )
 
 

@@ -47,6 +47,7 @@ class DeviceOptions:
     device_memory: options.DeviceMemory = None
     split_experts: options.SplitExperts = "auto"
     secret_file: options.SecretFile = None
+    wire: options.Wire = "auto"
     on_loss: options.OnLoss = "wait"
     n_cpu_moe: options.NCpuMoe = None
     cpu_moe: options.CpuMoe = False

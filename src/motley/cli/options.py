@@ -241,6 +241,16 @@ ExpertSplit = Annotated[
     ),
 ]
 
+Wire = Annotated[
+    str,
+    _flag(
+        "--wire",
+        text="How activations travel between processes: f32 (default on one machine), f16 (default between machines) "
+        "or q8.",
+        panel=_CREW,
+        metavar="TYPE",
+    ),
+]
 OnLoss = Annotated[
     str,
     _flag(

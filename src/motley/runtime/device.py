@@ -15,8 +15,9 @@ from motley.kvcache.arena import Arena, ArenaLayer, GroupBatch
 from motley.kvcache.groups import BlockCopy, BlockShift
 from motley.kvcache.state_arena import StateBatch, StatePlanes
 from motley.models import BatchShape
-from motley.plan import DevicePlan, Kernel
+from motley.plan import DevicePlan
 from motley.runtime.batch import PlacedBatch
+from motley.runtime.group import CollectiveKernel
 from motley.runtime.shifting import KeyRotator
 
 
@@ -29,11 +30,11 @@ class DeviceRunner:
         weights: Mapping[str, LoadedWeight],
         arena: Arena,
         build: Callable[[BatchShape], Graph],
-        collectives: Kernel,
+        collectives: CollectiveKernel,
         n_weight_bytes: int,
     ) -> None:
         self._backend = backend
-        self._kernels = (collectives, *backend.kernels)
+        self._collectives = collectives
         self._weights = weights
         self._n_weight_bytes = n_weight_bytes
         self._build = build
@@ -41,7 +42,8 @@ class DeviceRunner:
 
     def prepare(self, shape: BatchShape) -> Executable:
         """The executable for batches of a shape."""
-        plan = DevicePlan.of(self._build(shape), self._kernels)
+        graph = self._build(shape)
+        plan = DevicePlan.of(graph, (self._collectives.of(graph), *self._backend.kernels))
         return self._backend.prepare(plan, self._weights)
 
     def begin(

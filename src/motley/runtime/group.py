@@ -19,7 +19,7 @@ import torch
 
 from motley.backends import Rendezvous
 from motley.errors import DeviceError, MotleyError
-from motley.graph import F32, I32, Shape, Tensor
+from motley.graph import F32, I32, Graph, Shape, Tensor
 from motley.ownership import Word
 from motley.plan import Launch, Single, Stage
 from motley.split.collectives import (
@@ -44,19 +44,23 @@ class PartSizes:
 
     shapes: tuple[Shape | None, ...]
     dtype: torch.dtype
+    is_sum: bool = False  # parts are addends, which may be rounded on the wire
+    reader: int | None = None  # the only device that needs the result; None: all
     follower: PartSizes | None = None  # of the next collective of the same plan, once it is known
 
     @staticmethod
-    def of(node: Tensor, n_devices: int) -> PartSizes:
+    def of(node: Tensor, n_devices: int, reader: int | None = None) -> PartSizes:
         """For a collective of all devices."""
         op, dtype = node.op, _DTYPES[node.dtype]
         if isinstance(op, Broadcast):
-            return PartSizes(tuple(op.size if d == op.root else None for d in range(n_devices)), dtype)
+            root = tuple(op.size if d == op.root else None for d in range(n_devices))
+            return PartSizes(root, dtype, reader=reader)
         shape = node.inputs[0].shape
         if isinstance(op, AllGather):
             counts = [op.word.count(device) for device in range(n_devices)]
-            return PartSizes(tuple((*shape[: op.axis], n, *shape[op.axis + 1 :]) for n in counts), dtype)
-        return PartSizes((shape,) * n_devices, dtype)
+            shapes = tuple((*shape[: op.axis], n, *shape[op.axis + 1 :]) for n in counts)
+            return PartSizes(shapes, dtype, reader=reader)
+        return PartSizes((shape,) * n_devices, dtype, is_sum=True, reader=reader)
 
 
 class Communicator(Protocol):
@@ -68,7 +72,10 @@ class Communicator(Protocol):
     n_devices: int  # of the crew
 
     def exchange(self, part: torch.Tensor | None, sizes: PartSizes) -> Sequence[torch.Tensor | None]:
-        """The tensors of all devices, in the order of devices. They may be read until the next call."""
+        """The tensors of all devices, in the order of devices. They may be read until the next call.
+
+        May be empty if another device is the only reader of the result.
+        """
         ...
 
     def send(self, tensor: torch.Tensor, target: int) -> None: ...
@@ -81,10 +88,16 @@ class CollectiveKernel:
 
     name = "collective"
 
-    def __init__(self, line: Communicator) -> None:
+    def __init__(self, line: Communicator, outputs: Sequence[Tensor] = ()) -> None:
+        """`outputs`: of the graph. Only the first device's outputs are read."""
         self._line = line
+        self._outputs = outputs
         # The rendezvous where executables do collectives by themselves, if the communicator has one, and this device.
         self.rendezvous: tuple[Rendezvous, int] | None = getattr(line, "rendezvous", None)
+
+    def of(self, graph: Graph) -> CollectiveKernel:
+        """The kernel for the collectives of a graph."""
+        return CollectiveKernel(self._line, graph.outputs)
 
     def supports(self, stage: Stage) -> str | None:
         is_collective = isinstance(stage, Single) and isinstance(stage.node.op, Collective)
@@ -94,22 +107,26 @@ class CollectiveKernel:
         assert isinstance(stage, Single)
         node, op, line = stage.node, stage.node.op, self._line
         is_message = isinstance(op, Send | Receive)
-        sizes = None if is_message else PartSizes.of(node, line.n_devices)
+        reader = 0 if any(node is output for output in self._outputs) else None
+        sizes = None if is_message else PartSizes.of(node, line.n_devices, reader)
 
         def exchange(part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
             assert sizes is not None
             return line.exchange(part, sizes)
 
         def launch(inputs: Sequence[Any], out: Any) -> Any:
+            parts = () if is_message else exchange(inputs[0] if inputs else None)
+            if not is_message and not parts:
+                return out  # only another device reads it
             match op:
                 case AllReduce():
-                    _sum_into(out, exchange(inputs[0]))
+                    _sum_into(out, parts)
                 case ReduceScatter(axis, word, device):
-                    _sum_into(out, [take(_some(t), axis, word, device) for t in exchange(inputs[0])])
+                    _sum_into(out, [take(_some(t), axis, word, device) for t in parts])
                 case AllGather(axis, word):
-                    _join_into(out, exchange(inputs[0]), axis, word)
+                    _join_into(out, parts, axis, word)
                 case Broadcast(root, _):
-                    out.copy_(exchange(inputs[0] if inputs else None)[root])
+                    out.copy_(parts[root])
                 case Send(_, target):
                     line.send(inputs[0], target)
                 case Receive(source, _, size, kind):

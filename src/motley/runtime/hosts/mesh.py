@@ -25,6 +25,7 @@ import torch.distributed as dist
 from motley.errors import DeviceError
 from motley.graph import Shape
 from motley.runtime.group import PartSizes, ThreadGroup
+from motley.runtime.hosts.wire import decode, encode, wire_bytes
 
 _MAX_WAIT = timedelta(days=1)  # a lost process is found by the control connection, which then calls `abort`
 _CONNECT_SECONDS = 30
@@ -76,11 +77,18 @@ class Mesh:
     """This process's connections to all other processes of the crew. `owners`: the rank of each device's process."""
 
     def __init__(
-        self, rank: int, owners: Sequence[int], address: str, publish: Publish, lookup: Lookup
+        self,
+        rank: int,
+        owners: Sequence[int],
+        address: str,
+        publish: Publish,
+        lookup: Lookup,
+        wire: str = "f32",
     ) -> None:
-        """`address`: this host's address on the network of the crew; Gloo listens nowhere else."""
+        """`address`: this host's address on the network of the crew; Gloo listens nowhere else. `wire`: see wire.py."""
         self.rank = rank
         self.owners = tuple(owners)
+        self._wire = wire
         self._peers = [r for r in range(max(owners) + 1) if r != rank]
         self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()
         self._posted: _Posted | None = None
@@ -121,37 +129,59 @@ class Mesh:
         self._latest = None
 
     def exchange(self, own: Sequence[torch.Tensor | None], sizes: PartSizes) -> list[torch.Tensor | None]:
-        """The parts of all devices from those of this process, in the order of devices."""
+        """The parts of all devices from those of this process, in the order of devices.
+
+        Empty if another process has the only reader of the result.
+        """
         posted = self._take_posted(sizes)
-        given = [part.detach().to("cpu", sizes.dtype).flatten() for part in own if part is not None]
-        data = torch.cat(given) if given else torch.empty(0, dtype=sizes.dtype)
+        wire = self._wire_of(sizes)
+        given = [_flat(part, sizes.dtype) for part in own if part is not None]
+        coded = [encode(wire, part) for part in given] if wire else given
+        data = torch.cat(coded) if coded else torch.empty(0, dtype=sizes.dtype)
         if data.numel():
-            for rank in self._peers:
+            for rank in self._receivers(sizes):
                 self._send(data, rank, _EXCHANGE_TAG)
         for work in posted.works:
-            work.wait(_MAX_WAIT)
+            _wait(work)
         self._post_follower(sizes)
-        return self._in_order(sizes, {self.rank: data, **posted.buffers})
+        if sizes.reader is not None and self.owners[sizes.reader] != self.rank:
+            return []
+        return self._in_order(sizes, wire, {self.rank: data, **posted.buffers})
 
     def send(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Sends a tensor from a device of this process to a device of another one."""
-        data = tensor.detach().to("cpu", copy=True).flatten()
+        data = _flat(tensor, tensor.dtype)
+        data = encode(self._wire, data) if self._is_coded(tensor.dtype) else data.clone()
         if data.numel():
             self._send(data, self.owners[target], self._tag(source, target))
 
     def receive(self, source: int, target: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        buffer = torch.empty(shape, dtype=dtype)
-        if buffer.numel():
-            tag = self._tag(source, target)
-            self._gloo.recv([buffer.flatten()], self.owners[source], tag).wait(_MAX_WAIT)
-        return buffer
+        n_values, is_coded = math.prod(shape), self._is_coded(dtype)
+        n_items = wire_bytes(self._wire, n_values) if is_coded else n_values
+        buffer = torch.empty(n_items, dtype=torch.uint8 if is_coded else dtype)
+        if n_items:
+            _wait(self._gloo.recv([buffer], self.owners[source], self._tag(source, target)))
+        return (decode(self._wire, buffer, n_values) if is_coded else buffer).view(shape)
+
+    def _is_coded(self, dtype: torch.dtype) -> bool:
+        return self._wire != "f32" and dtype == torch.float32
+
+    def _wire_of(self, sizes: PartSizes) -> str | None:
+        """How parts are coded; None: they travel as they are."""
+        return self._wire if sizes.is_sum and self._is_coded(sizes.dtype) else None
+
+    def _receivers(self, sizes: PartSizes) -> list[int]:
+        """The processes that need the parts of this one."""
+        if sizes.reader is None:
+            return self._peers
+        return [rank for rank in self._peers if rank == self.owners[sizes.reader]]
 
     def _tag(self, source: int, target: int) -> int:
         return _FIRST_MESSAGE_TAG + source * len(self.owners) + target
 
     def _send(self, data: torch.Tensor, rank: int, tag: int) -> None:
         while len(self._in_flight) >= _MAX_IN_FLIGHT * len(self._peers):
-            self._in_flight.popleft()[0].wait(_MAX_WAIT)
+            _wait(self._in_flight.popleft()[0])
         self._in_flight.append((self._gloo.send([data], rank, tag), data))
 
     def _take_posted(self, sizes: PartSizes) -> _Posted:
@@ -171,11 +201,16 @@ class Mesh:
             self._posted = self._post(sizes.follower)
 
     def _post(self, sizes: PartSizes) -> _Posted:
-        works, buffers = [], {}
+        works: list[Any] = []
+        buffers: dict[int, torch.Tensor] = {}
+        wire = self._wire_of(sizes)
+        if sizes.reader is not None and self.owners[sizes.reader] != self.rank:
+            return _Posted(sizes, works, buffers)
         for rank in self._peers:
-            n_values = sum(math.prod(shape) for _, shape in self._shapes_of(rank, sizes))
-            buffers[rank] = torch.empty(n_values, dtype=sizes.dtype)
-            if n_values:
+            counts = [math.prod(shape) for _, shape in self._shapes_of(rank, sizes)]
+            n_items = sum(wire_bytes(wire, n) for n in counts) if wire else sum(counts)
+            buffers[rank] = torch.empty(n_items, dtype=torch.uint8 if wire else sizes.dtype)
+            if n_items:
                 works.append(self._gloo.recv([buffers[rank]], rank, _EXCHANGE_TAG))
         return _Posted(sizes, works, buffers)
 
@@ -187,15 +222,35 @@ class Mesh:
             if owner == rank and shape is not None
         ]
 
-    def _in_order(self, sizes: PartSizes, buffers: dict[int, torch.Tensor]) -> list[torch.Tensor | None]:
+    def _in_order(
+        self, sizes: PartSizes, wire: str | None, buffers: dict[int, torch.Tensor]
+    ) -> list[torch.Tensor | None]:
         parts: list[torch.Tensor | None] = [None] * len(self.owners)
         for rank, buffer in buffers.items():
             position = 0
             for device, shape in self._shapes_of(rank, sizes):
                 n_values = math.prod(shape)
-                parts[device] = buffer[position : position + n_values].view(shape)
-                position += n_values
+                n_items = wire_bytes(wire, n_values) if wire else n_values
+                part = buffer[position : position + n_items]
+                parts[device] = (decode(wire, part.clone(), n_values) if wire else part).view(shape)
+                position += n_items
         return parts
+
+
+def _flat(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return part.detach().to("cpu", dtype).flatten()
+
+
+def _wait(work: Any) -> None:
+    """Waits for a message. PeerLostError if its connection has ended."""
+    try:
+        work.wait(_MAX_WAIT)
+    except RuntimeError as error:
+        raise PeerLostError(f"the connection to another process has ended: {_first_line(error)}") from error
+
+
+class PeerLostError(DeviceError):
+    """Another process has ended its connection: the consequence of a loss or failure elsewhere."""
 
 
 class MeshLine:

@@ -25,6 +25,7 @@ from motley.runtime.crew import Crew, Device, device_cores
 from motley.runtime.exchange import fingerprint
 from motley.runtime.hosts.messages import Limits
 from motley.runtime.hosts.protocol import ProtocolError
+from motley.runtime.hosts.wire import WIRES
 from motley.runtime.loading import weight_bytes
 from motley.runtime.splitting import ModelSplit
 from motley.split.apart import ExpertsApart
@@ -65,9 +66,12 @@ class Opening:
     demand_paged: bool
     n_blocks: tuple[int, ...]  # of each group
     max_tokens: int  # of a batch
+    wire: str  # how activations travel
 
     @staticmethod
-    def of(split: ModelSplit, plan: CachePlan, backends: Sequence[Backend], max_tokens: int) -> Opening:
+    def of(
+        split: ModelSplit, plan: CachePlan, backends: Sequence[Backend], max_tokens: int, wire: str
+    ) -> Opening:
         """The opening for rank 1; `replace` makes those of the others."""
         crew, options, config = split.crew, split.options, plan.config
         return Opening(
@@ -93,6 +97,7 @@ class Opening:
             demand_paged=config.demand_paged,
             n_blocks=tuple(group.n_blocks for group in plan.groups),
             max_tokens=max_tokens,
+            wire=wire,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -134,6 +139,7 @@ class Opening:
             and ranks == set(range(len(ranks)))
             and self.rank in ranks - {0}
             and self.mode in SPLIT_MODES
+            and self.wire in WIRES
             and self.experts in EXPERT_SPLITS
             and self.apart_layers >= 0
             and len(self.apart_shares) in (0, n)

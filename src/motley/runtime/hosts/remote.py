@@ -27,7 +27,7 @@ from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape
 from motley.runtime.batch import PlacedBatch
 from motley.runtime.caching import CachePlan
-from motley.runtime.crew import parse_address
+from motley.runtime.crew import is_loopback, parse_address
 from motley.runtime.hosts.addresses import AddressBook, read_address, write_address
 from motley.runtime.hosts.mesh import Mesh, MeshLink
 from motley.runtime.hosts.messages import (
@@ -67,6 +67,7 @@ class RemoteWorker:
         self.host = host
         self.heard = time.monotonic()
         self.failure: MotleyError | None = None  # why it is lost
+        self.is_consequence = False  # it failed only because another process was lost
         self.progress = (0, 0)  # bytes of weights that it has loaded, bytes in all
         self._on_address, self._on_loss = on_address, on_loss
         self._n_heads, self._planes = n_heads, planes
@@ -252,6 +253,7 @@ class RemoteWorker:
                         self.progress = int(fields["done"]), int(fields["total"])
                     case Kind.FAILED:
                         fields = read_json(payload)
+                        self.is_consequence = fields.get("is_consequence") is True
                         self._lose(str(fields.get("message")), hint=str(fields.get("hint") or "") or None)
                         return
                     case Kind.READY | Kind.REFUSED | Kind.RESULT:
@@ -303,6 +305,16 @@ def connect(host: str, secret: bytes) -> Channel:
     return channel
 
 
+def _require_one_network(workers: Sequence[RemoteWorker]) -> None:
+    """All processes connect with each other, so an address of this machine alone may not be among others."""
+    inner = [worker.host for worker in workers if is_loopback(worker.local_address)]
+    if inner and len(inner) < len(workers):
+        raise DeviceError(
+            f"the worker {inner[0]} cannot be reached from the other hosts",
+            hint="name it by this machine's address on their network",
+        )
+
+
 class Hosts:
     """All workers of a crew. The engine's thread calls its methods; any thread may read `missing`."""
 
@@ -338,6 +350,7 @@ class Hosts:
                 heads = [self._heads[d] for d, owner in enumerate(self._opening.owners) if owner == rank]
                 found.append(self._worker(rank, host, heads))
                 found[-1].open(replace(self._opening, rank=rank))
+            _require_one_network(found)
         except BaseException:
             self._disconnect()
             raise
@@ -360,6 +373,7 @@ class Hosts:
                 self.workers[0].local_address,
                 self._publish,
                 self._book.lookup,
+                self._opening.wire,
             )
             self.link.connect(mesh)
             for worker in self.workers:
@@ -471,12 +485,13 @@ class Hosts:
         self._book.close()
 
     def _named_failure(self, seconds: float) -> MotleyError | None:
-        """The first loss that a control connection reports within that time."""
+        """The loss that a control connection reports within that time: a cause rather than a consequence."""
         end = time.monotonic() + seconds
         while True:
-            lost = next((worker.failure for worker in self.workers if worker.failure is not None), None)
-            if lost is not None or time.monotonic() >= end:
-                return lost
+            lost = [worker for worker in self.workers if worker.failure is not None]
+            causes = [worker.failure for worker in lost if not worker.is_consequence]
+            if causes or time.monotonic() >= end:
+                return next(iter(causes), lost[0].failure if lost else None)
             time.sleep(0.01)
 
     def _disconnect(self, *, is_final: bool = False) -> None:

@@ -14,13 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 
 from motley.errors import ConfigError, DeviceError, MotleyError
-from motley.runtime.crew import join_address, parse_address
+from motley.runtime.crew import is_loopback, join_address, parse_address
 from motley.runtime.hosts.addresses import AddressBook, read_address, write_address
-from motley.runtime.hosts.mesh import Mesh, MeshLink
+from motley.runtime.hosts.mesh import Mesh, MeshLink, PeerLostError
 from motley.runtime.hosts.messages import PlaneSizes, StepReader
 from motley.runtime.hosts.opening import Opening, WorkerModel, describe
 from motley.runtime.hosts.protocol import Channel, Kind, ProtocolError, answer, read_json
@@ -50,7 +49,7 @@ class WorkerServer:
         host, port = parse_address(listen)
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            if not secret and not _is_loopback(found[4][0]):
+            if not secret and not is_loopback(str(found[4][0])):
                 raise ConfigError(
                     f"a worker at {listen} can be reached from other machines, so it needs a secret",
                     hint="--secret-file FILE, the same on all hosts: openssl rand -hex 32 > FILE",
@@ -215,7 +214,8 @@ class _Session:
                 if self._book.is_closed:  # a consequence of the connection's end
                     return
                 _log.warning("a step failed: %s", error, exc_info=not isinstance(error, MotleyError))
-                self._channel.send_json(Kind.FAILED, **describe(error))
+                is_consequence = isinstance(error, PeerLostError)
+                self._channel.send_json(Kind.FAILED, is_consequence=is_consequence, **describe(error))
                 return
 
     def _connect(self, link: MeshLink) -> None:
@@ -223,7 +223,8 @@ class _Session:
             self._channel.send(Kind.ADDRESS, write_address(key, value))
 
         rank, owners = self._opening.rank, self._opening.owners
-        link.connect(Mesh(rank, owners, self._channel.local_address, publish, self._book.lookup))
+        address, wire = self._channel.local_address, self._opening.wire
+        link.connect(Mesh(rank, owners, address, publish, self._book.lookup, wire))
         self._channel.send(Kind.READY)
 
     def _listen(self) -> None:
@@ -326,7 +327,3 @@ class _Handler:
 
     def _answer(self, payload: bytes = b"") -> None:
         self._channel.send(Kind.RESULT, payload)
-
-
-def _is_loopback(address: object) -> bool:
-    return ip_address(str(address).partition("%")[0]).is_loopback
