@@ -182,6 +182,7 @@ class LLM:
             threading.Lock()
         )  # one text is scored or saved at a time: two might wait for each other's room
         self._service = EngineService(loaded.engine, on_stop=loaded.close)
+        loaded.runner.tell_losses(loaded.engine.report_loss)
         self.load_seconds = time.perf_counter() - started
 
     @cached_property

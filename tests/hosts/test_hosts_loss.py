@@ -81,6 +81,21 @@ def test_a_killed_worker_comes_back_and_the_text_is_the_same(
         llm._call(llm._loaded.cache.check_integrity)
 
 
+def test_a_worker_that_is_killed_while_nothing_runs_is_missed_and_found_again(
+    random_llama: Path, worker: WorkerProcess, running: list[WorkerProcess], expected: tuple[int, ...]
+) -> None:
+    with open_llm(random_llama, worker) as llm:
+        engine, lost, back = llm._loaded.engine, threading.Event(), threading.Event()
+        engine.after_turn = lambda: (lost if engine.loss else back).set()
+        worker.kill()
+        assert lost.wait(SECONDS)
+        assert worker.address in str(engine.loss)
+        back.clear()
+        running.append(WorkerProcess(port=worker.port))
+        assert back.wait(SECONDS)
+        assert llm.generate(TOKENS[:30], **GREEDY).tokens == expected
+
+
 def test_requests_fail_with_the_worker_s_name_if_they_shall_not_wait(
     random_llama: Path, worker: WorkerProcess
 ) -> None:
@@ -122,7 +137,7 @@ def test_a_silent_worker_is_lost(
 def test_a_worker_survives_the_loss_of_rank_0(
     random_llama: Path, worker: WorkerProcess, expected: tuple[int, ...]
 ) -> None:
-    llm = open_llm(random_llama, worker)
+    llm = open_llm(random_llama, worker, on_loss="fail")
     hosts = llm._loaded.runner._hosts
     assert hosts is not None
     hosts.workers[0]._channel.close()  # as if this process had been killed

@@ -38,7 +38,7 @@ from motley.runtime.hosts.messages import (
     shifts_message,
 )
 from motley.runtime.hosts.protocol import Channel, Kind, ProtocolError, answer, call, read_secret
-from motley.runtime.hosts.remote import connect
+from motley.runtime.hosts.remote import connect, describe_host
 from motley.runtime.hosts.serving import WorkerServer
 from motley.runtime.hosts.wire import WIRES, choose_wire, decode, encode, wire_bytes
 
@@ -368,12 +368,9 @@ def test_openings_are_refused_with_a_reason(server: WorkerServer, random_llama: 
 
 
 def test_a_worker_shows_its_devices(server: WorkerServer) -> None:
-    channel = connect(server.address, SECRET)
-    channel.send(Kind.DESCRIBE)
-    kind, payload = channel.receive()
-    assert kind == Kind.RESULT
-    assert json.loads(payload)["devices"][0]["device"] == "cpu"
-    channel.close()
+    found = describe_host(server.address, SECRET)
+    assert found[0].device == f"cpu@{server.address}"
+    assert found[0].cores >= 1
 
 
 def test_wrong_secrets_are_refused_by_name(server: WorkerServer, random_llama: Path) -> None:
@@ -381,6 +378,21 @@ def test_wrong_secrets_are_refused_by_name(server: WorkerServer, random_llama: P
         connect(server.address, b"another secret, wrong")
     with pytest.raises(DeviceError, match="another secret"):
         LLM(random_llama, devices=f"cpu,cpu@{server.address}", n_ctx=64)
+
+
+def test_another_model_of_the_same_name_is_refused(
+    random_llama: Path, random_narrow: Path, tmp_path: Path
+) -> None:
+    (tmp_path / random_llama.name).write_bytes(random_narrow.read_bytes())
+    server = WorkerServer(models=tmp_path)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        with pytest.raises(DeviceError, match=f"{server.address} refuses: .* is another model"):
+            LLM(random_llama, devices=f"cpu,cpu@{server.address}", n_ctx=64, n_threads=1)
+    finally:
+        server.close()
+        thread.join()
 
 
 def test_garbage_leaves_a_worker_alive(server: WorkerServer) -> None:

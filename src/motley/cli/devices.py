@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -11,11 +11,23 @@ from rich.table import Table
 
 from motley.cli import options
 from motley.cli.console import reporting_errors, stdout
+from motley.runtime.hosts.protocol import read_secret
+from motley.runtime.hosts.remote import describe_host
 from motley.runtime.inventory import DeviceInfo, inventory
 from motley.units import show_bytes
 
+Host = Annotated[
+    str | None,
+    typer.Option("--host", help="Show the devices of a worker instead (motley worker).", metavar="ADDR:PORT"),
+]
 
-def devices(as_json: options.Json = False, debug: options.Debug = False) -> None:
+
+def devices(
+    host: Host = None,
+    secret_file: options.SecretFile = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
     """Show the devices of this machine: name, memory, cores, instruction set.
 
     \\b
@@ -23,7 +35,7 @@ def devices(as_json: options.Json = False, debug: options.Debug = False) -> None
     [bold]motley run --device cuda:0,cpu model.gguf[/]   uses two of them
     """
     with reporting_errors(debug, as_json=as_json):
-        found = inventory()
+        found = inventory() if host is None else describe_host(host, read_secret(secret_file))
     if as_json:
         typer.echo(json.dumps([each.as_json() for each in found]))
         return

@@ -95,6 +95,7 @@ class Engine:
         self._is_blocked = False  # in the latest step, no request had room in the cache
         self.on_loss = on_loss
         self.wake: Callable[[], object] = self.resume  # any thread calls it when lost workers are back
+        self.report_loss: Callable[[MotleyError], object] = self.lose_crew  # any thread calls it
         self.n_losses = 0  # how often workers were lost: all K/V was lost with them
         self.loss: MotleyError | None = None  # why no step can run at present
 

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from motley.engine.engine import Engine, as_motley_error
@@ -62,6 +63,7 @@ class EngineService:
         self._pid = os.getpid()
         inbox = self._inbox  # the engine must not refer to this service, which could then never be collected
         engine.wake = lambda: inbox.put(_Call(engine.resume))
+        engine.report_loss = lambda error: inbox.put(_Call(partial(engine.lose_crew, error)))
         self._thread = threading.Thread(
             target=_serve, args=(engine, self._inbox, on_stop), name="motley-engine", daemon=True
         )

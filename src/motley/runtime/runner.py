@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from motley.backends import Backend
-from motley.errors import CacheError
+from motley.errors import CacheError, MotleyError
 from motley.kvcache.arena import GroupBatch
 from motley.kvcache.batching import Extent, group_batches
 from motley.kvcache.groups import BlockCopy, BlockShift
@@ -99,6 +99,11 @@ class Runner:
     def is_broken_off(self) -> bool:
         """Whether workers have to be connected again before the next run."""
         return self._hosts is not None and not self._hosts.is_connected
+
+    def tell_losses(self, report: Callable[[MotleyError], object]) -> None:
+        """Any thread will call `report` when a worker is lost, also between two runs."""
+        if self._hosts is not None:
+            self._hosts.report_loss = report
 
     def restore(self, wake: Callable[[], object]) -> None:
         """Connects lost workers again, in the background and as often as it takes, then calls `wake`."""

@@ -12,6 +12,7 @@ from motley.engine.request import Completion, Request
 
 if TYPE_CHECKING:
     from motley.engine.engine import Engine
+    from motley.errors import MotleyError
 
 _STATS_EVERY = 0.25  # seconds between two snapshots of the cache
 
@@ -25,6 +26,7 @@ class Collector:
         self._changed: dict[CollectedOutbox, None] = {}  # an ordered set
         self._watched: dict[CollectedOutbox, None] = {}  # their progress is told
         self._is_idle = True
+        self._loss: MotleyError | None = None
         self._stats_at = 0.0
 
     def attach(self, number: int, request: Request, *, tells_progress: bool) -> None:
@@ -50,8 +52,9 @@ class Collector:
             ended = [end["id"] for end in message["ends"]]
         now = time.monotonic()
         is_idle = not self._engine.has_work
-        if is_idle != self._is_idle or now - self._stats_at > _STATS_EVERY:
-            self._is_idle, self._stats_at = is_idle, now
+        has_changed = is_idle != self._is_idle or self._engine.loss is not self._loss
+        if has_changed or now - self._stats_at > _STATS_EVERY:
+            self._is_idle, self._loss, self._stats_at = is_idle, self._engine.loss, now
             message["stats"] = self.stats()
         if message:
             message["op"] = "step"
@@ -66,6 +69,7 @@ class Collector:
             "n_waiting": len(scheduler.waiting),
             "n_steps": self._engine.runner.n_runs,
             "cache": asdict(self._engine.cache.stats()),
+            "loss": None if self._engine.loss is None else str(self._engine.loss),
         }
 
     def _progress(self) -> list[list[Any]]:

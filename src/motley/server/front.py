@@ -185,6 +185,8 @@ def _file_endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:
 
 async def health(front: Front, request: Request) -> Response:
     """Answers from what the front knows: also while the model loads, and under load."""
+    if front.is_ready and front.engine.stats.get("loss"):
+        return error_reply(ApiError(503, front.engine.stats["loss"], headers={"Retry-After": "1"}))
     if front.is_ready:
         return JSON({"status": "ok"})
     if front.engine.state == DEAD:

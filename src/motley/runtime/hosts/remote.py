@@ -40,6 +40,7 @@ from motley.runtime.hosts.messages import (
 )
 from motley.runtime.hosts.opening import Opening
 from motley.runtime.hosts.protocol import Channel, Kind, ProtocolError, call, read_json
+from motley.runtime.inventory import DeviceInfo
 from motley.runtime.loading import Progress
 from motley.runtime.worker import CacheBytes
 
@@ -51,6 +52,10 @@ RETRY_SECONDS = 1.0  # between attempts to connect a crew again
 _NAMING_SECONDS = 2.0  # time for the control connection to say why a step failed
 
 
+class RefusedError(DeviceError):
+    """A worker has refused a crew. It ends the connection afterwards."""
+
+
 class RemoteWorker:
     """A worker process, seen from rank 0. The engine's thread calls its methods, a thread of its own listens."""
 
@@ -59,7 +64,7 @@ class RemoteWorker:
         host: str,
         secret: bytes,
         on_address: Callable[[str, bytes], None],
-        on_loss: Callable[[], None],
+        on_loss: Callable[[MotleyError], None],
         n_heads: Sequence[Mapping[int, int]],
         planes: PlaneSizes,
     ) -> None:
@@ -106,7 +111,7 @@ class RemoteWorker:
             kind, payload = self._unless_lost(found)
             if kind == Kind.REFUSED:
                 fields = read_json(payload)
-                raise DeviceError(
+                raise RefusedError(
                     f"{self.host} refuses: {fields.get('message')}",
                     hint=str(fields.get("hint") or "") or None,
                 )
@@ -275,7 +280,7 @@ class RemoteWorker:
             else:
                 is_first = False
         if is_first and not self._is_closed:
-            self._on_loss()
+            self._on_loss(self.failure)
         self._channel.close()
         return self.failure
 
@@ -305,6 +310,23 @@ def connect(host: str, secret: bytes) -> Channel:
     return channel
 
 
+def describe_host(host: str, secret: bytes) -> list[DeviceInfo]:
+    """The devices of a worker."""
+    channel = connect(host, secret)
+    try:
+        channel.settimeout(CONNECT_SECONDS)
+        channel.send(Kind.DESCRIBE)
+        kind, payload = channel.receive()
+        if kind != Kind.RESULT:
+            raise DeviceError(f"{host} does not say which devices it has")
+        found = read_json(payload)["devices"]
+        return [DeviceInfo(**{**device, "device": f"{device['device']}@{host}"}) for device in found]
+    except (EOFError, OSError, KeyError, TypeError, MotleyError) as error:
+        raise DeviceError(f"{host} does not say which devices it has: {error}") from error
+    finally:
+        channel.close()
+
+
 def _require_one_network(workers: Sequence[RemoteWorker]) -> None:
     """All processes connect with each other, so an address of this machine alone may not be among others."""
     inner = [worker.host for worker in workers if is_loopback(worker.local_address)]
@@ -329,6 +351,7 @@ class Hosts:
         self._book = AddressBook()
         self.workers: list[RemoteWorker] = []
         self.n_connections = 0  # how often the crew was connected; its cache is empty after each
+        self.report_loss: Callable[[MotleyError], object] = lambda error: None  # called by any thread
         self.missing: str | None = None  # why the crew cannot be connected, after a loss
         self._is_connected = False
         self._can_shift = False
@@ -379,7 +402,7 @@ class Hosts:
             for worker in self.workers:
                 worker.wait_ready()
         except BaseException as error:
-            lost = self._named_failure(0)
+            lost = None if isinstance(error, RefusedError) else self._named_failure(0)
             self._disconnect()
             raise (lost or error) from error
         self.n_connections += 1
@@ -479,10 +502,12 @@ class Hosts:
         for worker in self.workers:
             worker.send_address(key, value)
 
-    def _on_loss(self) -> None:
+    def _on_loss(self, error: MotleyError) -> None:
         """A worker is lost: nothing may wait for it. Called by the threads that listen and watch."""
         self.link.abort()
         self._book.close()
+        if self._is_connected:
+            self.report_loss(error)
 
     def _named_failure(self, seconds: float) -> MotleyError | None:
         """The loss that a control connection reports within that time: a cause rather than a consequence."""
