@@ -200,8 +200,8 @@ def test_a_demand_paged_cache_is_given_back_on_all_hosts(
     ("names", "message"),
     [
         ("cpu@10.0.0.2:29400", "the first device, cpu@10.0.0.2:29400, is not of this machine"),
-        ("cpu,cpu@", "no address of a worker"),
-        ("cpu,cpu@host:99999", "no address of a worker"),
+        ("cpu,cpu@", "is not the address of a worker"),
+        ("cpu,cpu@host:99999", "is not the address of a worker"),
         ("cpu,tpu@host", "unknown device 'tpu' of host:29400"),
     ],
 )
