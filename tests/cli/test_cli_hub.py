@@ -161,6 +161,7 @@ def test_parts_come_together_and_only_once(machine: Machine) -> None:
     assert sum(method == "GET" and "resolve" in path for method, path, *_ in machine.hub.requests) == 2
 
 
+@pytest.mark.slow
 def test_a_broken_download_is_continued(machine: Machine) -> None:
     machine.hub.cut_after = 12 << 20  # huggingface_hub writes portions of 10 MiB
     (outcome,) = machine.motley(["pull", "ada/tiny-GGUF"])
@@ -174,6 +175,7 @@ def test_a_broken_download_is_continued(machine: Machine) -> None:
     assert ranges == [f"bytes={10 << 20}-"]
 
 
+@pytest.mark.slow
 def test_a_file_with_another_checksum_is_deleted(machine: Machine) -> None:
     machine.hub.checksums["tiny.Q8_0.gguf"] = "0" * 64
     (outcome,) = machine.motley(["pull", "ada/tiny-GGUF:Q8_0"])
@@ -182,6 +184,7 @@ def test_a_file_with_another_checksum_is_deleted(machine: Machine) -> None:
     assert not list(machine.folder.rglob("*.gguf"))
 
 
+@pytest.mark.slow
 def test_without_a_network_the_cache_serves(machine: Machine) -> None:
     gone = "http://127.0.0.1:1"
     pulled, *_ = machine.motley(["pull", "ada/tiny-GGUF:Q8_0"])

@@ -12,6 +12,7 @@ from terminal import Terminal
 ANSWER = ("run", "-t", "1", "-p", "Hello", "--ignore-eos", "--context-shift", "-n", "-1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["rich.text", "numpy", "torch.fx"])
 def test_ctrl_c_while_modules_are_imported(module: str) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "motley", *ANSWER]

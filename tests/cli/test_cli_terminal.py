@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from terminal import Terminal
 
 ALT_ENTER = "\x1b\r"
@@ -41,6 +42,7 @@ def test_a_chat_with_several_lines_commands_and_completion() -> None:
         assert terminal.text.count("tokens/s") == 2  # both in one line, after /stats
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_drops_a_line() -> None:
     with chat("--ignore-eos", "-n", "-1", "--context-shift") as terminal:
         terminal.type("Tell me a story.\r")
