@@ -38,9 +38,10 @@ def test_the_stream_shows_the_engine_and_ends_with_the_server() -> None:
             assert [device["name"] for device in event["devices"]] == ["cpu#0", "cpu#1"]
             assert event["cache"]["groups"][0]["n_blocks"] > 0
             server.ok("/completion", {"prompt": "Once", "n_predict": 4})
-            while event["totals"]["new_tokens"] == 0:
+            while event["totals"]["requests"] == 0:  # tokens are counted while the request still runs
                 event = json.loads(next(lines)[6:])
             assert event["totals"]["requests"] == 1
+            assert event["totals"]["new_tokens"] == 4
             assert server.stop() == 0
             assert not any("Traceback" in line for line in server.log)
             assert list(lines) is not None

@@ -74,7 +74,9 @@ def clean_messages(messages: Any, settings: ServerSettings) -> list[dict[str, An
         where = f"messages[{index}]"
         if not isinstance(message, dict):
             raise invalid(f"{where} must be an object, not {show(message)}", param="messages")
-        content = text_of(message.get("content"), where)
+        # As llama-server does: parts of a text that is to be continued are paragraphs.
+        is_last_word = index == len(messages) - 1 and message.get("role") == "assistant"
+        content = text_of(message.get("content"), where, between="\n\n" if is_last_word else "\n")
         clean.append(
             {name: value for name, value in message.items() if value is not None} | {"content": content}
         )
@@ -83,8 +85,8 @@ def clean_messages(messages: Any, settings: ServerSettings) -> list[dict[str, An
     return clean
 
 
-def text_of(content: Any, where: str) -> str:
-    """Content as text: a string, null, or parts of text, each on its own line."""
+def text_of(content: Any, where: str, *, between: str = "\n") -> str:
+    """Content as text: a string, null, or parts of text with `between` between them."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -106,7 +108,7 @@ def text_of(content: Any, where: str) -> str:
             raise ApiError(400, "audio input is not supported by this model")
         elif kind not in ("refusal", "thinking", "reasoning"):
             raise invalid(f"{where}.content: unsupported part {show(part)}", param="messages")
-    return "\n".join(texts)
+    return between.join(texts)
 
 
 def _has_substance(message: dict[str, Any]) -> bool:
