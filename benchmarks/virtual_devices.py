@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from motley import LLM
-from motley.bench import Workload, measure, write_random_model
+from motley.bench import SHAPES, Workload, measure, write_random_model
 
 
 def processor_time() -> tuple[int, int]:
@@ -29,6 +29,7 @@ def processor_time() -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="llama-160m")
+    parser.add_argument("--layers", type=int, help="only the first layers of the shape")
     parser.add_argument("--weights", default="Q8_0")
     parser.add_argument("--backend", default="auto")
     parser.add_argument(
@@ -39,12 +40,14 @@ def main() -> None:
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        write_random_model(path, flags.shape, flags.weights)
+        write_random_model(path, flags.shape, flags.weights, n_layers=flags.layers)
         crews = {
             "one device, 2 threads": {"devices": "cpu"},
             "two devices, tensor": {"devices": "cpu,cpu", "split_mode": "tensor"},
             "two devices, layer": {"devices": "cpu,cpu", "split_mode": "layer"},
         }
+        if SHAPES[flags.shape].experts is not None:
+            crews["two devices, experts apart"] = {"devices": "cpu,cpu", "expert_split": "0,1"}
         models = {
             name: LLM(path, n_ctx=256, n_parallel=1, n_threads=2, backend=flags.backend, **crew)
             for name, crew in crews.items()
@@ -63,7 +66,7 @@ def main() -> None:
     if flags.json:
         print(json.dumps({"shape": flags.shape, "weights": flags.weights, "rates": rates, "ratios": ratios}))
     for name, each in rates.items():
-        print(f"{name:<24} {median(each):8.2f} tokens/s   ratio {ratios[name]:.2f}")
+        print(f"{name:<26} {median(each):8.2f} tokens/s   ratio {ratios[name]:.2f}")
     if wanted:
         print(f"taken by the host: {stolen / wanted:.0%} of the processors' time")
 
