@@ -114,7 +114,7 @@ def test_experts_are_shared_in_the_proportion_that_was_asked_for() -> None:
     assert all(sole_owner(split.placement.states[f"cache.{layer}"]) == 0 for layer in range(N_LAYERS))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", "glm4moe", "gpt-oss"])
+@pytest.mark.parametrize("architecture", ["qwen3moe", "glm4moe", "gpt-oss", "qwen3next"])
 @pytest.mark.parametrize(
     "options",
     [
