@@ -151,6 +151,11 @@ def load_model(
     spec = read_spec(model)
     params = read_params(spec)
     unused = check_tensors(spec, params)
+    if params.delta is not None and any(device.is_gpu for device in crew.devices):
+        raise ConfigError(
+            f"{spec.path}: models with recurrent states ({spec.architecture}) run on the CPU only, so far",
+            hint="--device cpu",
+        )
     if crew.hosts and params.delta is not None:
         raise ConfigError(
             f"{spec.path}: models with recurrent states run on the devices of one process only",

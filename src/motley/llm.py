@@ -76,6 +76,7 @@ class LLM:
         n_ctx: int | None = None,
         cache_type_k: str = "f16",
         cache_type_v: str = "f16",
+        state_type: str = "f32",
         backend: str = "auto",
         devices: str | Sequence[str] = "auto",
         split_mode: str | None = None,
@@ -129,7 +130,8 @@ class LLM:
         fewest tokens of a draft (see SamplingParams). `draft_model`: a smaller model with the same vocabulary.
         `draft_layers`: layers of the model itself that make early-exit drafts. See docs/speculation.md.
         `cache_type_k`, `cache_type_v`: f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl; quantized ones are rotated
-        unless `kv_rotation=False`. `kv_cache_tokens` or `kv_cache_bytes`: a hard limit of the cache.
+        unless `kv_rotation=False`. `state_type`: of recurrent states, f32 or bf16. `kv_cache_tokens` or
+        `kv_cache_bytes`: a hard limit of the cache.
         """
         started = time.perf_counter()
         cache = CacheConfig(
@@ -140,6 +142,7 @@ class LLM:
             max_bytes=None if kv_cache_bytes is None else parse_bytes(kv_cache_bytes),
             demand_paged=kv_cache_demand_paged,
             find_prefixes=prefix_cache,
+            state_type=state_type,
         )
         options = Options(
             cache=cache,

@@ -73,6 +73,7 @@ def _plan(path: Path, chosen: LoadOptions) -> tuple[CacheFigures, list[DeviceFig
         max_tokens=chosen.kv_cache_tokens,
         max_bytes=None if limit is None else parse_bytes(limit),
         demand_paged=chosen.kv_cache_demand_paged,
+        state_type=chosen.state_type,
     )
     asked, _ = chosen.crew(chosen.backend)
     backends = [backend_for(device.name, chosen.backend) for device in asked.devices]

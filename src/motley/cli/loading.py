@@ -140,6 +140,7 @@ class LoadOptions(CrewOptions):
     parallel: options.Parallel = None
     cache_type_k: options.CacheTypeK = "f16"
     cache_type_v: options.CacheTypeV = "f16"
+    state_type: options.StateType = "f32"
     kv_rotation: options.KvRotation = True
     kv_block_size: options.KvBlockSize = 32
     kv_cache_tokens: options.KvCacheTokens = None

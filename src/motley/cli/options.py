@@ -362,6 +362,15 @@ CacheTypeK = Annotated[
 CacheTypeV = Annotated[
     str, _flag("-ctv", "--cache-type-v", text="Type of cached values.", panel=_CACHE, metavar="TYPE")
 ]
+StateType = Annotated[
+    str,
+    _flag(
+        "--state-type",
+        text="Type of recurrent states (Qwen3-Next): f32, or bf16 for half the memory.",
+        panel=_CACHE,
+        metavar="TYPE",
+    ),
+]
 KvRotation = Annotated[
     bool,
     _flag(

@@ -112,6 +112,7 @@ def measure_types(
                 cache_type_k=choice.k,
                 cache_type_v=choice.v,
                 kv_rotation=choice.is_rotated,
+                state_type=choice.state,
                 prefix_cache=False,
                 **options,
             ) as llm:
