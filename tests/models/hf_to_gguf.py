@@ -52,11 +52,15 @@ _NAMES = {
     "glm4moe": _POST_NORM_LAYER_NAMES,
     "gpt-oss": _POST_NORM_LAYER_NAMES,
     "qwen3next": _POST_NORM_LAYER_NAMES,
+    "qwen35": _POST_NORM_LAYER_NAMES,
+    "qwen35moe": _POST_NORM_LAYER_NAMES,
 }
 _ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "qwen3_moe": "qwen3moe",
     "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "qwen3_vl_moe_text": "qwen3vlmoe",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
@@ -132,7 +136,7 @@ def to_gguf(model: PreTrainedModel, packed: Mapping[str, PackedTensor] | None = 
 def _adds_one(architecture: str, name: str) -> bool:
     """Whether it is the weight of a norm to which transformers adds 1."""
     is_norm = "norm" in name and "linear_attn" not in name
-    return is_norm and architecture in ("gemma3", "qwen3next")
+    return is_norm and architecture in ("gemma3", "qwen3next", "qwen35", "qwen35moe")
 
 
 def _packed_alike(weight: torch.Tensor, example: torch.Tensor | PackedTensor) -> torch.Tensor | PackedTensor:

@@ -33,6 +33,8 @@ _MODEL_TYPES = {
     "gpt-oss": "gpt_oss",
     "qwen3moe": "qwen3_moe",
     "qwen3next": "qwen3_next",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
     "qwen3vlmoe": "qwen3_vl_moe_text",
 }  # where transformers has another name than GGUF
 
@@ -155,9 +157,9 @@ _QWEN_EXPERTS = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
-_QWEN_NEXT = _QWEN_EXPERTS | {
+_QWEN_DELTA = {
+    "head_dim": 32,
     "num_hidden_layers": 4,
-    "shared_expert_intermediate_size": 48,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
@@ -165,6 +167,7 @@ _QWEN_NEXT = _QWEN_EXPERTS | {
     "linear_num_value_heads": 4,
     **_rope("default", partial_rotary_factor=0.5),
 }
+_QWEN_NEXT = _QWEN_EXPERTS | _QWEN_DELTA | {"shared_expert_intermediate_size": 48}
 _QWEN_NEXT_EVERY_OTHER = _QWEN_NEXT | {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -267,6 +270,8 @@ TINY_MODELS = [
     ),
     TinyModel("qwen3moe, one expert, yarn", "qwen3moe", _QWEN_EXPERTS | _YARN | {"num_experts_per_tok": 1}),
     QWEN3NEXT,
+    TinyModel("qwen35", "qwen35", _QWEN_DELTA | {"linear_num_value_heads": 6}),
+    TinyModel("qwen35moe", "qwen35moe", _QWEN_NEXT | _TIED),
     TinyModel("qwen3next, every other layer, MQA, tied", "qwen3next", _QWEN_NEXT_EVERY_OTHER | _MQA | _TIED),
     TinyModel(
         "qwen3vlmoe",

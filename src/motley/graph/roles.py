@@ -23,6 +23,7 @@ QUERY_HEADS = "query_heads"  # one value per query head
 GATED_QUERIES = "gated_queries"  # of each query head its dims, then as many of its gate
 DELTA_KEYS = "delta_keys"  # dims of a delta net's key heads
 DELTA_VALUES = "delta_values"  # dims of its value heads
+DELTA_HEADS = "delta_heads"  # one value per value head
 DELTA_GATES = "delta_gates"  # of each key head two values per value head of it
 COLUMNS = "columns"  # of an FFN's hidden layer
 

@@ -17,7 +17,7 @@ from motley.models.builder import (
     rotation_size,
 )
 from motley.models.checking import require_layers, unused_notice, unused_tensors
-from motley.models.params import DecoderParams, DeltaParams, ExpertParams
+from motley.models.params import CYCLIC, GROUPED, DecoderParams, DeltaParams, ExpertParams
 
 ARCHITECTURES: dict[str, Callable[[ModelBuilder], Tensor]] = {
     "gemma3": gemma3.build,
@@ -28,6 +28,8 @@ ARCHITECTURES: dict[str, Callable[[ModelBuilder], Tensor]] = {
     "qwen2": qwen2.build,
     "qwen3": qwen3.build,
     "qwen3moe": qwen3moe.build,
+    "qwen35": qwen3next.build,  # Qwen 3.5: the same layers, with another order of value heads; M-RoPE is RoPE for text
+    "qwen35moe": qwen3next.build,
     "qwen3next": qwen3next.build,
     "qwen3vlmoe": qwen3moe.build,  # the text model is qwen3moe's: with equal positions M-RoPE is plain RoPE
 }
@@ -37,10 +39,12 @@ _SCORES = {
     "glm4moe": SIGMOID,
     "gpt-oss": SOFTMAX,
     "qwen3moe": SOFTMAX,
+    "qwen35moe": SOFTMAX,
     "qwen3next": SOFTMAX,
     "qwen3vlmoe": SOFTMAX,
 }
-_WITH_DELTA_NETS = ("qwen3next",)
+# Architectures with gated delta nets: how value heads share key heads.
+_DELTA = {"qwen35": CYCLIC, "qwen35moe": CYCLIC, "qwen3next": GROUPED}
 
 
 def read_params(spec: ModelSpec) -> DecoderParams:
@@ -50,8 +54,8 @@ def read_params(spec: ModelSpec) -> DecoderParams:
             f"{spec.path}: architecture {spec.architecture!r} is not supported",
             hint=f"supported: {', '.join(sorted(ARCHITECTURES))}",
         )
-    score, has_delta_nets = _SCORES.get(spec.architecture, ""), spec.architecture in _WITH_DELTA_NETS
-    params = DecoderParams.from_spec(spec, score, has_delta_nets=has_delta_nets)
+    score, delta = (table.get(spec.architecture, "") for table in (_SCORES, _DELTA))
+    params = DecoderParams.from_spec(spec, score, delta=delta)
     require_layers(spec)
     return params
 

@@ -17,7 +17,7 @@ from motley.graph.ops import (
     StateInput,
 )
 from motley.graph.roles import DELTA as DELTA_GROUP
-from motley.graph.roles import DELTA_GATES, DELTA_KEYS, DELTA_VALUES
+from motley.graph.roles import DELTA_GATES, DELTA_HEADS, DELTA_KEYS, DELTA_VALUES
 from motley.models.builder import LayerBuilder
 
 
@@ -34,7 +34,7 @@ def delta_net(layer: LayerBuilder, x: Tensor) -> Tensor:
     mixed = CausalConv()(qkv, weight, window, name=layer.label("ssm_conv"))
     decay, beta = _gates(layer, x)
     state = StateInput.of(layer.index, DELTA, (n_values, dim, dim))
-    out = DeltaNet()(mixed, decay, beta, state, name=layer.label("delta_net"))
+    out = DeltaNet(is_cyclic=p.is_cyclic)(mixed, decay, beta, state, name=layer.label("delta_net"))
     norm = RmsNorm(layer.params.norm_eps)(out, layer.vector("ssm_norm.weight", dim))
     gate = Reshape((n_tokens, n_values, dim))(z)
     gated = Mul()(norm, Activation("silu")(gate), name=layer.label("ssm_gated"))
@@ -47,12 +47,20 @@ def _gates(layer: LayerBuilder, x: Tensor) -> tuple[Tensor, Tensor]:
     p, n_tokens = layer.params.delta, x.shape[0]
     assert p is not None
     n_values, n_each = p.n_value_heads, p.n_value_heads // p.n_key_heads
+    if layer.has("ssm_alpha.weight"):
+        role = layer.role(DELTA_GROUP, 0, DELTA_HEADS)
+        b, a = (layer.linear(x, name, n_values, role) for name in ("ssm_beta", "ssm_alpha"))
+        return _decay(layer, a), Activation("sigmoid")(b, name=layer.label("ssm_strength"))
     both = layer.linear(x, "ssm_ba", 2 * n_values, layer.role(DELTA_GROUP, 0, DELTA_GATES))
     both = Reshape((n_tokens, p.n_key_heads, 2 * n_each))(both)
     b, a = (
         Reshape((n_tokens, n_values))(Slice(2, start, start + n_each)(both, name=layer.label(name)))
         for name, start in (("ssm_b", 0), ("ssm_a_in", n_each))
     )
-    step = Activation("softplus")(Add()(a, layer.vector("ssm_dt.bias", n_values)))
-    decay = Mul()(step, layer.vector("ssm_a", n_values), name=layer.label("ssm_decay"))
-    return decay, Activation("sigmoid")(b, name=layer.label("ssm_beta"))
+    return _decay(layer, a), Activation("sigmoid")(b, name=layer.label("ssm_strength"))
+
+
+def _decay(layer: LayerBuilder, a: Tensor) -> Tensor:
+    """ssm_a · softplus(a + dt); the file stores ssm_a = -exp(A)."""
+    step = Activation("softplus")(Add()(a, layer.vector("ssm_dt.bias", a.shape[1])))
+    return Mul()(step, layer.vector("ssm_a", a.shape[1]), name=layer.label("ssm_decay"))

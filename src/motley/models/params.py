@@ -40,6 +40,9 @@ class ExpertParams:
     n_groups_used: int
 
 
+GROUPED, CYCLIC = "grouped", "cyclic"
+
+
 @dataclass(frozen=True)
 class DeltaParams:
     """Gated delta nets: layers with a recurrent state instead of attention over a cache."""
@@ -49,6 +52,7 @@ class DeltaParams:
     n_key_heads: int
     n_value_heads: int
     head_dim: int  # of keys and of values
+    is_cyclic: bool = False  # value head j uses key head j mod n_key_heads; otherwise neighbours share one
 
     @property
     def n_channels(self) -> int:
@@ -86,11 +90,12 @@ class DecoderParams:
         return tuple(layer for layer in range(self.n_layers) if layer not in states)
 
     @staticmethod
-    def from_spec(spec: ModelSpec, score: str = "", *, has_delta_nets: bool = False) -> DecoderParams:
+    def from_spec(spec: ModelSpec, score: str = "", *, delta: str = "") -> DecoderParams:
         """The parameters in the file's metadata.
 
         `score`: the router's score function if the file does not give one; "": the architecture has no experts.
-        `has_delta_nets`: some layers of the architecture are gated delta nets.
+        `delta`: how value heads share key heads in the architecture's gated delta nets (GROUPED or CYCLIC); "": it has
+        no such layers.
         """
         md, arch = spec.metadata, spec.architecture
         n_embd = read_count(spec, f"{arch}.embedding_length")
@@ -117,7 +122,7 @@ class DecoderParams:
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
-            n_ff=read_count(spec, f"{arch}.feed_forward_length"),
+            n_ff=_n_ff(spec, has_experts=bool(score)),
             n_vocab=tensor_info(spec, "token_embd.weight").shape[0],
             n_ctx_train=read_count(spec, f"{arch}.context_length"),
             norm_eps=read_number(spec, f"{arch}.attention.layer_norm_rms_epsilon"),
@@ -128,7 +133,7 @@ class DecoderParams:
             sliding_window=read_count(spec, window_key) if md.int(window_key, default=0) else None,
             logit_softcap=read_number(spec, softcap_key) if md.float(softcap_key, default=0.0) else None,
             experts=_experts(spec, score) if score else None,
-            delta=_delta(spec) if has_delta_nets else None,
+            delta=_delta(spec, is_cyclic=delta == CYCLIC) if delta else None,
         )
 
     def rope(self, style: str, *, rounds: bool = True) -> Rope:
@@ -141,6 +146,12 @@ class DecoderParams:
             magnitude *= 1.0 + 0.1 * math.log(scaling.factor)
             yarn = Yarn(scaling.original_context, scaling.beta_fast, scaling.beta_slow, rounds)
         return Rope(self.rope_dims, self.rope_base, style, frequency_scale, magnitude, yarn)
+
+
+def _n_ff(spec: ModelSpec, *, has_experts: bool) -> int:
+    """Columns of a dense FFN's hidden layer. Files of models that only have experts may leave it out."""
+    key, expert_key = (f"{spec.architecture}.{name}feed_forward_length" for name in ("", "expert_"))
+    return read_count(spec, expert_key if has_experts and key not in spec.metadata else key)
 
 
 def _n_layers(spec: ModelSpec) -> int:
@@ -190,7 +201,7 @@ def _experts(spec: ModelSpec, score: str) -> ExpertParams:
     )
 
 
-def _delta(spec: ModelSpec) -> DeltaParams:
+def _delta(spec: ModelSpec, *, is_cyclic: bool) -> DeltaParams:
     arch, n_layers = spec.architecture, _n_layers(spec)
     interval = read_count(spec, f"{arch}.full_attention_interval", default=4)
     n_keys, n_values = (read_count(spec, f"{arch}.ssm.{key}") for key in ("group_count", "time_step_rank"))
@@ -209,7 +220,7 @@ def _delta(spec: ModelSpec) -> DeltaParams:
         raise ModelError(
             f"{spec.path}: no layer has attention ({n_layers} layers, full_attention_interval {interval})"
         )
-    return DeltaParams(layers, n_taps, n_keys, n_values, head_dim)
+    return DeltaParams(layers, n_taps, n_keys, n_values, head_dim, is_cyclic)
 
 
 _MAX_TAPS = 64

@@ -1,11 +1,14 @@
-"""Qwen 3 Next: three gated delta nets, then one attention layer with gated output; experts in every layer."""
+"""Qwen 3 Next: three gated delta nets, then one attention layer with gated output; experts in every layer.
+
+Qwen 3.5 has the same layers, with experts (qwen35moe) or a dense FFN (qwen35).
+"""
 
 from __future__ import annotations
 
 from motley.graph import Tensor
 from motley.graph.ops import HALVES, Activation, Mul, Reshape, Slice
 from motley.graph.roles import GATED_QUERIES, HEADS, KEYS, QUERIES
-from motley.models.blocks import residual
+from motley.models.blocks import gated_ffn, residual
 from motley.models.builder import LayerBuilder, ModelBuilder
 from motley.models.delta import delta_net
 from motley.models.experts import expert_ffn
@@ -14,13 +17,14 @@ from motley.models.experts import expert_ffn
 def build(builder: ModelBuilder) -> Tensor:
     delta = builder.params.delta
     assert delta is not None, "read with the model's other numbers"
+    feed_forward = expert_ffn if builder.params.experts is not None else gated_ffn
     x = builder.embedding()
     for index in range(builder.n_layers):
         layer = builder.layer(index)
         normed = layer.norm(x, "attn_norm")
         mix = delta_net if index in delta.layers else _gated_attention
         x = residual(layer, x, mix(layer, normed), "after_attention")
-        x = residual(layer, x, expert_ffn(layer, layer.norm(x, "post_attention_norm")), "output")
+        x = residual(layer, x, feed_forward(layer, layer.norm(x, "post_attention_norm")), "output")
     return builder.logits(x)
 
 

@@ -21,6 +21,7 @@ from motley.graph.roles import (
     COLUMNS,
     DELTA,
     DELTA_GATES,
+    DELTA_HEADS,
     DELTA_KEYS,
     DELTA_VALUES,
     EXPERTS,
@@ -199,19 +200,22 @@ class _TensorPlacement:
             return
         n_each = p.n_value_heads // p.n_key_heads
         blocks = [_block_size(w) for w in weights if role_of(w).axis == 1]
-        unit = _head_unit(max(blocks, default=1), p.head_dim, n_each)
+        # The columns of a key head's values lie together, or, in cyclic order, in n_each places.
+        unit = _head_unit(max(blocks, default=1), p.head_dim, 1 if p.is_cyclic else n_each)
         n_units, unit_bytes = _units(p.n_key_heads, unit, weights)
         counts = self._delta_heads.share_out(n_units)
         self._bytes.record(counts, unit_bytes)
         keys = _word(counts, unit, p.n_key_heads)
+        values = keys.power(n_each) if p.is_cyclic else keys.stretch(n_each)
         words = {
             DELTA_KEYS: keys.stretch(p.head_dim),
-            DELTA_VALUES: keys.stretch(n_each * p.head_dim),
+            DELTA_VALUES: values.stretch(p.head_dim),
+            DELTA_HEADS: values,
             DELTA_GATES: keys.stretch(2 * n_each),
         }
         channels = Word.concat([words[DELTA_KEYS], words[DELTA_KEYS], words[DELTA_VALUES]])
         self._states[StateInput.name_of(layer, ops.CONVOLUTION)] = Split(1, channels)
-        self._states[StateInput.name_of(layer, ops.DELTA)] = Split(0, keys.stretch(n_each))
+        self._states[StateInput.name_of(layer, ops.DELTA)] = Split(0, values)
         for weight in weights:
             self._cut(weight, words)
 
