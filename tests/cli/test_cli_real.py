@@ -34,6 +34,38 @@ def test_a_process_streams_a_story_and_shows_the_figures(model: str) -> None:
     assert re.search(r"^loaded \d+\.\d MiB in \d+\.\d\d s$", result.stderr, re.MULTILINE)
 
 
+def test_speculation_shows_tokens_a_step_and_leaves_the_text(
+    motley: Motley, model: str, bundled: Path
+) -> None:
+    flags = ("run", model, "-no-cnv", "-p", SENTENCE * 3, "-n", "24", "--temp", "0")
+    plain = motley(*flags)
+    draft = str(bundled.with_name("motley-draft-1m-q8_0.gguf"))
+    drafted = motley(*flags, "--spec", "lookup,draft", "-md", draft, "--draft-n", "7")
+    assert plain.exit_code == drafted.exit_code == 0, drafted.stderr
+    assert plain.stdout == drafted.stdout
+    assert "a step" not in plain.stderr
+    assert re.search(
+        r"^24 tokens, .*tokens/s, \d\.\d\d tokens a step \(.* of \d+ right", drafted.stderr, re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (("--spec", "mtp"), "not available yet"),
+        (("--spec", "draft"), "there is no draft model"),
+        (("--draft-max", "64"), "--draft-max is 64"),
+        (("-md", "missing.gguf"), "missing.gguf"),
+    ],
+)
+def test_speculation_that_is_not_possible_is_refused(
+    motley: Motley, model: str, flags: tuple[str, ...], error: str
+) -> None:
+    result = motley("run", model, "-p", "x", "-n", "1", *flags)
+    assert result.exit_code == 2
+    assert error in result.stderr
+
+
 def test_a_process_that_fails_exits_with_2_and_no_trace(tmp_path: Path) -> None:
     path = tmp_path / "notes.gguf"
     path.write_text("not a model")

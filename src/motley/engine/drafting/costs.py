@@ -11,6 +11,7 @@ _EDGES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # the largest n
 _N_KEPT = 8  # latest steps of a bucket
 _N_NEEDED = 2  # steps: the first of a kind may also compile something
 _MAX_AGE = 512  # steps: an older measurement says little, as contexts grow
+_ROUNDS_NEEDED, _MAX_UNUSED = 3, 192  # a drafter's rounds; steps in which its drafts did not pay
 _FRESH = 128  # steps: after so many, the cost of a step without drafts is measured again
 _SLOPE = 0.1  # of a row more, relative to a step of one row, where nothing is measured
 
@@ -99,12 +100,12 @@ class RoundCosts:
     def note_unused(self) -> None:
         """Records that drafts did not pay. After a while they are tried again, as measurements may have been wrong."""
         self._n_unused += 1
-        if self._n_unused >= _MAX_AGE:
+        if self._n_unused >= _MAX_UNUSED:
             self._seconds.clear()
             self._n_unused = 0
 
     def seconds(self, default: float) -> float:
-        return usual(self._seconds) if len(self._seconds) >= _N_NEEDED else default
+        return usual(self._seconds) if len(self._seconds) >= _ROUNDS_NEEDED else default
 
 
 def usual(seconds: Sequence[float]) -> float:

@@ -14,6 +14,7 @@ from motley.engine.scheduler import Scheduler
 
 _log = logging.getLogger("motley")
 _MAX_ROWS = 64  # of logits in a step
+_MAX_REQUESTS = 32  # with more, a step has rows enough, and looking for drafts takes longer than they save
 
 
 class Speculator:
@@ -51,16 +52,21 @@ class Speculator:
         """Drafts for requests that wait for their next token, as long as they make tokens come faster."""
         if not self._drafters:
             return {}
-        asking = [
-            Ask(r, r.max_draft) for r in scheduler.running if r.n_pending == 1 and r.speculation.drafters
-        ]
-        asking = [ask for ask in asking if ask.n_max >= max(1, ask.request.speculation.draft_min)]
         n_rows = sum(request.n_pending == 1 for request in scheduler.running)
         n_outputs = min(
             len(scheduler.requests), scheduler.n_parallel
         )  # prompts that end in this step included
         room = min(scheduler.room_for_drafts(), self._max_rows - n_outputs)
-        if not asking or room <= 0:
+        if room <= 0 or n_rows > _MAX_REQUESTS:
+            return {}
+        asking = [
+            Ask(request, n_max)
+            for request in scheduler.running
+            if request.speculation.drafters
+            and request.n_pending == 1
+            and (n_max := request.max_draft) >= max(1, request.speculation.draft_min)
+        ]
+        if not asking:
             return {}
         drafts: dict[Request, Draft] = {}
         for drafter in tuple(self._drafters):
@@ -75,7 +81,7 @@ class Speculator:
 
     def may_draft(self, requests: Sequence[Request]) -> bool:
         """Whether one of the requests is likely to have a draft after its next token."""
-        return any(
+        return len(requests) <= _MAX_REQUESTS and any(
             drafter.name in request.speculation.drafters and drafter.may_draft(request)
             for drafter in self._drafters
             for request in requests
