@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 _EDGES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # the largest number of rows of each bucket
 _N_KEPT = 8  # latest steps of a bucket
-_N_NEEDED = 2  # steps: the first of a kind may also compile something
-_MAX_AGE = 512  # steps: an older measurement says little, as contexts grow
+_N_NEEDED = 3  # steps: the first of a kind may also compile something, and others may be disturbed
+_MAX_AGE = 256  # steps: an older measurement says little, as contexts grow
 _ROUNDS_NEEDED, _MAX_UNUSED = 3, 192  # a drafter's rounds; steps in which its drafts did not pay
 _FRESH = 128  # steps: after so many, the cost of a step without drafts is measured again
 _SLOPE = 0.1  # of a row more, relative to a step of one row, where nothing is measured
