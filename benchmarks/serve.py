@@ -68,18 +68,16 @@ def body(n_tokens: int) -> dict[str, object]:
 
 
 def bare(llm: object, n_clients: int, n_requests: int, n_tokens: int) -> float:
-    """Tokens/s of the same requests without HTTP."""
+    """Tokens/s of the same requests without HTTP and without readers: callers wait for whole answers."""
 
     async def run() -> None:
         todo = iter(range(n_requests))
 
         async def client() -> None:
             for number in todo:
-                stream = llm.astream(
+                await llm.agenerate(  # type: ignore[attr-defined]
                     PROMPT, max_tokens=n_tokens, ignore_eos=True, temperature=0.8, seed=number
-                )  # type: ignore[attr-defined]
-                async for _ in stream:
-                    pass
+                )
 
         await asyncio.gather(*(client() for _ in range(n_clients)))
 
@@ -108,25 +106,32 @@ def compare(options: argparse.Namespace) -> None:
         LLM(bundled_model_path(), n_threads=options.threads, n_parallel=64, n_ctx=512) as llm,
         running(command) as (url, pid),
     ):
+        engine = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
         bare(llm, 2, 2, 8)
         asyncio.run(load(url, 2, 2, body(8)))
         for n_clients in options.clients:
             n_requests = max(4, 2 * n_clients)
             n_tokens = options.tokens
-            rates, bare_rates, used = [], [], 0.0
+            rates, bare_rates, used, bare_cpu, engine_cpu = [], [], 0.0, 0.0, 0.0
             last: tuple[list[Sample], float] = ([], 1.0)
             for _ in range(options.rounds):
+                own = time.process_time()
                 bare_rates.append(bare(llm, n_clients, n_requests, n_tokens))
-                before = cpu_seconds(pid)
+                bare_cpu += time.process_time() - own
+                before, engine_before = cpu_seconds(pid), cpu_seconds(engine)
                 last = asyncio.run(load(url, n_clients, n_requests, body(n_tokens)))
                 used += cpu_seconds(pid) - before
+                engine_cpu += cpu_seconds(engine) - engine_before
                 assert all(s.status == 200 and s.n_tokens == n_tokens for s in last[0])
                 rates.append(n_requests * n_tokens / last[1])
             ratio = statistics.median(h / b for h, b in zip(rates, bare_rates, strict=True))
-            per_token = 1e6 * used / (options.rounds * n_requests * n_tokens)
+            n_all = options.rounds * n_requests * n_tokens
+            per_token = 1e6 * used / n_all
             print(
                 f"{n_clients:3} clients: engine {statistics.median(bare_rates):7.0f} tokens/s, "
                 f"HTTP {statistics.median(rates):7.0f}, ratio {ratio:.3f}, front {per_token:.1f} µs a token\n"
+                f"             CPU of the engine: bare {1e6 * bare_cpu / n_all:.0f} µs a token, behind HTTP "
+                f"{1e6 * engine_cpu / n_all:.0f}\n"
                 f"             {show(*last)}",
                 flush=True,
             )

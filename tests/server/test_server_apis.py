@@ -152,3 +152,15 @@ def test_a_forced_call_streams_what_it_returns(server: RunningServer) -> None:
             arguments += delta["function"].get("arguments", "")
             names += [delta["function"]["name"]] if "name" in delta["function"] else []
     assert (names, arguments) == (["weather"], call["function"]["arguments"])
+
+
+def test_embeddings_are_counted(server: RunningServer) -> None:
+    def steps() -> float:
+        text = server.get("/metrics").text
+        return float(
+            next(line for line in text.splitlines() if line.startswith("llamacpp:n_decode_total")).split()[1]
+        )
+
+    before = steps()
+    server.ok("/v1/embeddings", {"input": ["one", "two"]})
+    assert steps() >= before + 2

@@ -26,6 +26,7 @@ class Collector:
         self._changed: dict[CollectedOutbox, None] = {}  # an ordered set
         self._watched: dict[CollectedOutbox, None] = {}  # their progress is told
         self._is_idle = True
+        self._n_runs = 0  # of the latest snapshot
         self._loss: MotleyError | None = None
         self._stats_at = 0.0
 
@@ -52,9 +53,12 @@ class Collector:
             ended = [end["id"] for end in message["ends"]]
         now = time.monotonic()
         is_idle = not self._engine.has_work
+        n_runs = self._engine.runner.n_runs
         has_changed = is_idle != self._is_idle or self._engine.loss is not self._loss
+        has_changed |= is_idle and n_runs != self._n_runs  # embeddings are no requests
         if has_changed or now - self._stats_at > _STATS_EVERY:
             self._is_idle, self._loss, self._stats_at = is_idle, self._engine.loss, now
+            self._n_runs = n_runs
             message["stats"] = self.stats()
         if message:
             message["op"] = "step"

@@ -160,6 +160,7 @@ class Worker:
         answer: Message = {"op": "answer", "id": message["id"]}
         try:
             answer["result"] = CALLS[message["name"]](self._llm, **message["arguments"])
+            self._llm.service.call(lambda: None)  # the figures of its steps are sent before its answer
         except Exception as error:
             answer["error"] = describe_error(error)
         self._channel.send(answer)
