@@ -156,11 +156,6 @@ def load_model(
             f"{spec.path}: models with recurrent states ({spec.architecture}) run on the CPU only, so far",
             hint="--device cpu",
         )
-    if crew.hosts and params.delta is not None:
-        raise ConfigError(
-            f"{spec.path}: models with recurrent states run on the devices of one process only",
-            hint="leave out devices of other hosts",
-        )
     efforts = _efforts(params, options)
     n_exit = _exit_layers(params, options)
     has_draft = options.draft_model is not None

@@ -136,6 +136,24 @@ def test_experts_on_another_host(shares: tuple[int, ...] | None, workers: list[W
     assert found[0][1] == found[1][1]
 
 
+@pytest.mark.parametrize("mode", ["tensor", "layer"])
+def test_recurrent_states(mode: str, shared: Path, workers: list[WorkerProcess], tmp_path: Path) -> None:
+    path = shared / "golden" / "qwen3next" / "model.gguf"
+    tokens = np.load(path.parent / "golden.npz")["tokens"].tolist()[:40]
+    found = []
+    for crew in ([], workers):
+        with LLM(path, devices=devices("cpu,cpu@a", crew), split_mode=mode, **OPTIONS) as llm:
+            done = llm.generate([tokens, tokens[:17]], max_tokens=8, temperature=0, ignore_eos=True)
+            llm.save_session(tmp_path / f"{bool(crew)}", tokens)
+            found.append((llm.logits(tokens), [each.tokens for each in done]))
+    assert np.array_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert (tmp_path / "True").read_bytes() == (tmp_path / "False").read_bytes()
+    with LLM(path, devices=devices("cpu,cpu@a", workers), split_mode=mode, **OPTIONS) as llm:
+        assert llm.load_session(tmp_path / "False") == tokens
+        assert llm.generate(tokens, max_tokens=8, temperature=0, ignore_eos=True).tokens == found[0][1][0]
+
+
 def test_embeddings(random_llama: Path, workers: list[WorkerProcess]) -> None:
     found = []
     for crew in ([], workers):

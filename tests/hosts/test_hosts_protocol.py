@@ -24,6 +24,8 @@ from motley import LLM
 from motley.errors import ConfigError, DeviceError
 from motley.kvcache.arena import GroupBatch, SequenceTable
 from motley.kvcache.sequences import BlockCopy, BlockShift
+from motley.kvcache.state_arena import StateBatch, StateSpan
+from motley.kvcache.states import NO_SLOT
 from motley.kvcache.types import get_cache_type
 from motley.models import N_EXPERT_USED, BatchShape
 from motley.runtime.batch import PlacedBatch
@@ -43,7 +45,17 @@ from motley.runtime.hosts.serving import WorkerServer
 from motley.runtime.hosts.wire import WIRES, choose_wire, decode, encode, wire_bytes
 
 SECRET = b"a secret of some length"
-LIMITS = Limits(n_vocab=100, n_layers=4, n_experts=8, max_tokens=16, block_size=4, n_blocks=(10, 6))
+LIMITS = Limits(
+    n_vocab=100,
+    n_layers=4,
+    n_experts=8,
+    max_tokens=16,
+    block_size=4,
+    n_blocks=(10, 6),
+    n_state_slots=5,
+    n_state_rings=3,
+    n_pending=4,
+)
 
 
 # --- handshake and messages ---------------------------------------------------------------------------------
@@ -173,6 +185,9 @@ def batch_of(n_rows: int, blocks: list[int]) -> tuple[PlacedBatch, dict[str, tor
     groups = (
         GroupBatch.of(tables((n_rows, 5, 0, blocks), (1, 2, 0, [7])), 4),
         GroupBatch.of(tables((n_rows, 5, 4, blocks[1:]), (1, 2, 0, [5])), 4),
+        StateBatch(
+            (StateSpan(0, n_rows, 5, 4, 3, 1, 4, 6, 2), StateSpan(n_rows, 1, 2, NO_SLOT, 0, 0, 3, 3, NO_SLOT))
+        ),
     )
     n_tokens = n_rows + 1
     inputs = {
@@ -198,7 +213,10 @@ def test_steps_arrive_as_they_were_sent() -> None:
         found = reader.run(payload)
         assert (found.shape, found.batch.shape, found.copies) == (SHAPE, batch.shape, COPIES)
         assert {k: v.tolist() for k, v in found.inputs.items()} == {k: v.tolist() for k, v in inputs.items()}
-        for own, theirs in zip(found.batch.cache, batch.cache, strict=True):
+        assert found.batch.cache[2] == batch.cache[2]
+        for own, theirs in zip(found.batch.cache[:2], batch.cache[:2], strict=True):
+            assert isinstance(own, GroupBatch)
+            assert isinstance(theirs, GroupBatch)
             assert own.slots.tolist() == theirs.slots.tolist()
             for a, b in zip(own.tables, theirs.tables, strict=True):
                 assert (a.first_row, a.n_rows, a.position, a.first) == (
@@ -230,7 +248,7 @@ def test_other_messages_arrive_as_they_were_sent() -> None:
     reader = StepReader(LIMITS)
     shifts = [BlockShift(1, [COPIES[0]], [4, 5], [1, 2], 3), BlockShift(0, [], [], [], 3)]
     assert reader.shifts(shifts_message(shifts)) == shifts
-    assert reader.emptied(emptied_message([[1, 9], []])) == [[1, 9], []]
+    assert reader.emptied(emptied_message([[1, 9], [], [4]])) == [[1, 9], [], [4]]
     layer, slots, rest = reader.layer_slots(layer_slots_message(1, torch.tensor([3, 7])) + b"abc", [40, 24])
     assert (layer, slots.tolist(), rest) == (1, [3, 7], b"abc")
     sizes = PlaneSizes((get_cache_type("q8_0"), get_cache_type("f16")), 40)
@@ -253,7 +271,16 @@ def test_no_changed_number_leads_outside_of_the_cache(data: st.DataObject) -> No
         found = StepReader(LIMITS).run(numbers[:end].tobytes())
     except ProtocolError:
         return
-    for group, n_blocks in zip(found.batch.cache, LIMITS.n_blocks, strict=True):
+    states = found.batch.cache[2]
+    assert isinstance(states, StateBatch)
+    for span in states.spans:
+        assert -1 <= span.source < 5 > span.target >= 0
+        assert -1 <= span.source_ring < 3 > span.target_ring >= -1
+        assert 0 <= span.position - span.n_read <= 4 * (span.source_ring >= 0)
+        assert 0 <= span.position + span.n_rows - span.n_written <= 4 * (span.target_ring >= 0)
+        assert span.position <= span.n_written
+    for group, n_blocks in zip(found.batch.cache[:2], LIMITS.n_blocks, strict=True):
+        assert isinstance(group, GroupBatch)
         assert len(group.slots) == found.batch.shape.n_tokens
         assert 0 <= int(group.slots.min()) <= int(group.slots.max()) < n_blocks * LIMITS.block_size
         for table in group.tables:
@@ -346,6 +373,9 @@ def asked(model: str) -> opening.Opening:
         n_blocks=(4,),
         max_tokens=16,
         wire="f32",
+        state_type="f32",
+        n_state_slots=0,
+        n_state_rings=0,
     )
 
 

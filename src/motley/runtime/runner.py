@@ -11,7 +11,6 @@ import torch
 
 from motley.backends import Backend
 from motley.errors import CacheError, MotleyError
-from motley.kvcache.arena import GroupBatch
 from motley.kvcache.batching import Extent, group_batches
 from motley.kvcache.groups import BlockCopy, BlockShift
 from motley.kvcache.manager import CacheManager
@@ -141,7 +140,7 @@ class Runner:
         """Fills the next slots of a sequence with random keys and values. The slots must be reserved before."""
         batch = group_batches(manager, [Extent(sequence, manager.n_tokens(sequence), n_tokens)])
         if self._hosts is not None:
-            self._hosts.store_random([own for own in batch if isinstance(own, GroupBatch)])
+            self._hosts.store_random(batch)
         self.local.store_random(batch)
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:

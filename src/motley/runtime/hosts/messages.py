@@ -16,11 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from motley.kvcache.arena import GroupBatch, SequenceTable
+from motley.kvcache.arena import CacheBatch, GroupBatch, SequenceTable
 from motley.kvcache.sequences import BlockCopy, BlockShift
+from motley.kvcache.state_arena import STATE_TYPES, StateBatch, StatePart, StateSpan
+from motley.kvcache.states import NO_SLOT
 from motley.kvcache.types import TILE, CacheType
 from motley.models import N_EXPERT_USED, BatchShape
 from motley.runtime.batch import PlacedBatch
+from motley.runtime.caching import CachePlan
 from motley.runtime.hosts.protocol import ProtocolError
 
 IntArray = npt.NDArray[np.int32]
@@ -37,7 +40,10 @@ class Limits:
     n_experts: int  # 0: a model without experts
     max_tokens: int  # of a batch
     block_size: int
-    n_blocks: tuple[int, ...]  # of each group
+    n_blocks: tuple[int, ...]  # of each group with blocks
+    n_state_slots: int = 0  # of the group of recurrent states, which comes last; 0: there is none
+    n_state_rings: int = 0
+    n_pending: int = 0  # tokens in a ring
 
     @property
     def max_sequences(self) -> int:
@@ -67,23 +73,24 @@ class StepWriter:
         copies: Sequence[BlockCopy],
     ) -> bytes:
         own = batch.shape
-        own_blocks = [part for part in batch.cache if isinstance(part, GroupBatch)]
-        assert len(own_blocks) == len(batch.cache), "models with recurrent states run in one process"
         numbers: list[int] = [own.n_tokens, own.n_outputs, own.n_layers, own.n_experts]
         numbers += [shape.n_tokens, shape.n_outputs, int(own.wants_hidden), int(N_EXPERT_USED in inputs)]
         numbers += _copies(copies)
         names = ["tokens", "positions", "output_rows", *([N_EXPERT_USED] if N_EXPERT_USED in inputs else [])]
         arrays = [_array(numbers), *(inputs[name].numpy() for name in names)]
-        return np.concatenate([*arrays, *self._batches(own_blocks)]).astype(np.int32).tobytes()
+        return np.concatenate([*arrays, *self._batches(batch.cache)]).astype(np.int32).tobytes()
 
-    def batches(self, batches: Sequence[GroupBatch]) -> bytes:
+    def batches(self, batches: Sequence[CacheBatch]) -> bytes:
         """The block tables of a batch, alone."""
         return np.concatenate(list(self._batches(batches))).astype(np.int32).tobytes()
 
-    def _batches(self, batches: Sequence[GroupBatch]) -> Iterator[IntArray]:
-        tables = batches[0].tables
-        yield _array([len(tables), *(table.n_rows for table in tables)])
+    def _batches(self, batches: Sequence[CacheBatch]) -> Iterator[IntArray]:
+        rows = batches[0].spans if isinstance(batches[0], StateBatch) else batches[0].tables
+        yield _array([len(rows), *(row.n_rows for row in rows)])
         for group, batch in enumerate(batches):
+            if isinstance(batch, StateBatch):
+                yield batch.table[:, 2:].astype(np.int32).flatten()
+                continue
             for index, table in enumerate(batch.tables):
                 n_same = self._tables.n_same(group, index, table.blocks)
                 yield _array([table.position, table.first, n_same, len(table.blocks) - n_same])
@@ -123,7 +130,7 @@ class StepReader:
         batch = PlacedBatch(own, {n: t for n, t in tensors.items() if n != "tokens"}, cache)
         return Step(shape, batch, tensors, copies)
 
-    def batches(self, payload: bytes) -> tuple[GroupBatch, ...]:
+    def batches(self, payload: bytes) -> tuple[CacheBatch, ...]:
         ints = _Ints(payload)
         found = self._batches(ints, None)
         ints.require_end()
@@ -142,11 +149,9 @@ class StepReader:
         return found
 
     def emptied(self, payload: bytes) -> list[list[int]]:
-        ints = _Ints(payload)
-        found = [
-            ints.array(ints.number(0, n_blocks), 0, n_blocks - 1).tolist()
-            for n_blocks in self._limits.n_blocks
-        ]
+        ints, limits = _Ints(payload), self._limits
+        sizes = [*limits.n_blocks, *([limits.n_state_slots] if limits.n_state_slots else [])]
+        found = [ints.array(ints.number(0, size), 0, size - 1).tolist() for size in sizes]
         ints.require_end()
         return found
 
@@ -167,12 +172,12 @@ class StepReader:
             found.append(BlockCopy(group, source, target, ints.number(0, limits.block_size)))
         return found
 
-    def _batches(self, ints: _Ints, n_tokens: int | None) -> tuple[GroupBatch, ...]:
+    def _batches(self, ints: _Ints, n_tokens: int | None) -> tuple[CacheBatch, ...]:
         limits, size = self._limits, self._limits.block_size
         n_rows = ints.array(ints.number(1, limits.max_sequences), 1, limits.max_tokens).tolist()
         if n_tokens is not None and sum(n_rows) != n_tokens:
             raise ProtocolError(f"sequences with {sum(n_rows)} rows in a batch of {n_tokens}")
-        batches = []
+        batches: list[CacheBatch] = []
         for group, n_blocks in enumerate(limits.n_blocks):
             tables, first_row = [], 0
             for index, n in enumerate(n_rows):
@@ -186,7 +191,28 @@ class StepReader:
                 first_row += n
             self._tables.keep(group, [table.blocks for table in tables])
             batches.append(GroupBatch.of(tables, size))
+        if limits.n_state_slots:
+            batches.append(self._states(ints, n_rows))
         return tuple(batches)
+
+    def _states(self, ints: _Ints, n_rows: Sequence[int]) -> StateBatch:
+        limits, spans, first_row = self._limits, [], 0
+        last_slot, last_ring = limits.n_state_slots - 1, limits.n_state_rings - 1
+        for n in n_rows:
+            position = ints.number(0, _INT32 // 2)
+            source, n_read = ints.number(NO_SLOT, last_slot), ints.number(0, position)
+            source_ring, target = ints.number(NO_SLOT, last_ring), ints.number(0, last_slot)
+            n_written, target_ring = ints.number(position, position + n), ints.number(NO_SLOT, last_ring)
+            for n_pending, ring in (
+                (position - n_read, source_ring),
+                (position + n - n_written, target_ring),
+            ):
+                if n_pending > limits.n_pending or (n_pending and ring == NO_SLOT):
+                    raise ProtocolError(f"{n_pending} tokens in ring {ring} of a state")
+            read, written = (source, n_read, source_ring), (target, n_written, target_ring)
+            spans.append(StateSpan(first_row, n, position, *read, *written))
+            first_row += n
+        return StateBatch(tuple(spans))
 
 
 class _LatestTables:
@@ -266,6 +292,78 @@ class PlaneSizes:
                 position += n_bytes
             found.append(planes)
         return tuple(found)
+
+
+class StateSizes:
+    """The sizes of one device's parts of a layer's state: they travel as their bytes, one after the other."""
+
+    def __init__(self, kind: str, parts: Sequence[StatePart]) -> None:
+        self._dtype = STATE_TYPES[kind]
+        self._parts = parts
+
+    def to_bytes(self, layer: int, parts: Sequence[Mapping[str, torch.Tensor]]) -> bytes:
+        """The device's own parts; `parts` may have others, too."""
+        given = {name: part for named in parts for name, part in named.items()}
+        own = [given[part.name] for part in self._parts if part.layer == layer]
+        return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in own)
+
+    def n_bytes(self, layer: int) -> int:
+        own = [part for part in self._parts if part.layer == layer]
+        return sum(math.prod(part.shape) * self._dtype.itemsize for part in own)
+
+    def from_bytes(self, layer: int, data: bytes) -> tuple[dict[str, torch.Tensor], ...]:
+        """Its parts, by name. `data` has exactly `n_bytes`."""
+        found, position = [], 0
+        for part in (part for part in self._parts if part.layer == layer):
+            n_bytes = math.prod(part.shape) * self._dtype.itemsize
+            items = bytearray(data[position : position + n_bytes])
+            empty = torch.empty(part.shape, dtype=self._dtype)
+            found.append(
+                {part.name: torch.frombuffer(items, dtype=self._dtype).view(part.shape) if items else empty}
+            )
+            position += n_bytes
+        return tuple(found)
+
+
+class DeviceBytes:
+    """One device's part of a layer, K/V or state, as bytes."""
+
+    def __init__(self, plan: CachePlan, device: int) -> None:
+        config = plan.config
+        self._heads = plan.heads[device]
+        self._planes = PlaneSizes((config.k_type, config.v_type), plan.head_dim)
+        states = plan.states
+        self._state_layers = frozenset(() if states is None else states.layers)
+        self._states = StateSizes(config.state_type, () if states is None else states.parts[device])
+
+    def to_bytes(self, layer: int, parts: Sequence[Mapping[str, torch.Tensor]]) -> bytes:
+        if layer in self._state_layers:
+            return self._states.to_bytes(layer, parts)
+        return self._planes.to_bytes(parts)
+
+    def n_bytes(self, layer: int, n_tokens: int) -> int:
+        if layer in self._state_layers:
+            return self._states.n_bytes(layer)
+        return self._planes.n_bytes(n_tokens, self._heads.get(layer, 0))
+
+    def from_bytes(self, layer: int, data: bytes, n_tokens: int) -> tuple[dict[str, torch.Tensor], ...]:
+        if layer in self._state_layers:
+            return self._states.from_bytes(layer, data)
+        return self._planes.from_bytes(data, n_tokens, self._heads.get(layer, 0))
+
+
+def split_bytes(
+    devices: Sequence[DeviceBytes], layer: int, n_tokens: int, data: bytes
+) -> list[tuple[dict[str, torch.Tensor], ...]]:
+    """The parts of all devices of a process. ProtocolError if `data` has another size."""
+    sizes = [device.n_bytes(layer, n_tokens) for device in devices]
+    if len(data) != sum(sizes):
+        raise ProtocolError(f"{len(data)} bytes of the cache instead of {sum(sizes)}")
+    found, position = [], 0
+    for device, n_bytes in zip(devices, sizes, strict=True):
+        found.append(device.from_bytes(layer, data[position : position + n_bytes], n_tokens))
+        position += n_bytes
+    return found
 
 
 class _Ints:

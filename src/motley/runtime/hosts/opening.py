@@ -20,7 +20,7 @@ from motley.gguf import ModelSpec, read_spec
 from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, GraphOptions, read_params
 from motley.runtime.budget import host_bytes
-from motley.runtime.caching import CacheConfig, CachePlan, plan_layout
+from motley.runtime.caching import N_PENDING, CacheConfig, CachePlan, plan_layout
 from motley.runtime.crew import Crew, Device, device_cores
 from motley.runtime.exchange import fingerprint
 from motley.runtime.hosts.messages import Limits
@@ -67,6 +67,9 @@ class Opening:
     n_blocks: tuple[int, ...]  # of each group
     max_tokens: int  # of a batch
     wire: str  # how activations travel
+    state_type: str  # of recurrent states
+    n_state_slots: int  # 0: no layer has a recurrent state
+    n_state_rings: int
 
     @staticmethod
     def of(
@@ -98,6 +101,9 @@ class Opening:
             n_blocks=tuple(group.n_blocks for group in plan.groups),
             max_tokens=max_tokens,
             wire=wire,
+            state_type=config.state_type,
+            n_state_slots=0 if plan.states is None else plan.states.n_slots,
+            n_state_rings=0 if plan.states is None else plan.states.n_rings,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -140,6 +146,8 @@ class Opening:
             and self.rank in ranks - {0}
             and self.mode in SPLIT_MODES
             and self.wire in WIRES
+            and 0 <= self.n_state_slots <= _MAX_BLOCKS
+            and 0 <= self.n_state_rings <= _MAX_BLOCKS
             and self.experts in EXPERT_SPLITS
             and self.apart_layers >= 0
             and len(self.apart_shares) in (0, n)
@@ -185,7 +193,7 @@ def layout_hash(split: ModelSplit, plan: CachePlan) -> str:
     states = sorted((name, str(state)) for name, state in split.placement.states.items())
     groups = [(group.window, group.layers, group.n_blocks) for group in plan.groups]
     heads = [sorted(own.items()) for own in plan.heads]
-    described = repr((states, groups, heads, plan.head_dim, split.options, split.crew.mode))
+    described = repr((states, groups, heads, plan.head_dim, plan.states, split.options, split.crew.mode))
     return blake2b(described.encode(), digest_size=16).hexdigest()
 
 
@@ -208,6 +216,7 @@ class WorkerModel:
             get_cache_type(opening.v_type),
             block_size=opening.block_size,
             demand_paged=opening.demand_paged,
+            state_type=opening.state_type,
         )
         self.plan = self._plan(opening, config)
         if layout_hash(self.split, self.plan) != opening.layout:
@@ -225,6 +234,9 @@ class WorkerModel:
             max_tokens=opening.max_tokens,
             block_size=opening.block_size,
             n_blocks=opening.n_blocks,
+            n_state_slots=opening.n_state_slots,
+            n_state_rings=opening.n_state_rings,
+            n_pending=N_PENDING,
         )
 
     def _plan(self, opening: Opening, config: CacheConfig) -> CachePlan:
@@ -235,8 +247,14 @@ class WorkerModel:
             raise ProtocolError(
                 f"{len(opening.n_blocks)} groups of cache layers instead of {len(plan.groups)}"
             )
+        if (plan.states is not None) != (opening.n_state_slots > 0):
+            raise ProtocolError("recurrent states without slots, or slots without states")
         groups = zip(plan.groups, opening.n_blocks, strict=True)
-        return replace(plan, groups=tuple(replace(group, n_blocks=n) for group, n in groups))
+        states = plan.states
+        if states is not None:
+            states = replace(states, n_slots=opening.n_state_slots, n_rings=opening.n_state_rings)
+        sized = tuple(replace(group, n_blocks=n) for group, n in groups)
+        return replace(plan, groups=sized, states=states)
 
     def _backend(self, opening: Opening, device: int) -> Backend:
         name = opening.devices[device]

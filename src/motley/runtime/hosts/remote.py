@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from motley.errors import DeviceError, LostWorkerError, MotleyError
-from motley.kvcache.arena import GroupBatch
+from motley.kvcache.arena import CacheBatch
 from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape
 from motley.runtime.batch import PlacedBatch
@@ -32,11 +32,12 @@ from motley.runtime.hosts.addresses import AddressBook, read_address, write_addr
 from motley.runtime.hosts.mesh import Mesh, MeshLink
 from motley.runtime.hosts.messages import (
     MAX_SLOTS,
-    PlaneSizes,
+    DeviceBytes,
     StepWriter,
     emptied_message,
     layer_slots_message,
     shifts_message,
+    split_bytes,
 )
 from motley.runtime.hosts.opening import Opening
 from motley.runtime.hosts.protocol import Channel, Kind, ProtocolError, call, read_json
@@ -65,17 +66,16 @@ class RemoteWorker:
         secret: bytes,
         on_address: Callable[[str, bytes], None],
         on_loss: Callable[[MotleyError], None],
-        n_heads: Sequence[Mapping[int, int]],
-        planes: PlaneSizes,
+        devices: Sequence[DeviceBytes],
     ) -> None:
-        """`host`: address and port. `n_heads`: of each device of the worker, KV heads by layer."""
+        """`host`: address and port. `devices`: the sizes of the cache of each device of the worker."""
         self.host = host
         self.heard = time.monotonic()
         self.failure: MotleyError | None = None  # why it is lost
         self.is_consequence = False  # it failed only because another process was lost
         self.progress = (0, 0)  # bytes of weights that it has loaded, bytes in all
         self._on_address, self._on_loss = on_address, on_loss
-        self._n_heads, self._planes = n_heads, planes
+        self._devices = devices
         self._writer = StepWriter()
         self._answers: queue.SimpleQueue[tuple[Kind, bytes] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -153,7 +153,7 @@ class RemoteWorker:
     ) -> None:
         self._send(Kind.RUN, self._writer.run(shape, batch, inputs, copies))
 
-    def store_random(self, batch: Sequence[GroupBatch]) -> None:
+    def store_random(self, batch: Sequence[CacheBatch]) -> None:
         self._send(Kind.STORE_RANDOM, self._writer.batches(batch))
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
@@ -174,41 +174,36 @@ class RemoteWorker:
 
     def gather(self, layer: int, slots: torch.Tensor) -> list[tuple[dict[str, torch.Tensor], ...]]:
         pieces = []
-        for some in torch.split(slots, MAX_SLOTS):
+        for some in torch.split(slots.reshape(-1), MAX_SLOTS):
             data = self._ask(Kind.GATHER, layer_slots_message(layer, some))
-            pieces.append(self._split(data, layer, len(some)))
+            try:
+                pieces.append(split_bytes(self._devices, layer, len(some), data))
+            except ProtocolError as error:
+                raise self._lose(error.message) from error
+        if len(pieces) == 1:
+            return pieces[0]
+        first = pieces[0]
         return [
             tuple(
-                {
-                    name: torch.cat([piece[device][i][name] for piece in pieces])
-                    for name in pieces[0][device][i]
-                }
-                for i in range(2)
+                {name: torch.cat([piece[device][i][name] for piece in pieces]) for name in planes}
+                for i, planes in enumerate(first[device])
             )
-            for device in range(len(self._n_heads))
+            for device in range(len(first))
         ]
 
     def scatter(
         self, layer: int, slots: torch.Tensor, parts: Sequence[Sequence[Mapping[str, torch.Tensor]]]
     ) -> None:
+        slots = slots.reshape(-1)
         for start in range(0, len(slots), MAX_SLOTS):
-            some = slice(start, start + MAX_SLOTS)
+            some = slice(start, start + MAX_SLOTS) if len(slots) > MAX_SLOTS else slice(None)
             data = [
-                self._planes.to_bytes([{name: p[some] for name, p in planes.items()} for planes in device])
-                for device in parts
+                own.to_bytes(
+                    layer, [{name: part[some] for name, part in planes.items()} for planes in device]
+                )
+                for own, device in zip(self._devices, parts, strict=True)
             ]
             self._ask(Kind.SCATTER, b"".join([layer_slots_message(layer, slots[some]), *data]))
-
-    def _split(self, data: bytes, layer: int, n_tokens: int) -> list[tuple[dict[str, torch.Tensor], ...]]:
-        heads = [own.get(layer, 0) for own in self._n_heads]
-        sizes = [self._planes.n_bytes(n_tokens, n) for n in heads]
-        if len(data) != sum(sizes):
-            raise self._lose(f"it sent {len(data)} bytes of the cache instead of {sum(sizes)}")
-        found, position = [], 0
-        for n_heads, n_bytes in zip(heads, sizes, strict=True):
-            found.append(self._planes.from_bytes(data[position : position + n_bytes], n_tokens, n_heads))
-            position += n_bytes
-        return found
 
     # Messages
 
@@ -345,8 +340,7 @@ class Hosts:
         self._opening = opening
         self._hosts = tuple(hosts)
         self._secret = secret
-        self._planes = PlaneSizes((plan.config.k_type, plan.config.v_type), plan.head_dim)
-        self._heads = plan.heads
+        self._devices = [DeviceBytes(plan, device) for device in range(len(plan.heads))]
         self._is_demand_paged = plan.config.demand_paged
         self._book = AddressBook()
         self.workers: list[RemoteWorker] = []
@@ -370,8 +364,8 @@ class Hosts:
         self.workers = found
         try:
             for rank, host in enumerate(self._hosts, 1):
-                heads = [self._heads[d] for d, owner in enumerate(self._opening.owners) if owner == rank]
-                found.append(self._worker(rank, host, heads))
+                own = [self._devices[d] for d, owner in enumerate(self._opening.owners) if owner == rank]
+                found.append(self._worker(host, own))
                 found[-1].open(replace(self._opening, rank=rank))
             _require_one_network(found)
         except BaseException:
@@ -458,7 +452,7 @@ class Hosts:
         for worker in self.connected_workers():
             worker.run(shape, batch, inputs, copies)
 
-    def store_random(self, batch: Sequence[GroupBatch]) -> None:
+    def store_random(self, batch: Sequence[CacheBatch]) -> None:
         for worker in self.connected_workers():
             worker.store_random(batch)
 
@@ -489,14 +483,14 @@ class Hosts:
 
     # Connections
 
-    def _worker(self, rank: int, host: str, heads: Sequence[Mapping[int, int]]) -> RemoteWorker:
+    def _worker(self, host: str, devices: Sequence[DeviceBytes]) -> RemoteWorker:
         def on_address(key: str, value: bytes) -> None:
             self._book.put(key, value)
             for other in self.workers:
                 if other.host != host:
                     other.send_address(key, value)
 
-        return RemoteWorker(host, self._secret, on_address, self._on_loss, heads, self._planes)
+        return RemoteWorker(host, self._secret, on_address, self._on_loss, devices)
 
     def _publish(self, key: str, value: bytes) -> None:
         for worker in self.workers:

@@ -20,7 +20,7 @@ from motley.errors import ConfigError, DeviceError, MotleyError
 from motley.runtime.crew import is_loopback, join_address, parse_address
 from motley.runtime.hosts.addresses import AddressBook, read_address, write_address
 from motley.runtime.hosts.mesh import Mesh, MeshLink, PeerLostError
-from motley.runtime.hosts.messages import PlaneSizes, StepReader
+from motley.runtime.hosts.messages import DeviceBytes, StepReader, split_bytes
 from motley.runtime.hosts.opening import Opening, WorkerModel, describe
 from motley.runtime.hosts.protocol import Channel, Kind, ProtocolError, answer, read_json
 from motley.runtime.inventory import inventory
@@ -270,9 +270,10 @@ class _Handler:
         self._worker = worker
         self._reader = StepReader(model.limits)
         plan = model.plan
-        self._planes = PlaneSizes((plan.config.k_type, plan.config.v_type), plan.head_dim)
-        self._heads = [plan.heads[device] for device in worker.members]
+        self._devices = [DeviceBytes(plan, device) for device in worker.members]
         sizes = [group.n_blocks * plan.config.block_size for group in plan.groups]
+        if plan.states is not None:
+            sizes.append(plan.states.n_slots)
         self._n_slots = [sizes[group] for group in plan.group_of_layers()]
 
     def handle(self, kind: Kind, payload: bytes) -> None:
@@ -310,19 +311,12 @@ class _Handler:
         layer, slots, rest = self._reader.layer_slots(payload, self._n_slots)
         if rest:
             raise ProtocolError("bytes after the slots")
-        self._answer(b"".join(map(self._planes.to_bytes, self._worker.gather(layer, slots))))
+        parts = zip(self._devices, self._worker.gather(layer, slots), strict=True)
+        self._answer(b"".join(own.to_bytes(layer, part) for own, part in parts))
 
     def _scatter(self, payload: bytes) -> None:
         layer, slots, data = self._reader.layer_slots(payload, self._n_slots)
-        heads = [own.get(layer, 0) for own in self._heads]
-        sizes = [self._planes.n_bytes(len(slots), n) for n in heads]
-        if len(data) != sum(sizes):
-            raise ProtocolError(f"{len(data)} bytes of the cache instead of {sum(sizes)}")
-        parts, position = [], 0
-        for n_heads, n_bytes in zip(heads, sizes, strict=True):
-            parts.append(self._planes.from_bytes(data[position : position + n_bytes], len(slots), n_heads))
-            position += n_bytes
-        self._worker.scatter(layer, slots, parts)
+        self._worker.scatter(layer, slots, split_bytes(self._devices, layer, len(slots), data))
         self._answer()
 
     def _answer(self, payload: bytes = b"") -> None:
