@@ -15,7 +15,7 @@ PEERS_STAMP := $(if $(filter $(PEERS_FOLDER)/bin/python,$(PEERS_PYTHON)),$(PEERS
 PEERS_LLAMA_CPP := llama-cpp-python==0.3.36 # deep contexts are made in its format: benchmarks/peer_llama_state.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all coverage test-gpu check format bench bench-peers sanitize check-arm wheel test-wheel clean
+.PHONY: help setup demo test test-all coverage test-hosts test-gpu check format bench bench-peers sanitize check-arm wheel test-wheel clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,9 @@ test-all: $(STAMP) ## run all tests
 
 coverage: $(STAMP) ## run all tests and say which lines of src/motley none of them takes
 	$(BIN)/python -m pytest -n $(WORKERS) --cov=motley --cov-report=term-missing:skip-covered
+
+test-hosts: $(STAMP) ## kill, stop and cut off a worker in a network namespace (needs root)
+	$(BIN)/python -m pytest tests/hosts/namespaces.py
 
 test-gpu: $(STAMP) ## run the tests that need an NVIDIA GPU (`make test` skips them)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu

@@ -17,18 +17,12 @@ _SECONDS = 120  # to start: a loaded machine imports torch slowly
 class WorkerProcess:
     """`motley worker`, with one thread."""
 
-    def __init__(self, *flags: str, port: int = 0) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "motley",
-            "worker",
-            "--listen",
-            f"127.0.0.1:{port}",
-            "-t",
-            "1",
-            *flags,
-        ]
+    def __init__(
+        self, *flags: str, port: int = 0, host: str = "127.0.0.1", prefix: Sequence[str] = ()
+    ) -> None:
+        """`prefix`: words before the command."""
+        command = [sys.executable, "-m", "motley", "worker", "--listen", f"{host}:{port}", "-t", "1", *flags]
+        command = [*prefix, *command]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
         self.lines: list[str] = []
         self._changed = threading.Condition()
