@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motley import LLM
+from motley.cli.loading import LoadOptions
 from motley.errors import ConfigError, DeviceError
 from motley.kvcache.arena import GroupBatch, SequenceTable
 from motley.kvcache.sequences import BlockCopy, BlockShift
@@ -473,3 +474,10 @@ def test_an_opening_survives_json() -> None:
     through = opening.Opening.from_json(json.loads(json.dumps(given_opening.as_json())))
     assert through == given_opening
     assert replace(through, rank=1).members == (1,)
+
+
+def test_the_flags_of_commands_are_plain_values() -> None:
+    """`motley serve` sends them to its engine's process."""
+    arguments = LoadOptions(device="cpu,cpu@host", secret_file=Path("secret"), wire="q8").arguments()
+    assert json.loads(json.dumps(arguments))["secret_file"] == "secret"
+    assert arguments["wire"] == "q8"

@@ -125,10 +125,11 @@ class CrewOptions(DeviceOptions):
         return min((n for n in (self.batch_size, self.ubatch_size) if n is not None), default=None)
 
     def arguments(self) -> dict[str, Any]:
-        """The flags as keyword arguments of `motley.LLM`."""
+        """The flags as keyword arguments of `motley.LLM`: plain values, which `motley serve` sends to its engine."""
         values = {
             _LLM_NAMES.get(f.name, f.name): getattr(self, f.name) for f in fields(self) if f.name not in _OWN
         }
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
         own = {"n_ctx": self.ctx_size or None, "n_batch": self.n_batch, "n_cpu_moe": self.layers_apart}
         return values | own
 
