@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from motley import __version__
+from motley.cli import torchrun
 from motley.cli.command import Command, Group
 from motley.cli.report import USER_ERROR, report
 from motley.errors import ConfigError
@@ -140,6 +141,8 @@ def motley(
 def run() -> int:
     """Runs the command line, and returns the exit code."""
     _settle_streams()
+    if torchrun.is_worker():
+        return torchrun.work()
     try:
         app(prog_name="motley")
     except SystemExit as ended:
@@ -148,6 +151,8 @@ def run() -> int:
         code = _report_full(error)
     else:
         code = 0
+    if torchrun.is_active():
+        torchrun.finish()
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has gone

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from motley.cli import options
+from motley.cli import options, torchrun
 from motley.cli.console import loading_bar, say
 from motley.errors import ConfigError
 from motley.units import show_bytes
@@ -85,7 +85,13 @@ class DeviceOptions:
         return min(int(n_layers), _ALL_LAYERS)
 
     def placed(self, path: Path) -> Self:
-        """The same with -ngl and -mg as devices and proportions, for the model in `path`."""
+        """The same with -ngl and -mg as devices and proportions, for the model in `path`. Under torchrun, with the
+        devices of all ranks.
+        """
+        if torchrun.is_active():
+            crew = torchrun.gather(self.device)
+            say(f"torchrun: {crew.devices}")
+            return replace(self, device=crew.devices, secret_file=crew.secret_file)
         from motley.cli.placement import (  # here for the same reason as in `load`
             Places,
             experts_notice,

@@ -1,0 +1,44 @@
+"""torchrun starts the processes of a crew."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from motley.cli import torchrun
+
+
+@pytest.mark.slow
+def test_rank_0_answers_with_the_devices_of_all_ranks(bundled: Path) -> None:
+    flags = ["-p", "Once upon a time", "-n", "16", "--temp", "0", "-c", "64", "-sm", "tensor"]
+    command = ["-m", "motley", "run", str(bundled), *flags]
+    together = run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command])
+    assert "torchrun: cpu,cpu@" in together.stderr
+    assert together.stdout == run([*command, "--device", "cpu,cpu"]).stdout
+
+
+def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_one_process_alone_is_no_crew(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torchrun.is_active()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        assert not torchrun.is_active()
+        monkeypatch.setenv(name, value)
+    assert torchrun.is_worker()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not torchrun.is_active()
