@@ -154,6 +154,19 @@ def test_recurrent_states(mode: str, shared: Path, workers: list[WorkerProcess],
         assert llm.generate(tokens, max_tokens=8, temperature=0, ignore_eos=True).tokens == found[0][1][0]
 
 
+@pytest.mark.parametrize("spec", ["lookup", pytest.param("exit", marks=pytest.mark.slow)])
+def test_speculation(spec: str, bundled: Path, workers: list[WorkerProcess]) -> None:
+    options = OPTIONS | {"spec": spec, "draft_layers": 2 if spec == "exit" else None, "split_mode": "tensor"}
+    prompts = ["Once upon a time there was a fox. The fox", "One two one two one two one"]
+    found = []
+    for crew in ([], workers):
+        with LLM(bundled, devices=devices("cpu,cpu@a", crew), **options) as llm:
+            done = llm.generate(prompts, max_tokens=40, temperature=0, ignore_eos=True)
+            found.append([each.tokens for each in done])
+            assert sum(each.timings.drafts[spec].drafted for each in done if each.timings.drafts) > 0
+    assert found[0] == found[1]
+
+
 def test_embeddings(random_llama: Path, workers: list[WorkerProcess]) -> None:
     found = []
     for crew in ([], workers):
