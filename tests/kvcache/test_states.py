@@ -249,3 +249,22 @@ def test_clearing_forgets_checkpoints() -> None:
     cache.check_integrity()
     assert cache.open([*range(9), 99]).n_cached == 0
     assert cache.stats().groups[1].n_used == 0
+
+
+def test_an_overwritten_checkpoint_is_found_no_more() -> None:
+    cache = make_cache(n_slots=1)
+    seq, _ = opened(cache, range(9), checkpoints=(6,))
+    feed(cache, seq, range(9, 12))
+    assert state_of(cache, seq).n_folded == 12
+    assert cache.open([*range(6), 99]).n_cached == 0
+
+
+def test_a_shared_ring_is_not_overwritten() -> None:
+    cache = make_cache(n_slots=6, n_rings=3)
+    seq = cache.open().seq
+    feed(cache, seq, range(6))
+    assert cache.reserve(seq, 2, n_uncertain=1) is not None
+    cache.commit(seq, [6, 7])
+    cache.fork(seq)
+    assert cache.reserve(seq, 2, n_uncertain=1) is not None
+    assert state_of(cache, seq).next_ring != state_of(cache, seq).ring

@@ -64,19 +64,30 @@ class StateMachine(RuleBasedStateMachine):
         found = self.cache.open(tokens, checkpoints=tuple(sorted(checkpoints)))
         self.texts[found.seq] = tokens[: found.n_cached]
         assert self.past(found.seq) == tokens[: found.n_cached], "a hit on another text's state"
+        rest = tokens[found.n_cached :]
+        while rest and (n_run := self.run_batch(found.seq, rest)):
+            rest = rest[n_run:]
         return found.seq
 
     @rule(seq=sequences, tokens=Tokens, n_uncertain=st.integers(0, 4), n_rejected=st.integers(0, 4))
     def run(self, seq: int, tokens: list[int], n_uncertain: int, n_rejected: int) -> None:
-        if seq not in self.texts:
-            return
+        if seq in self.texts:
+            self.run_batch(seq, tokens, n_uncertain, n_rejected)
+
+    @rule(seq=sequences, tokens=Tokens)
+    def run_all(self, seq: int, tokens: list[int]) -> None:
+        while seq in self.texts and tokens and (n_run := self.run_batch(seq, tokens)):
+            tokens = tokens[n_run:]
+
+    def run_batch(self, seq: int, tokens: list[int], n_uncertain: int = 0, n_rejected: int = 0) -> int:
+        """Run tokens up to the next checkpoint, and return how many; 0: there is no room."""
         tokens = tokens[: self.cache.n_before_checkpoint(seq, len(tokens))]
         n_uncertain = min(n_uncertain, len(tokens) - 1, self.cache.max_uncertain)
         text = self.texts[seq]
         before = self.cache.stats()
         if self.cache.reserve(seq, len(tokens), n_uncertain=n_uncertain) is None:
             assert self.cache.stats() == before
-            return
+            return 0
         table = self.table(seq)
         everything = self.past(seq) + tokens  # what the batch computes with
         assert everything == text + tokens
@@ -86,6 +97,7 @@ class StateMachine(RuleBasedStateMachine):
         kept = tokens[: len(tokens) - min(n_rejected, n_uncertain)]
         self.cache.commit(seq, kept)
         text += kept
+        return len(tokens)
 
     @rule(seq=sequences)
     def only_reserve(self, seq: int) -> None:
@@ -147,5 +159,5 @@ class StateMachine(RuleBasedStateMachine):
 
 test_no_sequence_reads_the_past_of_another = StateMachine.TestCase
 test_no_sequence_reads_the_past_of_another.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None
+    max_examples=150, stateful_step_count=50, deadline=None
 )
