@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,25 @@ def test_logits_and_texts_are_those_of_one_process(
         llm._call(llm._loaded.cache.check_integrity)
     assert np.array_equal(found[0], expected[0])
     assert found[1] == expected[1]
+
+
+@pytest.mark.parametrize("mode", ["tensor", pytest.param("layer", marks=pytest.mark.slow)])
+def test_the_same_without_shared_memory(
+    mode: str, random_llama: Path, workers: list[WorkerProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All collectives over Gloo, as between machines."""
+    found = []
+    for shared_memory in ("1", "0"):
+        monkeypatch.setenv("MOTLEY_SHARED_MEMORY", shared_memory)
+        names = devices("cpu,cpu@a,cpu@b", workers)
+        with LLM(random_llama, devices=names, split_mode=mode, **OPTIONS) as llm:
+            hosts = llm._loaded.runner._hosts
+            assert hosts is not None
+            is_shared = hosts.link.mesh._shared is not None
+            assert is_shared == (shared_memory == "1" and platform.machine() == "x86_64")
+            found.append(answers(llm))
+    assert np.array_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
 
 
 @pytest.mark.parametrize(("wire", "tolerance"), [("f16", 2e-2), ("q8", 0.5)])

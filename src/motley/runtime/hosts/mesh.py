@@ -24,7 +24,9 @@ import torch.distributed as dist
 
 from motley.errors import DeviceError
 from motley.graph import Shape
+from motley.runtime.crew import is_loopback
 from motley.runtime.group import PartSizes, ThreadGroup
+from motley.runtime.hosts.shared import SLOT_BYTES, SharedSlots, open_shared
 from motley.runtime.hosts.wire import decode, encode, wire_bytes
 
 _MAX_WAIT = timedelta(days=1)  # a lost process is found by the control connection, which then calls `abort`
@@ -106,12 +108,17 @@ class Mesh:
                 f"the processes of the crew cannot reach each other: {_first_line(error)}"
             ) from error
         self._sockets = _sockets_of(store.values.values())
+        self._shared = None
+        if wire == "f32" and is_loopback(address):
+            self._shared = open_shared(rank, len(self._peers) + 1, publish, lookup)
 
     def abort(self) -> None:
         """Ends all connections: whichever thread waits for another process fails now. May be called by any thread.
 
         Gloo has no way to cancel a receive. It reports a closed connection at once, so its sockets are shut down.
         """
+        if self._shared is not None:
+            self._shared.is_aborted = True
         for own in self._sockets:
             with suppress(OSError):
                 own.shutdown(socket.SHUT_RDWR)
@@ -133,6 +140,8 @@ class Mesh:
 
         Empty if another process has the only reader of the result.
         """
+        if self._shared is not None and self._fits_slot(sizes):
+            return self._exchange_shared(self._shared, own, sizes)
         posted = self._take_posted(sizes)
         wire = self._wire_of(sizes)
         given = [_flat(part, sizes.dtype) for part in own if part is not None]
@@ -147,6 +156,25 @@ class Mesh:
         if sizes.reader is not None and self.owners[sizes.reader] != self.rank:
             return []
         return self._in_order(sizes, wire, {self.rank: data, **posted.buffers})
+
+    def _fits_slot(self, sizes: PartSizes) -> bool:
+        """Whether every process's parts fit into a slot; all processes must decide alike."""
+        n_values = (
+            sum(math.prod(shape) for _, shape in self._shapes_of(rank, sizes))
+            for rank in (self.rank, *self._peers)
+        )
+        return max(n_values) * sizes.dtype.itemsize <= SLOT_BYTES
+
+    def _exchange_shared(
+        self, shared: SharedSlots, own: Sequence[torch.Tensor | None], sizes: PartSizes
+    ) -> list[torch.Tensor | None]:
+        given = [_flat(part, sizes.dtype) for part in own if part is not None]
+        data = torch.cat(given) if given else torch.empty(0, dtype=sizes.dtype)
+        counts = {rank: sum(math.prod(s) for _, s in self._shapes_of(rank, sizes)) for rank in self._peers}
+        found = shared.exchange(data, counts)
+        if found is None:
+            raise PeerLostError("the connection to another process has ended")
+        return self._in_order(sizes, None, {self.rank: data, **found})
 
     def send(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Sends a tensor from a device of this process to a device of another one."""
