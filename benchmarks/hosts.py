@@ -1,4 +1,4 @@
-"""A crew of two processes against the same crew in one process: decode speed, interleaved in one run.
+"""A crew of two processes against the same crew in one process: decode speed.
 
 Each device has one thread. The second process is a `motley worker` on this machine, or one that already runs elsewhere
 (--worker ADDR:PORT, with the model file at the same path there: --model).
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from motley import LLM
 from motley.bench import Workload, measure, write_random_model
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--wire", default="f32")
     parser.add_argument("--worker", help="address and port of a running worker")
     parser.add_argument("--secret-file", type=Path)
-    parser.add_argument("--rounds", type=int, default=7, help="each crew is timed once a round, in turn")
+    parser.add_argument("--rounds", type=int, default=7, help="times that each crew is timed")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
@@ -56,28 +57,20 @@ def main() -> None:
         for mode in flags.modes.split(","):
             with ExitStack() as each:
                 address = flags.worker or each.enter_context(worker())
-                crews = {
+                crews: dict[str, dict[str, Any]] = {
                     "one process": {"devices": "cpu,cpu", "n_threads": 2},
                     "two processes": {"devices": f"cpu,cpu@{address}", "n_threads": 1, "wire": flags.wire},
                 }
-                models = {
-                    name: each.enter_context(
-                        LLM(
-                            path,
-                            n_ctx=256,
-                            n_parallel=1,
-                            split_mode=mode,
-                            secret_file=flags.secret_file,
-                            **crew,  # type: ignore[arg-type]
-                        )
-                    )
-                    for name, crew in crews.items()
-                }
                 work = [Workload(flags.tokens, is_prompt=False)]
-                rates: dict[str, list[float]] = {name: [] for name in models}
-                for _ in range(flags.rounds):
-                    for name, llm in models.items():
-                        rates[name].append(measure(llm, work, repetitions=1)[0].rate)
+                rates: dict[str, list[float]] = {name: [] for name in crews}
+                common = {"n_ctx": 256, "n_parallel": 1, "secret_file": flags.secret_file}
+                for (
+                    name,
+                    crew,
+                ) in crews.items():  # not at the same time: threads of both would share the cores
+                    with LLM(path, split_mode=mode, **common, **crew) as llm:
+                        for _ in range(flags.rounds):
+                            rates[name].append(measure(llm, work, repetitions=1)[0].rate)
             found[mode] = {name: median(each) for name, each in rates.items()}
             best = {name: max(each) for name, each in rates.items()}
             found[mode]["ratio"] = found[mode]["two processes"] / found[mode]["one process"]
