@@ -26,7 +26,7 @@ def test_a_chat_with_several_lines_commands_and_completion() -> None:
         terminal.type(f"A line{ALT_ENTER}and another\r")
         terminal.expect(PROMPT)
         terminal.type("/st\t")
-        terminal.expect("/stats")
+        terminal.expect("ats")  # the editor may draw "/st" before and only the rest now
         terminal.type("\r")
         terminal.expect(r"answer: \d+ tokens")
         terminal.expect(PROMPT)
