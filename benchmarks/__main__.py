@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent
 
 
 def main() -> None:
-    names = sorted(p.stem for p in FOLDER.glob("*.py") if not p.stem.startswith(("_", "peer_")))
+    names = sorted(p.stem for p in FOLDER.glob("*.py") if _is_benchmark(p))
     if len(sys.argv) < 2 or sys.argv[1] not in names:
         print("usage: python -m benchmarks NAME [FLAGS]\n\nbenchmarks:")
         for name in names:
@@ -20,6 +20,12 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(FOLDER))  # as if the file were run directly: the GPU benchmarks import each other
     runpy.run_module(f"benchmarks.{sys.argv[0]}", run_name="__main__")
+
+
+def _is_benchmark(path: Path) -> bool:
+    """Whether a file is a benchmark of its own: it reads flags. Others are parts of benchmarks."""
+    is_part = path.stem.startswith(("_", "peer_"))
+    return not is_part and "ArgumentParser" in path.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

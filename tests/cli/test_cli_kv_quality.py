@@ -65,8 +65,9 @@ def test_a_real_model_gets_a_verdict_for_each_type(motley: Motley, tiny: str, tm
     report = json.loads(result.stdout)
     assert (report["n_ctx"], report["scored_tokens"]) == (32, 30)
     assert [row["choice"] for row in report["types"]] == [
-        {"k": "f16", "v": "f16", "is_rotated": False},
-        {"k": "q8_0", "v": "q8_0", "is_rotated": False},  # heads of 24 dims are not rotated
+        {"k": "f16", "v": "f16", "is_rotated": False, "state": "f32"},
+        # Heads of 24 dims are not rotated.
+        {"k": "q8_0", "v": "q8_0", "is_rotated": False, "state": "f32"},
     ]
     f16, q8_0 = report["types"]
     assert f16["verdict"] == "as good as f16"

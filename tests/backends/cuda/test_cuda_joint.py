@@ -27,7 +27,7 @@ from motley.models import BatchShape, GraphOptions, read_params
 from motley.ownership import Word
 from motley.plan import DevicePlan, Kernel
 from motley.runtime.crew import make_crew
-from motley.runtime.group import CollectiveKernel
+from motley.runtime.group import CollectiveKernel, PartSizes
 from motley.runtime.loading import part_of
 from motley.runtime.splitting import ModelSplit
 from motley.split.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
@@ -39,8 +39,9 @@ class Echo:
     """A line to somebody who always has the same as this device."""
 
     device = 0
+    n_devices = 2
 
-    def exchange(self, part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    def exchange(self, part: torch.Tensor | None, sizes: PartSizes) -> Sequence[torch.Tensor | None]:
         return [part, part]
 
 
