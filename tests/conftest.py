@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from hypothesis import settings
 
 from motley.bundled import bundled_model_path
 from random_models import GEMMA3, LLAMA, NARROW
+
+# A shell's background job ignores Ctrl-C, but the tests of it need the signal.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)  # the tensors of tests are tiny: more threads only wait for each other
 

@@ -65,7 +65,7 @@ def test_planted_links_are_not_followed(tmp_path: Path) -> None:
     write(tmp_path / "s", b"abc")
     link = tmp_path / "link"
     link.symlink_to(victim)
-    with pytest.raises(CacheError, match="no regular file is there"):
+    with pytest.raises(CacheError, match="not a regular file"):
         write(link, b"abc")
     assert victim.read_bytes() == b"precious"
     assert link.is_symlink()
@@ -75,7 +75,7 @@ def test_pipes_devices_and_folders_are_refused_at_once(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, Path("/dev/null"), tmp_path):
-        with pytest.raises(CacheError, match="no regular file is there"):
+        with pytest.raises(CacheError, match="not a regular file"):
             write(path, b"abc")
         with pytest.raises(CacheError, match=r"no saved session|cannot be read"):
             SessionFile(path, IDENTITY)

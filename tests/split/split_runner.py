@@ -17,11 +17,11 @@ from split_values import CacheValue, parts
 
 from motley.backends.reference import ReferenceBackend
 from motley.formats import PackedTensor
-from motley.graph import CACHE, I32, Graph, Tensor
+from motley.graph import CACHE, I32, Graph, Shape, Tensor
 from motley.graph.ops import Weight
 from motley.ownership import State, sole_owner
 from motley.plan import DevicePlan, Kernel, Single
-from motley.runtime.group import CollectiveKernel, ThreadGroup
+from motley.runtime.group import CollectiveKernel, PartSizes, ThreadGroup
 from motley.runtime.loading import part_of
 from motley.split.collectives import Collective, Receive, Send
 from motley.split.infer import SplitGraph, infer
@@ -185,15 +185,16 @@ class _Line:
 
     def __init__(self, device: int, heard: Sequence[torch.Tensor | None]) -> None:
         self.device = device
+        self.n_devices = len(heard)
         self._heard = heard
 
-    def exchange(self, part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    def exchange(self, part: torch.Tensor | None, sizes: PartSizes) -> Sequence[torch.Tensor | None]:
         return self._heard
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
         raise AssertionError("mail is carried by the lock step")
 
-    def receive(self, source: int) -> torch.Tensor:
+    def receive(self, source: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         (tensor,) = self._heard
         assert tensor is not None
         return tensor
