@@ -126,12 +126,17 @@ void Pool::serve(int thread) {
 bool Pool::rendezvous(int thread, int64_t position) {
     if (n_threads_ == 1) return true;
     if (attendance_.n_present() == 1) {
-        if (attendance_.is_trial_due(now_ns())) review(position);
+        if (attendance_.is_trial_due(now_ns()))
+            if (const auto back = review(position)) call(*back);
         return true;
     }
+    std::optional<int> back;
     wait_at_barrier(thread, kMeasureEvery, [&] {
-        if (is_measuring() || attendance_.n_present() < n_threads_) review(position);
+        if (is_measuring() || attendance_.n_present() < n_threads_) back = review(position);
     });
+    // Not earlier: a thread that is called before the others continue could reach the next barrier before this one is
+    // over, and would take the end of this one for the end of the next.
+    if (back) call(*back);
     // Compares counts, because a late thread may already have been called again.
     return states_[thread].n_dismissals.load(std::memory_order_relaxed) == states_[thread].n_dismissals_seen;
 }
@@ -165,21 +170,22 @@ void Pool::measure(int thread, int64_t min_wall) {
     attendance_.report(thread, wall, wall - (state.cpu_start - cpu_start));
 }
 
-// Runs on one thread while the other threads that take part are at the barrier.
-void Pool::review(int64_t position) {
+// Runs on one thread while the other threads that take part are at the barrier. Returns the thread that comes back, if
+// any: call it when the barrier is over.
+std::optional<int> Pool::review(int64_t position) {
     const int64_t now = now_ns();
     if (now > measure_until_.load(std::memory_order_relaxed)) measure_until_.store(0, std::memory_order_relaxed);
     const auto change = attendance_.review(now);
-    if (!change) return;
+    if (!change) return std::nullopt;
     assign_ranks();
     if (!change->is_back) {
         states_[change->thread].n_dismissals.fetch_add(1, std::memory_order_relaxed);
-        return;
+        return std::nullopt;
     }
     measure_for(kMeasureFor);
     position_ = position;
     called_at_ = now;
-    call(change->thread);
+    return change->thread;
 }
 
 }  // namespace motley

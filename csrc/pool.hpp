@@ -2,6 +2,7 @@
 #pragma once
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -92,7 +93,7 @@ private:
     bool is_measuring() const { return measure_until_.load(std::memory_order_relaxed) != 0; }
     void start_measuring(int thread, int64_t start);
     void measure(int thread, int64_t min_wall);
-    void review(int64_t position);
+    std::optional<int> review(int64_t position);
     template <class OnLast>
     void wait_at_barrier(int thread, int64_t min_wall, OnLast&& on_last);
 

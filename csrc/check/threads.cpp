@@ -58,14 +58,15 @@ void check_attendance() {
     require(many.n_present() == 16, "trials that succeed are not followed by the next", "attendance");
 }
 
-// Threads leave and come back at every possible barrier, and each task is still done exactly once.
-void check_changing_threads() {
-    constexpr int kSteps = 40, kTasks = 64, kRounds = 300;
+// Threads of one pool leave and come back at every possible barrier, and each task is still done exactly once.
+// `worth`: below 0, threads leave until one is left; above, they leave after a loss, and one comes back at each barrier.
+static void run_changing_threads(double worth, const std::vector<int>& cores) {
+    constexpr int kSteps = 40, kTasks = 64, kRounds = 100;
     AttendanceLimits limits;
     limits.window = 0;
     limits.min_pause = limits.max_pause = 0;
-    limits.worth = limits.min_loss = -1;  // any loss is too large, even 0
-    auto pool = std::make_shared<Pool>(4, "", std::vector<int>{}, limits);
+    limits.worth = limits.min_loss = worth;
+    auto pool = std::make_shared<Pool>(4, "", cores, limits);
     std::vector<std::vector<int>> n_done(kSteps, std::vector<int>(kTasks));
     Program program(pool);
     int fewest = 4, most = 0;
@@ -83,7 +84,24 @@ void check_changing_threads() {
         for (const auto& step : n_done)
             for (const int n : step) require(n == 1, "a task is not done once, after those before it", "threads");
     }
-    require(fewest == 1 && most > 1, "threads neither left nor came", "threads");
+    require(worth > 0 || (fewest == 1 && most > 1), "threads neither left nor came", "threads");
+}
+
+static int first_core() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return 0;
+#endif
+}
+
+// Several pools at once, so that a thread may be interrupted anywhere. The threads of half of them share one core: there,
+// a thread that is called often runs before the one that called it.
+void check_changing_threads() {
+    std::vector<std::thread> callers;
+    for (const double worth : {-1.0, 0.2, 0.2})
+        for (const auto& cores : {std::vector<int>{}, std::vector<int>(4, first_core())}) callers.emplace_back(run_changing_threads, worth, cores);
+    for (auto& caller : callers) caller.join();
 }
 
 // Repeated all-reduces of devices, each with its own threads.
