@@ -1,7 +1,8 @@
 """Makes what training needs besides this program: the vocabulary, and the books as tokens.
 
-    python -m training.prepare --corpora FOLDER --out FOLDER
+    python -m training.prepare --corpora FOLDER --out FOLDER [--vocabulary MODEL.gguf]
 
+With `--vocabulary`, to train on from a finished file: the vocabulary is that file's.
 Takes a minute on one core, and gives the same files each time.
 """
 
@@ -18,6 +19,7 @@ from motley.bundled.recall import make_recall_prompts
 from training.chat import render
 from training.corpus import read_books
 from training.drills import Books
+from training.export import read_tokenizer
 from training.lexicon import BOYS, CITIES, GIRLS, Draw
 from training.mixture import MAKERS
 from training.plots import write_story
@@ -52,12 +54,16 @@ def main() -> None:
     )
     parser.add_argument("--corpora", type=Path, required=True, help="the folder of the books")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--vocabulary", type=Path, help="take the vocabulary of this GGUF file")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     splits = (read_books(args.corpora), read_books(args.corpora, as_printed=True))
-    texts = [chapter for split in splits for book in split.train for chapter in book]
     path = args.out / "tokenizer.json"
-    train_tokenizer(texts + sample_texts(N_DOCUMENTS), never=(*GIRLS, *BOYS, *CITIES)).save(str(path))
+    if args.vocabulary:
+        read_tokenizer(args.vocabulary).save(str(path))
+    else:
+        texts = [chapter for split in splits for book in split.train for chapter in book]
+        train_tokenizer(texts + sample_texts(N_DOCUMENTS), never=(*GIRLS, *BOYS, *CITIES)).save(str(path))
     tokenizer = load_tokenizer(path)
     Books.encode(tokenizer, splits).save(args.out / "books.npz")
     held_out = "\n\n".join(splits[0].held_out)

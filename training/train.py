@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from training import exam
 from training.data import Feed
 from training.drills import ANSWER, TEXT
-from training.export import NAMES, read_model, write_gguf
+from training.export import NAMES, read_model, read_tokenizer, write_gguf
 from training.mixture import Shares
 from training.model import CONFIGS, TINY, Config, Model, compile_steps
 from training.optimizer import Optimizer
@@ -188,7 +189,10 @@ class Trainer:
     def start_from(self, folder: Path) -> None:
         """Weights of finished files; the optimizers start anew."""
         for name, model in self.models.items():
-            model.load_state_dict(read_model(folder / f"{name}.gguf").state_dict())
+            path = folder / f"{name}.gguf"
+            if read_tokenizer(path).get_vocab() != self.tokenizer.get_vocab():
+                sys.exit(f"{path}: another vocabulary. Prepare with `--vocabulary {path}`.")
+            model.load_state_dict(read_model(path).state_dict())
 
     def export(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
