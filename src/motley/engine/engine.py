@@ -155,7 +155,9 @@ class Engine:
             cache_salt=params.cache_salt,
             leader=leader if params.cache_prompt and self.cache.finds_prefixes else None,
             logprobs=None if params.logprobs is None else [],
-            speculation=self.speculator.choose(params.speculative, params.draft_max),
+            speculation=self.speculator.choose(
+                params.speculative, params.draft_max, is_constrained=matcher is not None
+            ),
         )
         self.cache.require_fit(request.max_cached_tokens, self.scheduler.n_batch)
         return request

@@ -146,6 +146,7 @@ class Request:
     n_matched: int = 0  # how many of them were right
     drafts: dict[str, DraftCount] = field(default_factory=dict)  # by drafter
     _drafter: str = ""  # of `draft`
+    memory: dict[str, Any] = field(default_factory=dict)  # what a drafter keeps of this request, by drafter
     queued: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     first_token: float = 0.0

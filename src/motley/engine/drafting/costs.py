@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 _EDGES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # the largest number of rows of each bucket
 _N_KEPT = 8  # latest steps of a bucket
 _N_NEEDED = 3  # steps: the first of a kind may also compile something, and others may be disturbed
-_MAX_AGE = 256  # steps: an older measurement says little, as contexts grow
+_MAX_AGE = 2048  # steps: then steps of so many rows are measured again, as contexts grow
 _ROUNDS_NEEDED, _MAX_UNUSED = 3, 192  # a drafter's rounds; steps in which its drafts did not pay
 _FRESH = 128  # steps: after so many, the cost of a step without drafts is measured again
 _SLOPE = 0.1  # of a row more, relative to a step of one row, where nothing is measured
@@ -36,22 +36,33 @@ class StepCosts:
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
         self._n_steps = 0
-        self._points: list[tuple[float, float]] = []  # rows and seconds, both ascending
+        self._found: (
+            list[tuple[float, float]] | None
+        ) = []  # rows and seconds, both ascending; None: to be found
 
     def note(self, n_rows: int, seconds: float) -> None:
-        """Records that a step of `n_rows` took `seconds`."""
+        """Records that a step of `n_rows` took `seconds`. Every step calls it: the rest is left to `_points`."""
         self._n_steps += 1
-        bucket = self._buckets.setdefault(bisect_left(_EDGES, n_rows), _Bucket())
+        number = bisect_left(_EDGES, n_rows)
+        bucket = self._buckets.get(number)
+        if bucket is None:
+            bucket = self._buckets[number] = _Bucket()
         bucket.rows.append(n_rows)
         bucket.seconds.append(seconds)
         bucket.latest = self._n_steps
-        for number in [n for n, b in self._buckets.items() if self._n_steps - b.latest > _MAX_AGE]:
-            del self._buckets[number]
-        self._points = []
-        measured = [each for each in self._buckets.values() if len(each.seconds) >= _N_NEEDED]
-        for rows, cost in sorted(each.point for each in measured):
-            least = self._points[-1][1] if self._points else 0.0
-            self._points.append((rows, max(cost, least)))  # more rows never take less time
+        self._found = None
+
+    @property
+    def _points(self) -> list[tuple[float, float]]:
+        if self._found is None:
+            for number in [n for n, b in self._buckets.items() if self._n_steps - b.latest > _MAX_AGE]:
+                del self._buckets[number]
+            self._found = []
+            measured = [each for each in self._buckets.values() if len(each.seconds) >= _N_NEEDED]
+            for rows, cost in sorted(each.point for each in measured):
+                least = self._found[-1][1] if self._found else 0.0
+                self._found.append((rows, max(cost, least)))  # more rows never take less time
+        return self._found
 
     def is_known(self, n_rows: int) -> bool:
         """Whether steps of so many rows were measured, and not long ago."""

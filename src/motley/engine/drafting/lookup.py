@@ -11,7 +11,6 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 from motley.engine.drafting.draft import Ask, Draft
 from motley.engine.request import Request
@@ -20,6 +19,7 @@ _N_KEY = 3  # tokens
 _MAX_PLACES = 8
 _MAX_MATCH = 32  # tokens: a longer match is not better
 _PORTION = 4096  # tokens that are indexed in one step, about a millisecond
+_NO_DRAFT = Draft((), "lookup")
 _GRADES = (4, 6, 12, 24)  # matches of at least so many tokens have grade 1, 2, 3, 4
 
 
@@ -32,9 +32,6 @@ class Lookup:
     is_usual = True
     writes_cache = False
 
-    def __init__(self) -> None:
-        self._indexes: WeakKeyDictionary[Request, TextIndex] = WeakKeyDictionary()
-
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
         return [self._draft(request, n_max) for request, n_max in asks]
 
@@ -42,12 +39,12 @@ class Lookup:
         return bool(self._draft(request, 1).tokens)
 
     def _draft(self, request: Request, n_max: int) -> Draft:
-        index = self._indexes.get(request)
+        index = request.memory.get(self.name)
         if index is None:
-            index = self._indexes[request] = TextIndex(request.prompt)
+            index = request.memory[self.name] = TextIndex(request.prompt)
         index.extend(request.generated)
         tokens, n_match = index.continuation(n_max)
-        return Draft(tokens, self.name, bisect_right(_GRADES, n_match))
+        return Draft(tokens, self.name, bisect_right(_GRADES, n_match)) if tokens else _NO_DRAFT
 
 
 class TextIndex:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from motley.engine.drafting.choice import read_choice
 from motley.engine.drafting.control import AdaptiveControl, Control
 from motley.engine.drafting.draft import Ask, Draft, Drafter
+from motley.engine.drafting.forced import Forced
 from motley.engine.request import Request, Speculation
 from motley.engine.scheduler import Scheduler
 
@@ -42,26 +43,25 @@ class Speculator:
         self._clock = clock
         self.default = Speculation(read_choice(spec, self.names), draft_max, draft_min)
 
-    def choose(self, spec: str | None = None, draft_max: int | None = None) -> Speculation:
+    def choose(
+        self, spec: str | None = None, draft_max: int | None = None, *, is_constrained: bool = True
+    ) -> Speculation:
         """The speculation of a request (None: the default). RequestError for a drafter that is not there."""
         default = self.default
         drafters = default.drafters if spec is None else read_choice(spec, self.names)
+        if not is_constrained:  # no grammar forces anything
+            drafters = tuple(name for name in drafters if name != Forced.name)
         return Speculation(drafters, draft_max or default.draft_max, default.draft_min)
 
     def propose(self, scheduler: Scheduler) -> dict[Request, Draft]:
         """Drafts for requests that wait for their next token, as long as they make tokens come faster."""
-        if not self._drafters:
-            return {}
-        n_rows = sum(request.n_pending == 1 for request in scheduler.running)
-        n_outputs = min(
-            len(scheduler.requests), scheduler.n_parallel
-        )  # prompts that end in this step included
-        room = min(scheduler.room_for_drafts(), self._max_rows - n_outputs)
-        if room <= 0 or n_rows > _MAX_REQUESTS:
+        # Every step comes here, mostly in vain: what is needed for drafts only comes after the first return.
+        running = scheduler.running
+        if not self._drafters or len(running) > _MAX_REQUESTS:
             return {}
         asking = [
             Ask(request, n_max)
-            for request in scheduler.running
+            for request in running
             if request.speculation.drafters
             and request.n_pending == 1
             and (n_max := request.max_draft) >= max(1, request.speculation.draft_min)
@@ -73,11 +73,18 @@ class Speculator:
             asks = [
                 ask
                 for ask in asking
-                if ask.request not in drafts and drafter.name in ask.request.speculation.drafters
+                if drafter.name in ask.request.speculation.drafters and ask.request not in drafts
             ]
             if asks:
-                drafts |= self._ask(scheduler, drafter, asks, n_rows, room)
-        return self._control.allot(drafts, n_rows, room) if drafts else {}
+                drafts |= self._ask(scheduler, drafter, asks)
+        if not drafts:
+            return {}
+        return self._control.allot(drafts, _n_rows(scheduler), self._room(scheduler))
+
+    def _room(self, scheduler: Scheduler) -> int:
+        """How many drafted tokens the next step may have, in all."""
+        n_outputs = min(len(scheduler.requests), scheduler.n_parallel)  # with prompts that end in this step
+        return max(0, min(scheduler.room_for_drafts(), self._max_rows - n_outputs))
 
     def may_draft(self, requests: Sequence[Request]) -> bool:
         """Whether one of the requests is likely to have a draft after its next token."""
@@ -95,15 +102,14 @@ class Speculator:
         """Records that a step of `n_rows`, all of requests that wait for a token, took `seconds`."""
         self._control.note_step(n_rows, seconds)
 
-    def _ask(
-        self, scheduler: Scheduler, drafter: Drafter, asks: Sequence[Ask], n_rows: int, room: int
-    ) -> dict[Request, Draft]:
-        n_max = min(room, max(ask.n_max for ask in asks))
+    def _ask(self, scheduler: Scheduler, drafter: Drafter, asks: Sequence[Ask]) -> dict[Request, Draft]:
         if not drafter.is_free:
-            n_max = self._control.length(drafter.name, [ask.request for ask in asks], n_rows, n_max)
+            n_max = min(self._room(scheduler), max(ask.n_max for ask in asks))
+            requests = [ask.request for ask in asks]
+            n_max = n_max and self._control.length(drafter.name, requests, _n_rows(scheduler), n_max)
             if not n_max:
                 return {}
-        asks = [Ask(ask.request, min(ask.n_max, n_max)) for ask in asks]
+            asks = [Ask(ask.request, min(ask.n_max, n_max)) for ask in asks]
         if drafter.writes_cache:
             scheduler.touch(ask.request for ask in asks)
         started = self._clock()
@@ -121,8 +127,7 @@ class Speculator:
                 self._control.note_drafting(drafter.name, n_rounds, self._clock() - started)
         kept = {}
         for (request, n), draft in zip(asks, found, strict=True):
-            tokens = self._valid(draft.tokens[:n])
-            if tokens:
+            if draft.tokens and (tokens := self._valid(draft.tokens[:n])):
                 kept[request] = draft._replace(tokens=tokens)
         return kept
 
@@ -132,3 +137,8 @@ class Speculator:
             if not 0 <= token < self._n_vocab:
                 return tokens[:i]
         return tokens
+
+
+def _n_rows(scheduler: Scheduler) -> int:
+    """The rows of requests that wait for their next token, in a step without drafts."""
+    return sum(request.n_pending == 1 for request in scheduler.running)
