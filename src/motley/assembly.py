@@ -216,6 +216,7 @@ def load_model(
             draft_min=options.draft_min or 0,
             n_vocab=params.n_vocab,
             max_rows=max(n_parallel, MAX_LOGIT_ROWS),
+            bucket=runner.bucket,
         ),
     )
     said = notices(spec, params, cache, backends, n_ctx=n_ctx, rotates=options.kv_rotation)

@@ -51,12 +51,18 @@ def speed_up(
     noise: float = 0.0,
     n_steps: int = 1200,
     p_draft: float = 1.0,
+    plan: float = 0.0,
 ) -> float:
-    """Tokens per simulated second with drafts : without. `per_round`: what a drafter takes for each token."""
+    """Tokens per simulated second with drafts : without.
+
+    `per_round`: what a drafter takes for each token. `plan`: what the first step of a number of rows takes longer.
+    """
     rng = random.Random(1)
     control = AdaptiveControl({"lookup": (0.85 if per_round else 0.6,)})
     requests = [request() for _ in range(n_requests)]
     seconds, n_tokens = 0.0, 0
+    planned = {n_requests}
+    control.note_plan(n_requests, plan + cost(n_requests))
     for _ in range(n_steps):
         n_max = DRAFT_MAX
         if per_round:
@@ -64,19 +70,28 @@ def speed_up(
             if n_max:
                 control.note_drafting("lookup", n_max, n_max * per_round)
                 seconds += n_max * per_round
-        found = {r: Draft((0,) * n_max, "lookup") for r in requests if n_max and rng.random() < p_draft}
+        found = {
+            r: Draft(tuple(0 if rng.random() < p_right else 1 for _ in range(n_max)), "lookup")
+            for r in requests
+            if n_max and rng.random() < p_draft
+        }
         drafts = control.allot(found, n_requests, 64 - n_requests) if found else {}
         n_rows = n_requests + sum(len(draft.tokens) for draft in drafts.values())
         took = cost(n_rows) * (1 + noise * rng.expovariate(1))
         seconds += took
-        control.note_step(n_rows, took)
-        n_tokens += n_requests
-        for each, draft in drafts.items():
-            n_right = next(
-                (i for i in range(len(draft.tokens)) if rng.random() >= p_right), len(draft.tokens)
-            )
-            control.note_draft(each, draft, n_right, n_right < len(draft.tokens))
-            n_tokens += n_right
+        if n_rows in planned:
+            control.note_step(n_rows, took)
+        else:
+            planned.add(n_rows)
+            seconds += plan
+            control.note_plan(n_rows, took + plan)
+        for each in requests:  # the text: zeros
+            tokens = drafts[each].tokens if each in drafts else ()
+            n_right = next((i for i, token in enumerate(tokens) if token), len(tokens))
+            if each in drafts:
+                control.note_draft(each, drafts[each], n_right, n_right < len(tokens))
+            each.generated += [0] * (1 + n_right)
+            n_tokens += 1 + n_right
     mean_noise = 1 + noise
     return n_tokens / seconds * cost(n_requests) * mean_noise / n_requests
 
@@ -87,6 +102,29 @@ def speed_up(
 @pytest.mark.parametrize("n_requests", [1, 8])
 def test_drafts_that_are_wrong_cost_little(p_right: float, cost: Cost, noise: float, n_requests: int) -> None:
     assert speed_up(p_right, cost, noise=noise, n_requests=n_requests) > 0.96
+
+
+@pytest.mark.parametrize("p_right", [0.0, 0.3, 0.5])
+def test_a_short_answer_does_not_wait_for_plans_that_it_hardly_uses(p_right: float) -> None:
+    assert speed_up(p_right, small_cpu, p_draft=0.2, n_steps=300, plan=25.0) > 0.95
+
+
+def test_plans_are_made_once_they_pay() -> None:
+    assert speed_up(0.97, small_cpu, n_steps=1000, plan=25.0) > 2.0
+
+
+def test_unused_drafts_tell_whether_they_were_right() -> None:
+    control = AdaptiveControl({"lookup": (0.1,)})  # nothing is expected of its drafts
+    each = request()
+    for _ in range(4):
+        control.note_step(1, 1.0)
+    used = 0
+    for _ in range(60):
+        drafts = control.allot({each: Draft((0,) * 4, "lookup")}, 1, 63)
+        used += bool(drafts)
+        each.generated.append(0)
+        control.note_step(1, 1.0)
+    assert used > 20
 
 
 @pytest.mark.parametrize(

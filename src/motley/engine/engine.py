@@ -213,6 +213,8 @@ class Engine:
             is_decoding = len(ready) + sum(map(len, step.drafts.values())) == step.n_tokens
             if is_decoding and self.runner.n_plans == n_plans:
                 self.speculator.note_step(step.n_tokens, self._clock() - started)
+            elif is_decoding and step.work:
+                self.speculator.note_plan(step.n_tokens, self._clock() - started)
         self.give_back()
 
     def cancel(self, request: Request) -> None:

@@ -146,6 +146,8 @@ class Request:
     n_matched: int = 0  # how many of them were right
     drafts: dict[str, DraftCount] = field(default_factory=dict)  # by drafter
     _drafter: str = ""  # of `draft`
+    n_vain: int = 0  # steps since its latest draft that was used
+    drafts_from: int = 0  # generated tokens: before, no drafter is asked
     memory: dict[str, Any] = field(default_factory=dict)  # what a drafter keeps of this request, by drafter
     queued: float = field(default_factory=time.perf_counter)
     started: float = 0.0
@@ -181,12 +183,12 @@ class Request:
 
         A step gives one token more than its draft has, and the last token of an answer is never computed.
         """
-        limits = [self.speculation.draft_max]
+        limit = self.speculation.draft_max
         if self.max_tokens is not None:
-            limits.append(self.max_tokens - self.n_generated - 1)
+            limit = min(limit, self.max_tokens - self.n_generated - 1)
         if self.shift is not None:
-            limits.append(self.shift.n_ctx - len(self.tokens))
-        return max(0, min(limits))
+            limit = min(limit, self.shift.n_ctx - len(self.tokens))
+        return max(0, limit)
 
     @property
     def salt(self) -> bytes:

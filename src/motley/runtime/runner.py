@@ -127,6 +127,10 @@ class Runner:
         is_one_gpu = len(gpus) == 1 and all(gpu.type == "cuda" for gpu in gpus)
         return is_one_gpu and not self._is_demand_paged and self._hosts is None
 
+    def bucket(self, n_rows: int) -> int:
+        """The rows of the plan that runs `n_rows`."""
+        return self._padded(BatchShape(n_rows, n_rows)).n_tokens
+
     def _padded(self, shape: BatchShape) -> BatchShape:
         """The shape that plans are made for: rows are rounded up to a bucket, if all devices have the same buckets."""
         n_tokens, n_outputs = (

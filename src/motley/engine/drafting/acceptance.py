@@ -8,7 +8,6 @@ see that a request's text cannot be guessed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 from motley.engine.drafting.draft import Draft
 from motley.engine.request import Request
@@ -17,6 +16,7 @@ _ALL_KEEP, _ALL_WEIGHT = 0.98, 24.0  # what a draft leaves of earlier ones; the 
 _OWN_KEEP, _OWN_WEIGHT = 0.85, 2.0
 _FORGET = 0.99  # what an unused draft leaves of earlier ones: after a while drafts are tried again
 _MOST = 0.98
+_OWN, _UNUSED = "acceptance", "unused draft"  # what a request's memory keeps
 
 
 @dataclass
@@ -42,12 +42,9 @@ class Acceptance:
     _all: dict[tuple[str, int], _Average] = field(
         default_factory=dict
     )  # by drafter and grade, of tokens seen
-    _own: WeakKeyDictionary[Request, _Average] = field(
-        default_factory=WeakKeyDictionary
-    )  # of tokens expected
 
     def rate(self, request: Request, drafter: str, grade: int) -> float:
-        own = self._own.get(request)
+        own = request.memory.get(_OWN)
         factor = 1.0 if own is None else own.rate(1.0, _OWN_WEIGHT)
         return min(_MOST, self._usual(drafter, grade) * factor)
 
@@ -55,14 +52,39 @@ class Acceptance:
         """Records how many tokens of a draft were right, and whether one was wrong."""
         n_seen = n_right + is_rejected
         n_expected = n_seen * self._usual(draft.drafter, draft.grade)
-        self._own.setdefault(request, _Average()).add(n_right, n_expected, _OWN_KEEP)
+        _own(request).add(n_right, n_expected, _OWN_KEEP)
         self._all.setdefault((draft.drafter, draft.grade), _Average()).add(n_right, n_seen, _ALL_KEEP)
+
+    def watch(self, request: Request, draft: Draft) -> None:
+        """Keeps a draft that is not used, to see by later tokens whether it was right: this costs no rows."""
+        request.memory.setdefault(_UNUSED, (draft, request.n_generated))
+
+    def look(self, request: Request) -> None:
+        """Records how right the draft was that `watch` keeps, once the answer has come so far."""
+        if _UNUSED not in request.memory:
+            return
+        draft, start = request.memory[_UNUSED]
+        came = request.generated[start : start + len(draft.tokens)]
+        n_right = next(
+            (i for i, (a, b) in enumerate(zip(came, draft.tokens, strict=False)) if a != b), len(came)
+        )
+        if n_right < len(came) or n_right == len(draft.tokens):
+            del request.memory[_UNUSED]
+            self.note(request, draft, n_right, n_right < len(came))
 
     def forget(self, request: Request, draft: Draft) -> None:
         """Lets the past fade: the draft was not used, so there is nothing new to learn from it."""
-        self._own.setdefault(request, _Average()).add(0, 0, _FORGET)
+        _own(request).add(0, 0, _FORGET)
         self._all.setdefault((draft.drafter, draft.grade), _Average()).add(0, 0, _FORGET)
 
     def _usual(self, drafter: str, grade: int) -> float:
         """The rate over all requests."""
         return self._all.get((drafter, grade), _Average()).rate(self.priors[drafter][grade], _ALL_WEIGHT)
+
+
+def _own(request: Request) -> _Average:
+    """Of the request's own drafts: tokens that were right, of tokens that were expected to be."""
+    average = request.memory.get(_OWN)
+    if average is None:
+        average = request.memory[_OWN] = _Average()
+    return average

@@ -6,11 +6,11 @@ a step with one row more takes longer. Rows go to the tokens most likely to surv
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from motley.engine.drafting.acceptance import Acceptance
-from motley.engine.drafting.costs import RoundCosts, StepCosts
+from motley.engine.drafting.costs import PlanAccount, RoundCosts, StepCosts
 from motley.engine.drafting.draft import Draft
 from motley.engine.request import Request
 
@@ -35,15 +35,24 @@ class Control(Protocol):
 
     def note_step(self, n_rows: int, seconds: float) -> None: ...
 
+    def note_plan(self, n_rows: int, seconds: float) -> None:
+        """Records that a step of `n_rows` made a plan, and took `seconds`."""
+        ...
+
     def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None: ...
 
 
 class AdaptiveControl:
     """Maximizes the expected tokens per second, from measured costs and acceptance."""
 
-    def __init__(self, priors: dict[str, tuple[float, ...]]) -> None:
+    def __init__(
+        self, priors: dict[str, tuple[float, ...]], bucket: Callable[[int], int] = lambda n_rows: n_rows
+    ) -> None:
+        """`bucket`: the rows for which a plan is made, by the rows of a step."""
         self.costs = StepCosts()
+        self._plans = PlanAccount(bucket)
         self.acceptance = Acceptance(priors)
+        self._costly: set[str] = set()  # drafters that take time
         self._rounds = {drafter: RoundCosts() for drafter in priors}
 
     def length(self, drafter: str, requests: Sequence[Request], n_rows: int, n_max: int) -> int:
@@ -60,7 +69,9 @@ class AdaptiveControl:
             gain = n_tokens / (self.costs.seconds(n_rows + n * len(rates)) + n * per_round)
             if gain > best:
                 best, n_best = gain, n
-        if not n_best:
+        if n_best:
+            self._costly.add(drafter)
+        else:
             self._rounds[drafter].note_unused()
             for request in requests:
                 self.acceptance.forget(request, Draft((), drafter))
@@ -69,24 +80,46 @@ class AdaptiveControl:
     def allot(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> Drafts:
         if not self.costs.is_known(n_rows):
             return {}  # a step without drafts tells
+        rates = []
+        for request, draft in drafts.items():
+            self.acceptance.look(request)
+            rates.append(self.acceptance.rate(request, draft.drafter, draft.grade))
+        # Even endless drafts, at the price of one row: if they do not pay, the rest need not be computed.
+        n_most = n_rows + sum(rate / (1 - rate) for rate in rates)
+        if n_most / self.costs.seconds(n_rows + 1) < n_rows / self.costs.seconds(n_rows) * _LEAST_GAIN:
+            return self._cut(drafts, dict.fromkeys(drafts, 0))
         slots: list[tuple[float, int, Request]] = []
-        for order, (request, draft) in enumerate(drafts.items()):
-            rate, survival = self.acceptance.rate(request, draft.drafter, draft.grade), 1.0
+        for order, (rate, (request, draft)) in enumerate(zip(rates, drafts.items(), strict=True)):
+            survival = 1.0
             for _ in draft.tokens:
                 survival *= rate
                 slots.append((-survival, order, request))
         slots.sort(key=lambda slot: slot[:2])
-        best, n_best = n_rows / self.costs.seconds(n_rows) * _LEAST_GAIN, 0
-        n_tokens = float(n_rows)
-        for n, (minus_survival, _, _) in enumerate(slots[:room], start=1):
-            n_tokens -= minus_survival
-            gain = n_tokens / self.costs.seconds(n_rows + n)
-            if gain > best:
-                best, n_best = gain, n
         lengths = dict.fromkeys(drafts, 0)
+        is_paid = any(
+            draft.drafter in self._costly for draft in drafts.values()
+        )  # then plans are made as well
+        n_best = self._n_best([-slot[0] for slot in slots[:room]], n_rows, may_plan=is_paid)
         for _, _, request in slots[:n_best]:
             lengths[request] += 1
         return self._cut(drafts, lengths)
+
+    def _n_best(self, survivals: Sequence[float], n_rows: int, *, may_plan: bool) -> int:
+        """How many drafted tokens make tokens come fastest, of tokens in descending order of survival."""
+        base = self.costs.seconds(n_rows)
+        least = n_rows / base * _LEAST_GAIN
+        found = {True: (least, 0, 0.0), False: (least, 0, 0.0)}  # rate, tokens, seconds saved; by: has a plan
+        n_tokens = float(n_rows)
+        for n, survival in enumerate(survivals, start=1):
+            n_tokens += survival
+            seconds = self.costs.seconds(n_rows + n)
+            is_planned = may_plan or self._plans.has(n_rows + n)
+            if n_tokens / seconds > found[is_planned][0]:
+                found[is_planned] = n_tokens / seconds, n, n_tokens * base / n_rows - seconds
+        (rate, n_planned, saved), (new_rate, n_new, new_saved) = found[True], found[False]
+        if n_new and new_rate > rate and self._plans.save(new_saved - saved):
+            return n_new
+        return n_planned
 
     def _cut(self, drafts: Mapping[Request, Draft], lengths: Mapping[Request, int]) -> Drafts:
         kept: Drafts = {}
@@ -95,7 +128,7 @@ class AdaptiveControl:
             if n >= max(1, request.speculation.draft_min):
                 kept[request] = draft._replace(tokens=draft.tokens[:n])
             else:
-                self.acceptance.forget(request, draft)
+                self.acceptance.watch(request, draft)
         return kept
 
     def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
@@ -103,6 +136,10 @@ class AdaptiveControl:
 
     def note_step(self, n_rows: int, seconds: float) -> None:
         self.costs.note(n_rows, seconds)
+        self._plans.note_step(n_rows)
+
+    def note_plan(self, n_rows: int, seconds: float) -> None:
+        self._plans.note(n_rows, seconds)
 
     def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None:
         self._rounds[drafter].note(seconds / n_rounds)
@@ -126,6 +163,9 @@ class FixedControl:
         pass
 
     def note_step(self, n_rows: int, seconds: float) -> None:
+        pass
+
+    def note_plan(self, n_rows: int, seconds: float) -> None:
         pass
 
     def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 _EDGES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # the largest number of rows of each bucket
 _N_KEPT = 8  # latest steps of a bucket
 _N_NEEDED = 3  # steps: the first of a kind may also compile something, and others may be disturbed
 _MAX_AGE = 2048  # steps: then steps of so many rows are measured again, as contexts grow
 _ROUNDS_NEEDED, _MAX_UNUSED = 3, 192  # a drafter's rounds; steps in which its drafts did not pay
+_PLAN_MARGIN = 2.0  # expected savings, relative to the price of a plan: expectations may be wrong
 _FRESH = 128  # steps: after so many, the cost of a step without drafts is measured again
-_SLOPE = 0.1  # of a row more, relative to a step of one row, where nothing is measured
+_SECOND, _SLOPE = (
+    0.4,
+    0.1,
+)  # of the second row, and of each row, relative to one row, where nothing is measured
 
 
 @dataclass
@@ -23,11 +28,19 @@ class _Bucket:
     rows: deque[int] = field(default_factory=lambda: deque(maxlen=_N_KEPT))
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_N_KEPT))
     latest: int = 0  # number of the latest step
+    _point: tuple[float, float] | None = None
+
+    def add(self, n_rows: int, seconds: float, step: int) -> None:
+        self.rows.append(n_rows)
+        self.seconds.append(seconds)
+        self.latest, self._point = step, None
 
     @property
     def point(self) -> tuple[float, float]:
         """(rows, seconds)."""
-        return sum(self.rows) / len(self.rows), usual(self.seconds)
+        if self._point is None:
+            self._point = sum(self.rows) / len(self.rows), usual(self.seconds)
+        return self._point
 
 
 class StepCosts:
@@ -47,9 +60,7 @@ class StepCosts:
         bucket = self._buckets.get(number)
         if bucket is None:
             bucket = self._buckets[number] = _Bucket()
-        bucket.rows.append(n_rows)
-        bucket.seconds.append(seconds)
-        bucket.latest = self._n_steps
+        bucket.add(n_rows, seconds, self._n_steps)
         self._found = None
 
     @property
@@ -97,6 +108,43 @@ class StepCosts:
         return cost + slope * (n_rows - rows)
 
 
+class PlanAccount:
+    """Whether steps of a new number of rows are worth the plan that they need.
+
+    A plan is made once it would have saved twice as much as it costs, so a short answer does not wait for plans that
+    it hardly uses.
+    """
+
+    def __init__(self, bucket: Callable[[int], int]) -> None:
+        """`bucket`: the rows for which a plan is made, by the rows of a step."""
+        self._bucket = cache(bucket)
+        self._made: set[int] = set()
+        self._price = (
+            0.0  # seconds of a plan; of the cheapest so far, as the first one also loads other things
+        )
+        self._saved = 0.0
+
+    def note(self, n_rows: int, seconds: float) -> None:
+        """Records that a step of `n_rows` made a plan; `seconds`: how much longer it took for that."""
+        self._made.add(self._bucket(n_rows))
+        self._price = min(self._price, seconds) if self._price else seconds
+
+    def note_step(self, n_rows: int) -> None:
+        self._made.add(self._bucket(n_rows))
+
+    def has(self, n_rows: int) -> bool:
+        """Whether there is a plan for a step of so many rows."""
+        return self._bucket(n_rows) in self._made
+
+    def save(self, seconds: float) -> bool:
+        """Records what a plan would save in the next step. True: the plan is worth its price, and may be made."""
+        self._saved += seconds
+        is_enough = self._saved >= _PLAN_MARGIN * self._price
+        if is_enough:
+            self._saved = 0.0
+        return is_enough
+
+
 class RoundCosts:
     """Seconds of a drafter's round, which gives one token to each draft."""
 
@@ -125,4 +173,4 @@ def usual(seconds: Sequence[float]) -> float:
 
 
 def _shape(n_rows: float) -> float:
-    return 1 + _SLOPE * (n_rows - 1)
+    return 1 + _SLOPE * (n_rows - 1) + _SECOND * min(1.0, n_rows - 1)

@@ -27,7 +27,7 @@ class Lookup:
     """Drafts by looking up the request's own text. It needs no model, and its drafts take some microseconds."""
 
     name = "lookup"
-    priors = (0.6, 0.7, 0.8, 0.85, 0.9)
+    priors = (0.4, 0.55, 0.75, 0.85, 0.9)
     is_free = True
     is_usual = True
     writes_cache = False
@@ -73,7 +73,9 @@ class TextIndex:
     def continuation(self, n_max: int) -> tuple[tuple[int, ...], int]:
         """Up to `n_max` tokens that may follow the text, and the length of the match that they come from."""
         text = self._text
-        place = self._latest.get(tuple(text[-_N_KEY:]), -1) if len(text) >= _N_KEY else -1
+        place = self._latest.get((text[-3], text[-2], text[-1]), -1) if len(text) >= _N_KEY else -1
+        if place < 0:
+            return (), 0
         places: list[int] = []
         n_best = _N_KEY
         for _ in range(_MAX_PLACES):
@@ -88,8 +90,6 @@ class TextIndex:
             if n_best == _MAX_MATCH:
                 break
             place = self._before[place]
-        if not places:
-            return (), 0
         start = places[0]
         if len(places) > 2:
             token = Counter(text[place] for place in places).most_common(1)[0][0]

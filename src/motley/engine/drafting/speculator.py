@@ -15,6 +15,7 @@ from motley.engine.scheduler import Scheduler
 
 _log = logging.getLogger("motley")
 _MAX_ROWS = 64  # of logits in a step
+_MAX_VAIN, _REST = 32, 4  # steps without a draft that pays; then drafters are asked in every fourth step
 _MAX_REQUESTS = 32  # with more, a step has rows enough, and looking for drafts takes longer than they save
 
 
@@ -30,14 +31,18 @@ class Speculator:
         draft_min: int = 0,
         n_vocab: int = 0,
         max_rows: int = _MAX_ROWS,
+        bucket: Callable[[int], int] = lambda n_rows: n_rows,
         control: Control | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`spec`, `draft_max`, `draft_min`: for requests that do not say. `max_rows`: rows of logits in one step."""
+        """`spec`, `draft_max`, `draft_min`: for requests that do not say. `max_rows`: rows of logits in one step.
+        `bucket`: the rows for which a plan is made, by the rows of a step.
+        """
         # Free drafters are asked first.
         self._drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.names = tuple(drafter.name for drafter in self._drafters)
-        self._control = control or AdaptiveControl({d.name: d.priors for d in drafters})
+        self._control = control or AdaptiveControl({d.name: d.priors for d in drafters}, bucket)
+        self._costly = frozenset(drafter.name for drafter in drafters if not drafter.is_free)
         self._n_vocab = n_vocab
         self._max_rows = max_rows
         self._clock = clock
@@ -55,21 +60,22 @@ class Speculator:
 
     def propose(self, scheduler: Scheduler) -> dict[Request, Draft]:
         """Drafts for requests that wait for their next token, as long as they make tokens come faster."""
-        # Every step comes here, mostly in vain: what is needed for drafts only comes after the first return.
+        # Every step comes here, mostly in vain, so requests without drafts must cost some microseconds only.
         running = scheduler.running
         if not self._drafters or len(running) > _MAX_REQUESTS:
             return {}
         asking = [
-            Ask(request, n_max)
+            Ask(request, request.max_draft)
             for request in running
             if request.speculation.drafters
             and request.n_pending == 1
-            and (n_max := request.max_draft) >= max(1, request.speculation.draft_min)
+            and request.n_generated >= request.drafts_from
         ]
+        asking = [ask for ask in asking if ask.n_max >= max(1, ask.request.speculation.draft_min)]
         if not asking:
             return {}
         drafts: dict[Request, Draft] = {}
-        for drafter in tuple(self._drafters):
+        for drafter in self._drafters:
             asks = [
                 ask
                 for ask in asking
@@ -77,9 +83,17 @@ class Speculator:
             ]
             if asks:
                 drafts |= self._ask(scheduler, drafter, asks)
-        if not drafts:
-            return {}
-        return self._control.allot(drafts, _n_rows(scheduler), self._room(scheduler))
+        if drafts:
+            drafts = self._control.allot(drafts, _n_rows(scheduler), self._room(scheduler))
+        for request, _ in asking:
+            self._rest(request, request in drafts)
+        return drafts
+
+    def _rest(self, request: Request, is_used: bool) -> None:
+        """Lets a request whose text cannot be guessed rest: it is asked for in every fourth step only."""
+        request.n_vain = 0 if is_used else request.n_vain + 1
+        if request.n_vain > _MAX_VAIN and self._costly.isdisjoint(request.speculation.drafters):
+            request.drafts_from = request.n_generated + _REST
 
     def _room(self, scheduler: Scheduler) -> int:
         """How many drafted tokens the next step may have, in all."""
@@ -102,6 +116,10 @@ class Speculator:
         """Records that a step of `n_rows`, all of requests that wait for a token, took `seconds`."""
         self._control.note_step(n_rows, seconds)
 
+    def note_plan(self, n_rows: int, seconds: float) -> None:
+        """Records that a step of `n_rows` made a plan, and took `seconds`."""
+        self._control.note_plan(n_rows, seconds)
+
     def _ask(self, scheduler: Scheduler, drafter: Drafter, asks: Sequence[Ask]) -> dict[Request, Draft]:
         if not drafter.is_free:
             n_max = min(self._room(scheduler), max(ask.n_max for ask in asks))
@@ -112,11 +130,11 @@ class Speculator:
             asks = [Ask(ask.request, min(ask.n_max, n_max)) for ask in asks]
         if drafter.writes_cache:
             scheduler.touch(ask.request for ask in asks)
-        started = self._clock()
+        started = 0.0 if drafter.is_free else self._clock()
         try:
             found = drafter.draft(asks)
         except BaseException as error:
-            self._drafters.remove(drafter)
+            self._drafters = [other for other in self._drafters if other is not drafter]
             _log.warning("drafter %s failed and is not used any more", drafter.name, exc_info=error)
             if drafter.writes_cache:
                 raise
