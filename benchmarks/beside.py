@@ -51,7 +51,7 @@ class Decoder:
     """Decodes tokens one by one; starts a new sequence when the current one is full."""
 
     def __init__(self, path: Path, n_threads: int) -> None:
-        self._llm = LLM(path, n_ctx=512, n_parallel=1, n_threads=n_threads)
+        self._llm = LLM(path, n_ctx=512, n_parallel=1, n_threads=n_threads, spec="off")
         self._sequence = self._llm.raw_sequence()
         self._n_left = 0
 

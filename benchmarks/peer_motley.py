@@ -16,6 +16,7 @@ class Motley:
             cache_type_k=cache_type,
             cache_type_v=cache_type,
             n_parallel=1,
+            spec="off",
         )
         self._sequence = self._llm.raw_sequence()
         self.about = "; ".join(self._llm.details)

@@ -317,12 +317,16 @@ class Soak:
 def soak_model(model: str, seed: int, n_answers: int) -> Counter[str]:
     """Run streams on a real model with a cache that is far too small; compare each with its answer when run alone."""
     rng, seen = random.Random(seed), Counter[str]()
-    with LLM(model, n_ctx=96, kv_block_size=8, n_parallel=1, backend="reference", prefix_cache=False) as solo:
+    with LLM(
+        model, n_ctx=96, kv_block_size=8, n_parallel=1, backend="reference", spec="off", prefix_cache=False
+    ) as solo:
         vocabulary = min(solo.tokenizer.n_vocab, 200)
         prompts = [[rng.randrange(3, vocabulary) for _ in range(rng.randint(2, 30))] for _ in range(6)]
         asks = [(prompt, rng.randint(3, 40)) for prompt in prompts]
         alone = [solo.generate(p, max_tokens=n, temperature=0, ignore_eos=True).tokens for p, n in asks]
-    with LLM(model, n_ctx=96, kv_block_size=8, kv_cache_tokens=104, n_parallel=4, backend="reference") as llm:
+    with LLM(
+        model, n_ctx=96, kv_block_size=8, kv_cache_tokens=104, n_parallel=4, backend="reference", spec="off"
+    ) as llm:
         streams: list[tuple[int, Stream]] = []
         while seen["answers"] < n_answers:
             if len(streams) < 5:

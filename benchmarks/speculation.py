@@ -5,12 +5,12 @@ compared: the texts must be the same.
 
     python -m benchmarks speculation                          # the bundled model, one request
     python -m benchmarks speculation --requests 1,4,16,64 --drafters auto --plot speculation.svg
-    python -m benchmarks speculation --shape llama-1b --right 0.6,0.8,0.9
+    python -m benchmarks speculation --shape llama-1b --right 0.6,0.8,0.9 --depth 0,4096
 
 *Written* texts (code, json, records, question) are beyond the bundled model. There the chooser does its work and then
 returns the next token of the written text: cost and drafts are those of a model that writes it. *Own* texts (chat,
-story, random) are the model's. `--right P` measures the machine's part alone: drafts of a written text, each token of
-which is right with probability P.
+story, random) are the model's. `--right P` measures the machine's part alone: drafts of which each token is right with
+probability P, at a depth of context (speculation_machine.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import random
 import sys
 import time
 from collections.abc import Sequence
@@ -29,59 +28,16 @@ from typing import Any
 
 import torch
 
+from benchmarks import speculation_machine
+from benchmarks.speculation_machine import Scripted
 from benchmarks.speculation_texts import WRITTEN, Sample, own_samples, written_samples
 from motley import LLM
 from motley.bench import SHAPES, random_model_path, write_random_model
 from motley.bundled import bundled_draft_path, bundled_model_path
 from motley.engine import Engine, Request
-from motley.engine.choosing import ChoiceRow, Chooser, Pending, chooser_for
-from motley.engine.drafting import Draft, Speculator
-from motley.engine.drafting.draft import Ask
+from motley.engine.choosing import chooser_for
 
 WORKLOADS = (*WRITTEN, "chat", "story", "random")
-
-
-class Scripted:
-    """A chooser that chooses as always, and returns the next token of a written text instead, where there is one."""
-
-    def __init__(self, chooser: Chooser) -> None:
-        self._chooser = chooser
-        self.texts: dict[int, tuple[int, ...]] = {}  # by id of the request's list of tokens
-
-    def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
-        pending = self._chooser.choose(logits, rows)
-
-        def tokens() -> list[Any]:
-            found = pending.tokens()
-            return [
-                self.texts[id(row.history)][row.index] if id(row.history) in self.texts else token
-                for row, token in zip(rows, found, strict=True)
-            ]
-
-        return Pending(tokens)
-
-
-class SometimesRight:
-    """Drafts a written text; each token is right with a given probability."""
-
-    name = "lookup"
-    priors = (0.7,)
-    is_free = True
-    is_usual = True
-    writes_cache = False
-
-    def __init__(self, scripted: Scripted, p_right: float) -> None:
-        self._scripted, self._p, self._rng = scripted, p_right, random.Random(0)
-
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [Draft(self._tokens(request, n), self.name) for request, n in asks]
-
-    def may_draft(self, request: Request) -> bool:
-        return True
-
-    def _tokens(self, request: Request, n: int) -> tuple[int, ...]:
-        rest = self._scripted.texts[id(request.tokens)][request.n_generated :][:n]
-        return tuple(token if self._rng.random() < self._p else token ^ 1 for token in rest)
 
 
 @dataclass(frozen=True)
@@ -107,7 +63,7 @@ def run(
     requests = [engine.add(s.prompt, s.params(speculative=spec)) for s in samples]
     for request, sample in zip(requests, samples, strict=True):
         if sample.answer is not None:
-            scripted.texts[id(request.tokens)] = sample.answer
+            scripted.texts[id(request.sampler)] = sample.answer
     while not all(request.generated or request.is_finished for request in requests):
         engine.step()
     n_before = sum(request.n_generated for request in requests)
@@ -181,10 +137,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=None, help="default: the bundled model")
     parser.add_argument("--draft-model", type=Path, default=None, help="default: the bundled draft model")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights, with --right")
+    parser.add_argument("--weights", default="Q8_0", help="format of the shape's matrices")
     parser.add_argument("--layers", type=int, help="of the shape")
-    parser.add_argument(
-        "--right", default="", metavar="P,…", help="drafts that are right with this probability"
-    )
+    parser.add_argument("--right", default="", metavar="P,…", help="drafts, right with this probability")
+    parser.add_argument("--depth", default="0", metavar="N,…", help="tokens of context, with --right")
+    parser.add_argument("--cache-type", default="f16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--drafters", default="auto", help="by space: auto draft exit lookup,draft …")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
@@ -195,36 +152,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     chosen = parser.parse_args()
+    if chosen.right:
+        _measure_machine(chosen)
+        return
     numbers = [int(n) for n in chosen.requests.split(",")]
     drafters = chosen.drafters.split()
     options: dict[str, Any] = {"devices": chosen.device, "draft_max": chosen.draft_max}
     path = chosen.model or bundled_model_path()
-    if chosen.shape:
-        path = random_model_path(chosen.shape, "Q8_0", chosen.layers)
-        if not path.exists():
-            write_random_model(path, chosen.shape, "Q8_0", n_layers=chosen.layers)
-    elif any("draft" in name for name in drafters):
+    if any("draft" in name for name in drafters):
         options["draft_model"] = chosen.draft_model or bundled_draft_path()
     results: list[Result] = []
-    with LLM(path, n_ctx=2048, n_parallel=max(numbers), **options) as llm:
+    cache = {"cache_type_k": chosen.cache_type, "cache_type_v": chosen.cache_type}
+    with LLM(path, n_ctx=2048, n_parallel=max(numbers), **cache, **options) as llm:
         engine = llm._loaded.engine
-        gpus = [backend.device for backend in engine.runner._backends if backend.device.type == "cuda"]
-        scripted = Scripted(chooser_for(gpus[0] if gpus else torch.device("cpu")))
-        engine._chooser = scripted
+        scripted = _script(engine)
         for workload in chosen.workloads.split(","):
             for n in numbers:
                 make = written_samples if workload in WRITTEN else own_samples
                 samples = make(llm.tokenizer, workload, n, chosen.tokens)
-                for p in [float(text) for text in chosen.right.split(",") if text]:
-                    engine.speculator = Speculator(
-                        [SometimesRight(scripted, p)],
-                        draft_max=chosen.draft_max or 15,
-                        n_vocab=engine.n_vocab,
-                    )
-                    results.append(
-                        measure(engine, scripted, workload, samples, "lookup", chosen.rounds, f"right {p:g}")
-                    )
-                for spec in drafters if not chosen.right else ():
+                for spec in drafters:
                     results.append(measure(engine, scripted, workload, samples, spec, chosen.rounds))
                     print(show(results[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(f"{path.name}, {platform.processor() or platform.machine()}, {chosen.rounds} rounds\n")
@@ -235,6 +181,42 @@ def main() -> None:
         from benchmarks.speculation_plot import draw
 
         chosen.plot.write_text(draw([vars(r) for r in results]))
+
+
+def _measure_machine(chosen: argparse.Namespace) -> None:
+    """Drafts that are right with a given probability, by depth of context."""
+    depths, numbers = ([int(n) for n in text.split(",")] for text in (chosen.depth, chosen.requests))
+    path = chosen.model or bundled_model_path()
+    if chosen.shape:
+        path = random_model_path(chosen.shape, chosen.weights, chosen.layers)
+        if not path.exists():
+            write_random_model(path, chosen.shape, chosen.weights, n_layers=chosen.layers)
+    results = []
+    n_ctx = max(depths) + chosen.tokens + 64
+    cache = {"cache_type_k": chosen.cache_type, "cache_type_v": chosen.cache_type}
+    with LLM(
+        path, n_ctx=n_ctx, n_parallel=max(numbers), prefix_cache=False, devices=chosen.device, **cache
+    ) as llm:
+        print(f"loaded in {llm.load_seconds:.1f} s", file=sys.stderr, flush=True)
+        scripted = _script(llm._loaded.engine)
+        for depth in depths:
+            for n in numbers:
+                for text in chosen.right.split(","):
+                    counts = {"n_tokens": chosen.tokens, "n_rounds": chosen.rounds, "n_requests": n}
+                    results.append(
+                        speculation_machine.measure_depth(llm, scripted, float(text), depth, **counts)
+                    )
+                    print(speculation_machine.show(results), flush=True)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _script(engine: Engine) -> Scripted:
+    """Makes the engine choose tokens of written texts."""
+    gpus = [backend.device for backend in engine.runner._backends if backend.device.type == "cuda"]
+    scripted = Scripted(chooser_for(gpus[0] if gpus else torch.device("cpu")))
+    engine._chooser = scripted
+    return scripted
 
 
 if __name__ == "__main__":

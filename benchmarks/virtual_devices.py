@@ -49,7 +49,7 @@ def main() -> None:
         if SHAPES[flags.shape].experts is not None:
             crews["two devices, experts apart"] = {"devices": "cpu,cpu", "expert_split": "0,1"}
         models = {
-            name: LLM(path, n_ctx=256, n_parallel=1, n_threads=2, backend=flags.backend, **crew)
+            name: LLM(path, n_ctx=256, n_parallel=1, n_threads=2, spec="off", backend=flags.backend, **crew)
             for name, crew in crews.items()
         }
         work = [Workload(flags.tokens, is_prompt=False)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from motley.backends import Backend, backend_for, backend_for_heads, get_backend
 from motley.engine import Engine
 from motley.engine.drafting import Drafter, Forced, Lookup, Speculator
-from motley.engine.drafting.choice import DRAFT_MAX, MAX_DRAFT, read_choice
+from motley.engine.drafting.choice import DRAFT_MAX, MAX_DRAFT, default_choice, read_choice
 from motley.engine.drafting.draft_model import DraftModel
 from motley.engine.drafting.early_exit import EarlyExit
 from motley.engine.drafting.loading import DraftOptions, load_draft_model, without_draft
@@ -68,7 +68,7 @@ class Options:
     expert_split: str | Sequence[float] | None = None
     n_expert_used: int | None = None
     n_layer_exit: int | None = None
-    spec: str = "off"
+    spec: str | None = None  # None: auto, and the draft model if there is one
     draft_max: int | None = None
     draft_min: int | None = None
     draft_model: str | os.PathLike[str] | None = None
@@ -92,7 +92,7 @@ class Options:
                 f"drafts of at least {self.draft_min} and at most {self.draft_max or DRAFT_MAX} tokens",
                 hint="lower --draft-min or raise --draft-max",
             )
-        if not isinstance(self.spec, str):
+        if not isinstance(self.spec, str | None):
             raise ConfigError(f"spec is {self.spec!r:.60}", hint="it must be text: auto, off, lookup, …")
         choose_wire(self.wire, is_one_machine=True)
         if self.on_loss not in ON_LOSS:
@@ -159,7 +159,8 @@ def load_model(
     efforts = _efforts(params, options)
     n_exit = _exit_layers(params, options)
     has_draft = options.draft_model is not None
-    read_choice(options.spec, ["grammar", "lookup", *["draft"] * has_draft, *["exit"] * bool(n_exit)])
+    chosen_spec = options.spec or default_choice(has_draft)
+    read_choice(chosen_spec, ["grammar", "lookup", *["draft"] * has_draft, *["exit"] * bool(n_exit)])
     given = crew
     planned = _plan_beside_draft(crew, spec, params, options)
     crew, backends, context = planned.crew, planned.backends, planned.context
@@ -211,7 +212,7 @@ def load_model(
         on_loss=options.on_loss,
         speculator=Speculator(
             _drafters(runner, manager, n_exit, draft),
-            spec=options.spec,
+            spec=chosen_spec,
             draft_max=options.draft_max or DRAFT_MAX,
             draft_min=options.draft_min or 0,
             n_vocab=params.n_vocab,

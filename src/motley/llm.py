@@ -90,7 +90,7 @@ class LLM:
         expert_split: str | Sequence[float] | None = None,
         n_expert_used: int | None = None,
         n_layer_exit: int | None = None,
-        spec: str = "off",
+        spec: str | None = None,
         draft_max: int | None = None,
         draft_min: int | None = None,
         draft_model: str | os.PathLike[str] | None = None,
@@ -126,9 +126,10 @@ class LLM:
         else is on the other devices; "auto": of as few layers as the others' memory needs. `expert_split=(1, 3)`: these
         experts are shared out in proportions of their own. `n_expert_used`,
         `n_layer_exit`: what requests use that do not say (see SamplingParams).
-        `spec`, `draft_max`, `draft_min`: which drafters guess tokens of requests that do not say, and the most and the
-        fewest tokens of a draft (see SamplingParams). `draft_model`: a smaller model with the same vocabulary.
-        `draft_layers`: layers of the model itself that make early-exit drafts. See docs/speculation.md.
+        `spec`, `draft_max`, `draft_min`: which drafters guess tokens of requests that do not say ("auto", and "draft"
+        if there is a draft model; "off": none), and the most and the fewest tokens of a draft (see SamplingParams).
+        `draft_model`: a smaller model with the same vocabulary. `draft_layers`: layers of the model itself that make
+        early-exit drafts. See docs/speculation.md.
         `cache_type_k`, `cache_type_v`: f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl; quantized ones are rotated
         unless `kv_rotation=False`. `state_type`: of recurrent states, f32 or bf16. `kv_cache_tokens` or
         `kv_cache_bytes`: a hard limit of the cache.

@@ -154,7 +154,7 @@ class LoadOptions(CrewOptions):
     kv_cache_bytes: options.KvCacheBytes = None
     kv_cache_demand_paged: options.KvDemandPaged = False
     prefix_cache: options.PrefixCache = True
-    spec: options.Spec = "off"
+    spec: options.Spec = None
     draft_max: options.DraftMax = None
     draft_min: options.DraftMin = None
     model_draft: options.ModelDraft = None

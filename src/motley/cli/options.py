@@ -289,14 +289,16 @@ NLayerExit = Annotated[
 _SPECULATION = "Speculation"
 
 Spec = Annotated[
-    str,
+    str | None,
     _flag(
         "--spec",
         "--spec-type",
         text="Guess the next tokens and check several in one step; the text stays the same. auto: lookup, while it "
-        "helps; off; or comma-separated: lookup (in the text itself), draft (needs -md), exit (the first layers).",
+        "helps; off; or comma-separated: lookup (in the text itself), draft (needs -md), exit (the first layers). "
+        "Default: auto, and draft with -md.",
         panel=_SPECULATION,
         metavar="NAMES",
+        show_default=False,
     ),
 ]
 DraftMax = Annotated[

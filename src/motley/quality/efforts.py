@@ -114,7 +114,7 @@ def measure_efforts(
     """The report on the full model and each choice. `options` are passed to `LLM`. `advance` is called with the name of
     an effort: `len(evaluation.chunks)` times for each, and once more after its speed.
     """
-    settings = {"n_ctx": evaluation.n_ctx, "n_parallel": 1, "prefix_cache": False}
+    settings = {"n_ctx": evaluation.n_ctx, "n_parallel": 1, "prefix_cache": False, "spec": "off"}
     with (
         SpooledTemporaryFile(max_size=IN_MEMORY) as file,
         LLM(model, **options | settings) as llm,

@@ -12,6 +12,7 @@ MAX_DRAFT = 63  # with one more they are all rows of logits of a step
 OFF, AUTO = "off", "auto"
 DRAFTERS = ("grammar", "lookup", "draft", "exit", "lookahead", "mtp")
 AUTO_DRAFTERS = ("grammar", "lookup")  # what needs nothing, and costs nothing where it does not help
+DEFAULT = AUTO
 
 # llama.cpp's names for the same.
 _ALIASES = {
@@ -31,6 +32,11 @@ _NEEDS = {
     "draft": "there is no draft model (-md, --model-draft, draft_model=…)",
     "exit": "the model has no layer to leave out",
 }
+
+
+def default_choice(has_draft: bool) -> str:
+    """What holds unless the user chooses: a draft model that was given is used."""
+    return f"{','.join(AUTO_DRAFTERS)},draft" if has_draft and DEFAULT == AUTO else DEFAULT
 
 
 def read_choice(text: str, has: Collection[str]) -> tuple[str, ...]:
