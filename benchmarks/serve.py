@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -28,7 +29,6 @@ from motley.bundled import bundled_model_path
 HERE = Path(__file__).parent
 PROMPT = "Tell me a story about a fox named Ada, a red kite and the sea."
 GOOD_FIRST, GOOD_GAP = 0.5, 0.05  # seconds: the limits of a good request
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 FRONT = """
 import sys
@@ -59,8 +59,9 @@ def running(command: list[str]) -> Iterator[tuple[str, int]]:
 
 
 def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    """CPU time of all threads of a process. By nanoseconds: the ticks of /proc/PID/stat are too coarse."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 def body(n_tokens: int) -> dict[str, object]:
@@ -68,7 +69,7 @@ def body(n_tokens: int) -> dict[str, object]:
 
 
 def bare(llm: object, n_clients: int, n_requests: int, n_tokens: int) -> float:
-    """Tokens/s of the same requests without HTTP and without readers: callers wait for whole answers."""
+    """Tokens/s of the same requests without HTTP, at its best: callers wait for whole answers; no piece wakes them."""
 
     async def run() -> None:
         todo = iter(range(n_requests))
@@ -101,37 +102,41 @@ def compare(options: argparse.Namespace) -> None:
     from motley import LLM
 
     flags = ["-t", str(options.threads), "-np", "64", "-c", "512", "--log-disable"]
-    command = [sys.executable, "-m", "motley", "serve", "--port", "0", *flags]
+    command = [sys.executable, "-m", "motley", "serve", str(options.model), "--port", "0", *flags]
     with (
-        LLM(bundled_model_path(), n_threads=options.threads, n_parallel=64, n_ctx=512) as llm,
+        LLM(options.model, n_threads=options.threads, n_parallel=64, n_ctx=512) as llm,
         running(command) as (url, pid),
     ):
         engine = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        gc.collect()
+        gc.freeze()  # as the engine process does
         bare(llm, 2, 2, 8)
         asyncio.run(load(url, 2, 2, body(8)))
         for n_clients in options.clients:
-            n_requests = max(4, 2 * n_clients)
+            n_requests = max(16, 2 * n_clients)
             n_tokens = options.tokens
-            rates, bare_rates, used, bare_cpu, engine_cpu = [], [], 0.0, 0.0, 0.0
+            rates, bare_rates, used, bare_cpu, engine_cpu, load_cpu = [], [], 0.0, 0.0, 0.0, 0.0
             last: tuple[list[Sample], float] = ([], 1.0)
             for _ in range(options.rounds):
                 own = time.process_time()
                 bare_rates.append(bare(llm, n_clients, n_requests, n_tokens))
                 bare_cpu += time.process_time() - own
                 before, engine_before = cpu_seconds(pid), cpu_seconds(engine)
+                own = time.process_time()
                 last = asyncio.run(load(url, n_clients, n_requests, body(n_tokens)))
+                load_cpu += time.process_time() - own
                 used += cpu_seconds(pid) - before
                 engine_cpu += cpu_seconds(engine) - engine_before
                 assert all(s.status == 200 and s.n_tokens == n_tokens for s in last[0])
                 rates.append(n_requests * n_tokens / last[1])
             ratio = statistics.median(h / b for h, b in zip(rates, bare_rates, strict=True))
             n_all = options.rounds * n_requests * n_tokens
-            per_token = 1e6 * used / n_all
             print(
                 f"{n_clients:3} clients: engine {statistics.median(bare_rates):7.0f} tokens/s, "
-                f"HTTP {statistics.median(rates):7.0f}, ratio {ratio:.3f}, front {per_token:.1f} µs a token\n"
-                f"             CPU of the engine: bare {1e6 * bare_cpu / n_all:.0f} µs a token, behind HTTP "
-                f"{1e6 * engine_cpu / n_all:.0f}\n"
+                f"HTTP {statistics.median(rates):7.0f}, ratio {ratio:.3f}\n"
+                f"             CPU µs a token: engine bare {1e6 * bare_cpu / n_all:.0f}, behind HTTP "
+                f"{1e6 * engine_cpu / n_all:.0f}, front {1e6 * used / n_all:.1f}, "
+                f"clients {1e6 * load_cpu / n_all:.1f}\n"
                 f"             {show(*last)}",
                 flush=True,
             )
@@ -160,11 +165,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--front", action="store_true", help="the front alone, with a mock engine")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--tokens", type=int, default=0, help="of each answer; default 64, with --front 1000")
+    parser.add_argument(
+        "--tokens", type=int, default=0, help="of each answer; default 128, with --front 1000"
+    )
+    parser.add_argument("--model", type=Path, default=bundled_model_path())
     parser.add_argument("--threads", type=int, default=1, help="of the engine, both ways")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    options.tokens = options.tokens or (1000 if options.front else 64)
+    options.tokens = options.tokens or (1000 if options.front else 128)
     (front_alone if options.front else compare)(options)
 
 

@@ -23,7 +23,7 @@ def main() -> int:
         api_keys=("key-one", "key-two") if "--keys" in flags else (),
         cors_origins=("localhost",) if "--local" in flags else ("*",),
         slot_save_path=Path(flags[flags.index("--slots") + 1]) if "--slots" in flags else None,
-        limits=Limits(body_bytes=2**20, body_seconds=0.5, head_seconds=0.5)
+        limits=Limits(body_bytes=2**20, body_seconds=0.5, head_seconds=0.5, stalled_seconds=0.5)
         if "--hasty" in flags
         else Limits(body_bytes=2**20),
     )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from motley.server.errors import ApiError
 from motley.server.jobs import End, Mailbox, Piece, Progress
-from motley.server.replies import EventStream, merged
+from motley.server.replies import merged
+from motley.server.streams import BODY, EventStream
 from motley.server.wire import Frames, encode
 
 
@@ -34,10 +38,15 @@ def test_pieces_of_each_answer_are_merged_in_order() -> None:
 def test_a_mailbox_gives_everything_and_then_its_end() -> None:
     async def run() -> list[int]:
         mailbox = Mailbox(2)
-        asyncio.get_running_loop().call_later(0.001, mailbox.put, Piece(0, "a", [1]))
+
+        def come() -> None:
+            mailbox.put(Piece(0, "a", [1]))
+            mailbox.wake()
+
+        asyncio.get_running_loop().call_later(0.001, come)
         sizes = [len(await mailbox.take())]
         for event in (end(0), end(1)):
-            mailbox.put(event)
+            mailbox.put_end(event)
         sizes += [len(await mailbox.take()), len(await mailbox.take())]
         return sizes
 
@@ -52,28 +61,144 @@ def test_frames_may_be_cut_anywhere() -> None:
 
 
 class _Run:
-    is_closed = False
+    """A run without an engine."""
+
+    def __init__(self, n_jobs: int = 1) -> None:
+        self.jobs: list[Any] = []
+        self.mailbox = Mailbox(n_jobs)
+        self.is_closed = False
+
+    def come(self, *events: Any) -> None:
+        for event in events:
+            self.mailbox.put_end(event) if isinstance(event, End) else self.mailbox.put(event)
+        self.mailbox.wake()
 
     def close(self) -> None:
         self.is_closed = True
 
 
-def test_a_reader_that_takes_nothing_is_dropped_and_its_jobs_end() -> None:
-    run = _Run()
+class _Writer:
+    def begin(self, run: Any) -> bytes:
+        return b"begin "
 
-    async def chunks() -> AsyncIterator[bytes]:
-        yield b"data: 1\n\n"
+    def write(self, events: list[Any]) -> bytes:
+        if any(getattr(each, "text", "") == "bug" for each in events):
+            raise ZeroDivisionError
+        return b"".join(each.text.encode() if isinstance(each, Piece) else b" end" for each in events) + b";"
 
-    async def receive() -> Any:
-        await asyncio.Event().wait()
+    def end(self) -> bytes:
+        return b"done"
 
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()  # the client's window is full, for ever
 
+class _Connection:
+    """The client's side. `is_open` cleared: its window is full."""
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.is_complete = False
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+        self.has_left = asyncio.get_running_loop().create_future()
+
+    def write(self, data: bytes) -> bool:
+        self.chunks.append(data)
+        return self.is_open.is_set()
+
+    async def drain(self) -> None:
+        await self.is_open.wait()
+
+    async def send(self, message: Any) -> None:
+        self.is_complete |= message.get("more_body") is False
+
+    async def receive(self) -> Any:
+        raise AssertionError("the stream watches by another way")
+
+    def stream(self, run: _Run, **options: Any) -> asyncio.Task[None]:
+        stream = EventStream(run, _Writer(), self.has_left, **options)  # type: ignore[arg-type]
+        return asyncio.create_task(stream({BODY: self}, self.receive, self.send))
+
+
+async def turns() -> None:
+    """Lets all tasks run that can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_pieces_are_written_by_the_call_that_brings_them() -> None:
     async def serve() -> None:
-        stream = EventStream(run, chunks(), stalled_seconds=0.02)  # type: ignore[arg-type]
-        await asyncio.wait_for(stream({}, receive, send), 60)
+        run, connection = _Run(), _Connection()
+        task = connection.stream(run)
+        await turns()
+        run.come(Piece(0, "a", [1]))
+        assert connection.chunks == [b"begin ", b"a;"]  # no task has run since
+        run.come(Piece(0, "b", [2]), end(0))
+        assert connection.chunks[2:] == [b"b end;", b"done"]
+        await asyncio.wait_for(task, 60)
+        assert connection.is_complete
+        assert run.is_closed
 
     asyncio.run(serve())
-    assert run.is_closed
+
+
+def test_a_slow_reader_gets_what_came_meanwhile_in_one_chunk() -> None:
+    async def serve() -> None:
+        run, connection = _Run(), _Connection()
+        task = connection.stream(run)
+        await turns()
+        connection.is_open.clear()
+        for text in "abc":
+            run.come(Piece(0, text, [1]))
+        await turns()
+        assert connection.chunks == [b"begin ", b"a;"]
+        connection.is_open.set()
+        await turns()
+        assert connection.chunks == [b"begin ", b"a;", b"bc;"]
+        run.come(end(0))
+        await asyncio.wait_for(task, 60)
+        assert b"".join(connection.chunks) == b"begin a;bc; end;done"
+
+    asyncio.run(serve())
+
+
+def test_a_client_that_leaves_ends_its_jobs() -> None:
+    async def serve() -> None:
+        run, connection = _Run(), _Connection()
+        task = connection.stream(run)
+        await turns()
+        connection.has_left.set_result(None)
+        await asyncio.wait_for(task, 60)
+        assert run.is_closed
+        run.come(Piece(0, "a", [1]))  # comes too late
+        assert connection.chunks == [b"begin "]
+
+    asyncio.run(serve())
+
+
+def test_a_bug_in_one_writer_reaches_no_other_stream() -> None:
+    async def serve() -> None:
+        run, other, connection, beside = _Run(), _Run(), _Connection(), _Connection()
+        task, going = connection.stream(run), beside.stream(other)
+        await turns()
+        run.come(Piece(0, "bug", [1]))  # raises nothing here: the engine's message is still being read
+        other.come(Piece(0, "a", [1]), end(0))
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(going, 60)
+        assert run.is_closed
+        assert beside.is_complete
+
+    asyncio.run(serve())
+
+
+def test_an_error_of_a_job_is_an_event_and_the_end() -> None:
+    async def serve() -> None:
+        run, connection = _Run(), _Connection()
+        task = connection.stream(run, on_error=lambda error: error.message.encode())
+        await turns()
+        failed = replace(end(0), reason="failed", error=ApiError(503, "it is gone"))
+        run.come(Piece(0, "a", [1]), failed)
+        await asyncio.wait_for(task, 60)
+        assert connection.chunks[1:] == [b"a;it is gone"]
+        assert connection.is_complete
+
+    asyncio.run(serve())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +138,13 @@ def test_what_does_not_come_is_not_waited_for() -> None:
             with socket.create_connection((host, int(port)), timeout=WAIT) as connection:
                 connection.sendall(begun)
                 assert connection.recv(4096) == b""  # closed
+        text = json.dumps({"content": "a b " * 110_000, "with_pieces": True}).encode()
+        with socket.create_connection((host, int(port)), timeout=WAIT) as deaf:
+            head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(text)}\r\n\r\n"
+            deaf.sendall(head.encode() + text)
+            dropped = select.poll()
+            dropped.register(deaf, select.POLLHUP | select.POLLERR)
+            assert dropped.poll(1000 * WAIT)  # by the server, though nothing of its answer was read
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,8 @@ def _checked_id(name: str, token: object) -> int:
 
 def _as_float(value: object) -> float | None:
     """The value as a float; None if it is not a number or does not fit into a float."""
+    if type(value) is float:  # nearly always; what follows is slow
+        return value
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
@@ -83,6 +85,8 @@ def _as_float(value: object) -> float | None:
 
 
 def _as_int(value: object) -> int | None:
+    if type(value) is int:
+        return value
     return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 

@@ -26,28 +26,24 @@ class Outbox(Generic[R]):
     def __init__(self) -> None:
         self._texts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._wakers: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()  # of waiting coroutines
+        # Of waiting coroutines: those that take text, and those that only want the result.
+        self._wakers: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._end_wakers: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._result: R | None = None
 
     # The engine's side
 
     def put(self, piece: str) -> None:
         self._texts.put(piece)
-        self._wake()
+        _wake(self._wakers)
 
     def finish(self, result: R) -> None:
         """The end; nothing is put after it."""
         self._result = result
         self._texts.put("")
         self._end.put(None)
-        self._wake()
-
-    def _wake(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                wake = self._wakers.get_nowait()
-                with suppress(RuntimeError):  # that reader's event loop is closed
-                    wake()
+        _wake(self._wakers)
+        _wake(self._end_wakers)
 
     # The reader's side
 
@@ -75,7 +71,7 @@ class Outbox(Generic[R]):
     async def atake(self) -> str | None:
         """`take`, for a coroutine."""
         while not (text := self._taken()) and not self.is_finished:
-            woken = self._future()
+            woken = _future(self._wakers)
             if self._texts.empty() and not self.is_finished:
                 await woken
         return text or self._taken() or None
@@ -83,7 +79,7 @@ class Outbox(Generic[R]):
     async def aresult(self) -> R:
         """`result`, for a coroutine."""
         while self._result is None:
-            woken = self._future()
+            woken = _future(self._end_wakers)
             if not self.is_finished:
                 await woken
         return self._result
@@ -95,14 +91,23 @@ class Outbox(Generic[R]):
                 pieces.append(self._texts.get_nowait())
         return "".join(pieces)
 
-    def _future(self) -> asyncio.Future[None]:
-        """Done when something has been put from here on."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
 
-        def resolve() -> None:
-            if not future.done():  # a cancelled reader's is
-                future.set_result(None)
+def _wake(wakers: queue.SimpleQueue[Callable[[], object]]) -> None:
+    with suppress(queue.Empty):
+        while True:
+            wake = wakers.get_nowait()
+            with suppress(RuntimeError):  # that reader's event loop is closed
+                wake()
 
-        self._wakers.put(lambda: loop.call_soon_threadsafe(resolve))
-        return future
+
+def _future(wakers: queue.SimpleQueue[Callable[[], object]]) -> asyncio.Future[None]:
+    """Done when `_wake` is called from here on."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def resolve() -> None:
+        if not future.done():  # a cancelled reader's is
+            future.set_result(None)
+
+    wakers.put(lambda: loop.call_soon_threadsafe(resolve))
+    return future

@@ -227,7 +227,9 @@ class SamplingParams:
         )
 
     def with_stops(self, stops: Iterable[str]) -> SamplingParams:
-        """A copy with more stop strings."""
+        """The same with more stop strings."""
+        if not (stops := tuple(stops)):
+            return self
         return replace(self, stop=tuple(dict.fromkeys((*self.stop, *stops))))
 
 

@@ -18,7 +18,8 @@ chat             messages → prompt
 parts            answers in pieces: reasoning, content, tool calls
 http             connections: limits on the heads of requests
 security         keys, Host, CORS, limits
-replies          JSON and SSE replies; a client that leaves cancels its jobs
+replies          JSON replies; a client that leaves cancels its jobs
+streams          server-sent events, written as the engine's messages come in
 errors           errors as clients expect them
 metrics, slots   what /metrics and /slots show
 api/             one file for each API

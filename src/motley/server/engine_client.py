@@ -78,6 +78,7 @@ class EngineClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._tickets: dict[int, Ticket] = {}
+        self._touched: dict[Mailbox, None] = {}  # got something since `wake_readers`; an ordered set
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_number = 0
         self._n_failed_starts = 0
@@ -151,7 +152,7 @@ class EngineClient:
             if job.leader is not None:
                 ticket.leader = tickets[job.leader].number
             self._tickets[ticket.number] = ticket
-            self.slots.take(ticket.number, job)
+            self.slots.take(ticket.number, job, ticket.generated)
             tickets.append(ticket)
             self._add(ticket)
         return tickets
@@ -223,21 +224,29 @@ class EngineClient:
             case "refused":
                 self.refusal = of_engine(message["error"])
 
+    def wake_readers(self) -> None:
+        """Called once for all messages that were read together: a front that is behind writes longer chunks."""
+        touched, self._touched = self._touched, {}
+        for mailbox in touched:
+            mailbox.wake()
+
     def _receive_step(self, message: Message) -> None:
-        tickets = self._tickets
+        tickets, touched = self._tickets, self._touched
         for line in message.get("progress", ()):
             number, *figures = line
             if (ticket := tickets.get(number)) is not None:
                 ticket.mailbox.put(Progress(ticket.index, *figures))
-        for number, *piece in message.get("pieces", ()):
-            if (ticket := tickets.get(number)) is not None:
+                touched[ticket.mailbox] = None
+        for piece in message.get("pieces", ()):
+            if (ticket := tickets.get(piece[0])) is not None:
+                ticket.generated += piece[2]
                 ticket.has_sent = True
-                ticket.generated += piece[1]
-                self.slots.note(number, len(ticket.generated))
                 if ticket.job.is_mute:
                     continue
-                ticket.mailbox.put(Piece(ticket.index, *piece))
-                if ticket.mailbox.is_overfull:
+                mailbox = ticket.mailbox
+                mailbox.put(Piece(ticket.index, *piece[1:]))
+                touched[mailbox] = None
+                if mailbox.is_overfull:
                     self.cancel([ticket])
         for end in message.get("ends", ()):
             if (ticket := tickets.get(end["id"])) is not None:
@@ -313,7 +322,8 @@ class EngineClient:
         self.slots.release(ticket.number, [*ticket.job.tokens, *ticket.generated[:-1]])
         if not ticket.accepted.done():
             ticket.accepted.set_result(None)
-        ticket.mailbox.put(end)
+        ticket.mailbox.put_end(end)
+        self._touched[ticket.mailbox] = None
         self.on_end(end, ticket)
 
     # Its death
@@ -330,6 +340,7 @@ class EngineClient:
         for ticket in list(self._tickets.values()):
             if self.state == DEAD or ticket.has_sent or ticket.is_cancelled:
                 self._fail(ticket, error)
+        self.wake_readers()
         if self.state == DEAD:
             self.ended.set()
             return
@@ -357,6 +368,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
             self._client.receive(message)
+        self._client.wake_readers()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._client.lost()

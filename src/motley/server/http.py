@@ -1,13 +1,37 @@
-"""HTTP connections with limits that uvicorn does not have: on the size of a request's head, and the time for it."""
+"""HTTP connections: what uvicorn does not have. Limits on the head of a request (its size, and the time for it) and on
+readers that take nothing; and a way to write the chunks of a stream without a coroutine for each.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import socket
+import struct
+from contextlib import suppress
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from motley.server.settings import Limits
+from motley.server.streams import BODY
+
+
+class ChunkedBody:
+    """The body of a streamed reply, in chunks. uvicorn's `send` must have begun the reply, and must end it."""
+
+    __slots__ = ("_flow", "_transport")
+
+    def __init__(self, protocol: HttpToolsProtocol) -> None:
+        self._flow = protocol.flow
+        self._transport = protocol.transport
+
+    def write(self, data: bytes) -> bool:
+        """False: the connection's buffer is full; `drain` before the next write."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return not self._flow.write_paused
+
+    async def drain(self) -> None:
+        await self._flow.drain()
 
 
 def protocol_with(limits: Limits) -> type[HttpToolsProtocol]:
@@ -15,20 +39,45 @@ def protocol_with(limits: Limits) -> type[HttpToolsProtocol]:
 
     class LimitedProtocol(HttpToolsProtocol):
         _n_head = 0
-        _waiting: asyncio.TimerHandle | None = None
+        _waiting: asyncio.TimerHandle | None = None  # for the head of a request
+        _blocked: asyncio.TimerHandle | None = None  # for the reader
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            # A writer learns at once that the reader is behind: what comes meanwhile is then written together.
+            transport.set_write_buffer_limits(high=0)
             self._wait_for_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
+            self._unblock()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            """The reader is behind. Closing would wait until it has taken the rest, so it is dropped in the end."""
+            super().pause_writing()
+            self._blocked = self.loop.call_later(limits.stalled_seconds, self._drop)
+
+        def resume_writing(self) -> None:
+            self._unblock()
+            super().resume_writing()
+
+        def _drop(self) -> None:
+            connection = self.transport.get_extra_info("socket")
+            with suppress(OSError):  # the kernel, too, forgets what was not taken
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.abort()
+
+        def _unblock(self) -> None:
+            if self._blocked is not None:
+                self._blocked.cancel()
+                self._blocked = None
 
         def on_message_begin(self) -> None:
             self._n_head = 0
             self._wait_for_head()
             super().on_message_begin()
+            cast(dict[str, Any], self.scope)[BODY] = ChunkedBody(self)
 
         def on_url(self, url: bytes) -> None:
             self._count(len(url))

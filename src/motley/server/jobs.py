@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,10 +71,16 @@ Event = Piece | Progress | End
 
 
 class Mailbox:
-    """What the engine sends for the jobs of one HTTP request. One reader; nobody waits for it."""
+    """What the engine sends for the jobs of one HTTP request. One reader; the engine's messages never wait for it.
+
+    The reader is a coroutine (`take`), or a function that `wake` calls (`on_events`).
+    """
+
+    __slots__ = ("_events", "_waiter", "n_open", "on_events")
 
     def __init__(self, n_jobs: int) -> None:
         self.n_open = n_jobs
+        self.on_events: Callable[[], None] | None = None
         self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -81,12 +88,26 @@ class Mailbox:
     def is_overfull(self) -> bool:
         return len(self._events) > _MAX_UNREAD
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Piece | Progress) -> None:
+        """Keeps an event. Its reader learns of it by `wake`, which is called once for all events of a message."""
         self._events.append(event)
-        if isinstance(event, End):
-            self.n_open -= 1
-        if self._waiter is not None and not self._waiter.done():
+
+    def put_end(self, end: End) -> None:
+        self._events.append(end)
+        self.n_open -= 1
+
+    def wake(self) -> None:
+        if self.on_events is not None:
+            self.on_events()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def take_now(self) -> list[Event]:
+        """All events since the last call, perhaps none."""
+        events = self._events
+        if events:
+            self._events = []
+        return events
 
     async def take(self) -> list[Event]:
         """All events since the last call, at least one; an empty list when all jobs have ended."""
@@ -95,5 +116,4 @@ class Mailbox:
                 return []
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        events, self._events = self._events, []
-        return events
+        return self.take_now()

@@ -161,6 +161,8 @@ def read_stops(stop: Any, settings: ServerSettings) -> tuple[str, ...]:
 
 def for_choices(sampling: Sampling, n_choices: int) -> list[SamplingParams]:
     """The parameters of each choice: with seeds of their own."""
+    if n_choices == 1 and sampling.params.n == 1:
+        return [sampling.params]
     return replace(sampling.params, n=n_choices).choices()
 
 

@@ -5,6 +5,7 @@ one of the requests that may run at the same time, and remembers the tokens of t
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from motley.server.jobs import Job
@@ -18,7 +19,11 @@ class Slot:
     request: int | None = None  # the number of its ticket
     job: Job | None = None
     tokens: list[int] = field(default_factory=list)  # whose cache `save` writes
-    n_decoded: int = 0
+    generated: Sequence[int] = ()  # by the request in it
+
+    @property
+    def n_decoded(self) -> int:
+        return len(self.generated)
 
 
 class Slots:
@@ -27,7 +32,7 @@ class Slots:
     def __init__(self, n_slots: int) -> None:
         self.all = [Slot(number) for number in range(n_slots)]
         self._slot_of: dict[int, Slot] = {}
-        self._deferred: OrderedDict[int, Job] = OrderedDict()
+        self._deferred: OrderedDict[int, tuple[Job, Sequence[int]]] = OrderedDict()
 
     @property
     def n_busy(self) -> int:
@@ -46,19 +51,15 @@ class Slots:
         slot = self._slot_of.get(request)
         return -1 if slot is None else slot.number
 
-    def note(self, request: int, n_decoded: int) -> None:
-        if (slot := self._slot_of.get(request)) is not None:
-            slot.n_decoded = n_decoded
-
-    def take(self, request: int, job: Job) -> None:
-        """Gives the request the slot that it names, or another free one; without one it waits."""
+    def take(self, request: int, job: Job, generated: Sequence[int] = ()) -> None:
+        """Gives the request the slot that it names, or another free one; without one it waits. `generated` grows."""
         free = [slot for slot in self.all if slot.request is None]
         if not free:
-            self._deferred[request] = job
+            self._deferred[request] = (job, generated)
             return
         named = [slot for slot in free if slot.number == job.id_slot]
         slot = (named or free)[0]
-        slot.request, slot.job, slot.n_decoded = request, job, 0
+        slot.request, slot.job, slot.generated = request, job, generated
         self._slot_of[request] = slot
 
     def release(self, request: int, tokens: list[int]) -> None:
@@ -68,9 +69,10 @@ class Slots:
         if slot is None:
             return
         slot.tokens = tokens
-        slot.request, slot.job, slot.n_decoded = None, None, 0
+        slot.request, slot.job, slot.generated = None, None, ()
         if self._deferred:
-            self.take(*self._deferred.popitem(last=False))
+            number, waiting = self._deferred.popitem(last=False)
+            self.take(number, *waiting)
 
     def resize(self, n_slots: int) -> None:
         """Before the first request only: the engine has chosen how many run at the same time."""

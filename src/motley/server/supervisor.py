@@ -77,6 +77,7 @@ async def _serve(settings: ServerSettings, listening: socket.socket) -> int:
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=False,  # the client's address is not used
         timeout_graceful_shutdown=_FINISH_SECONDS,
         timeout_keep_alive=75,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -16,7 +16,9 @@ from motley.server.errors import ApiError
 from motley.server.fields import Fields
 from motley.server.front import Front, new_id
 from motley.server.jobs import End, Piece, Progress
-from motley.server.replies import JSON, Answer, Run, answers_of, event, stream_of
+from motley.server.jobs import Event as JobEvent
+from motley.server.replies import JSON, Answer, Run, answers_of, event
+from motley.server.streams import stream_of
 from motley.text.tools import CallStart, ContentDelta, Event, ParsedAnswer, ReasoningDelta
 
 
@@ -51,9 +53,8 @@ async def create(front: Front, request: Request) -> Response:
             request,
             front.engine,
             jobs,
-            writer.chunks,
+            writer,
             on_error=lambda error: event(_error(error), "error"),
-            stalled_seconds=front.settings.limits.stalled_seconds,
         )
     (answer,) = await answers_of(request, front.engine, jobs)
     return JSON(_message(front, answer, read_answer(new_parser(chat)(), answer.text)))
@@ -122,19 +123,23 @@ class _Writer:
         self._index = -1  # of the open block
         self._kind: str | None = None
 
-    async def chunks(self, run: Run) -> AsyncIterator[bytes]:
-        yield self._start()
-        async for events in run.batches():
-            out: list[bytes] = []
-            for each in events:
-                if isinstance(each, Piece):
-                    out += self._write(self._parser.push(each.text))
-                elif isinstance(each, Progress):
-                    out.append(event({"type": "ping"}, "ping"))
-                else:
-                    out += self._write(self._parser.finish())
-                    out += self._end(each)
-            yield b"".join(out)
+    def begin(self, run: Run) -> bytes:
+        return self._start()
+
+    def write(self, events: list[JobEvent]) -> bytes:
+        out: list[bytes] = []
+        for each in events:
+            if isinstance(each, Piece):
+                out += self._write(self._parser.push(each.text))
+            elif isinstance(each, Progress):
+                out.append(event({"type": "ping"}, "ping"))
+            else:
+                out += self._write(self._parser.finish())
+                out += self._end(each)
+        return b"".join(out)
+
+    def end(self) -> bytes:
+        return b""
 
     def _start(self) -> bytes:
         message: dict[str, Any] = {

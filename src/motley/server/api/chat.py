@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,15 @@ from motley.server.errors import invalid
 from motley.server.fields import Fields
 from motley.server.front import FINGERPRINT, Front, new_id
 from motley.server.jobs import End, Job, Piece, Progress
+from motley.server.jobs import Event as JobEvent
 from motley.server.parts import PlainParser
-from motley.server.replies import DONE, JSON, Answer, Run, answers_of, stream_of
+from motley.server.replies import DONE, JSON, Answer, Run, answers_of
 from motley.server.sampling import Sampling, read_sampling
 from motley.server.shape import OPENAI_FINISH, LiveTimings, probabilities, timings, usage
+from motley.server.streams import stream_of
 from motley.text.tools import AnswerParser, CallStart, ContentDelta, Event, ParsedAnswer, ReasoningDelta
+
+_NOTHING = b'""'  # the text of an empty chunk
 
 
 async def complete(front: Front, request: Request) -> Response:
@@ -33,9 +37,7 @@ async def complete(front: Front, request: Request) -> Response:
     jobs = chat_jobs(front, body, chat, sampling, read_n(body, front))
     shape = Shape(front, body, sampling, new_parser(chat))
     if body.flag("stream"):
-        return await stream_of(
-            request, front.engine, jobs, shape.chunks, stalled_seconds=front.settings.limits.stalled_seconds
-        )
+        return await stream_of(request, front.engine, jobs, shape)
     answers = await answers_of(request, front.engine, jobs)
     return JSON(shape.complete(answers, jobs))
 
@@ -146,52 +148,61 @@ class Shape:
 
     # In pieces
 
-    async def chunks(self, run: Run) -> AsyncIterator[bytes]:
-        parsers = [self._new_parser() for _ in run.jobs]
-        live = [LiveTimings() for _ in run.jobs]
-        called = [False for _ in run.jobs]
-        answers = [Answer() for _ in run.jobs]
-        ends: list[End] = []
-        yield b"".join(self._chunk(i, {"role": "assistant", "content": None}) for i in range(len(run.jobs)))
-        async for events in run.batches():
-            out: list[bytes] = []
-            for each in events:
-                index = each.choice
-                if isinstance(each, Piece):
-                    live[index].tokens(len(each.tokens))
-                    deltas = parsers[index].push(each.text)
-                    called[index] |= any(isinstance(delta, CallStart) for delta in deltas)
-                    out += self._deltas(index, deltas, each, live[index])
-                    if self._is_verbose:
-                        answers[index].add(each)
-                elif isinstance(each, Progress):
-                    live[index].progress(each.n_cached, each.n_processed, each.seconds)
-                    out.append(
-                        self._chunk(index, {}, prompt_progress=show_progress(each), **self._live(live[index]))
-                    )
-                else:
-                    deltas = parsers[index].finish()
-                    called[index] |= any(isinstance(delta, CallStart) for delta in deltas)
-                    out += self._deltas(index, deltas, None, live[index])
-                    answers[index].add(each)
-                    ends.append(each)
-                    out.append(self._last(each, called[index], answers[index], run))
-            yield b"".join(out)
-        if self._has_usage:
-            yield self._usage(ends)
-        yield DONE
+    def begin(self, run: Run) -> bytes:
+        n_jobs = len(run.jobs)
+        self._jobs = run.jobs
+        self._parsers = [self._new_parser() for _ in run.jobs]
+        self._live = [LiveTimings() for _ in run.jobs] if self._has_timings else []
+        self._called = [False] * n_jobs
+        self._answers = [Answer() for _ in run.jobs]
+        self._ends: list[End] = []
+        # Around the text of a chunk that has nothing but content.
+        heads = [self._chunk(index, {"content": ""}).partition(_NOTHING) for index in range(n_jobs)]
+        self._around = [(head, rest) for head, _, rest in heads]
+        return b"".join(self._chunk(i, {"role": "assistant", "content": None}) for i in range(n_jobs))
 
-    def _deltas(self, index: int, deltas: list[Event], piece: Piece | None, live: LiveTimings) -> list[bytes]:
+    def write(self, events: list[JobEvent]) -> bytes:
+        out: list[bytes] = []
+        for each in events:
+            index = each.choice
+            if isinstance(each, Piece):
+                if self._has_timings:
+                    self._live[index].tokens(len(each.tokens))
+                if self._is_verbose:
+                    self._answers[index].add(each)
+                self._write_deltas(out, index, self._parsers[index].push(each.text), each)
+            elif isinstance(each, Progress):
+                if self._has_timings:
+                    self._live[index].progress(each.n_cached, each.n_processed, each.seconds)
+                more = self._more(index)
+                out.append(self._chunk(index, {}, prompt_progress=show_progress(each), **more))
+            else:
+                self._write_deltas(out, index, self._parsers[index].finish(), None)
+                self._answers[index].add(each)
+                self._ends.append(each)
+                out.append(self._last(each))
+        return b"".join(out)
+
+    def end(self) -> bytes:
+        return self._usage() + DONE if self._has_usage else DONE
+
+    def _write_deltas(self, out: list[bytes], index: int, deltas: list[Event], piece: Piece | None) -> None:
         """A chunk for each delta. Neighbouring content of one batch is one chunk already."""
-        more = self._live(live)
         if piece is not None and self._sampling.n_probs:
             content = probabilities(self._front.model, piece.tokens, piece.logprobs or [])
-            choice = {"logprobs": {"content": content}}
-            shown = [show_delta(delta) for delta in deltas] or [{}]
-            return [self._chunk(index, shown[0], choice=choice, **more)] + [
-                self._chunk(index, delta, **more) for delta in shown[1:]
-            ]
-        return [self._chunk(index, show_delta(delta), **more) for delta in deltas]
+            first = show_delta(deltas[0]) if deltas else {}
+            out.append(
+                self._chunk(index, first, choice={"logprobs": {"content": content}}, **self._more(index))
+            )
+            self._called[index] |= any(isinstance(delta, CallStart) for delta in deltas)
+            deltas = deltas[1:]
+        for delta in deltas:
+            if isinstance(delta, ContentDelta) and not self._has_timings:
+                head, rest = self._around[index]
+                out.append(head + orjson.dumps(delta.text) + rest)
+            else:
+                self._called[index] |= isinstance(delta, CallStart)
+                out.append(self._chunk(index, show_delta(delta), **self._more(index)))
 
     def _chunk(
         self,
@@ -206,19 +217,20 @@ class Shape:
         head = orjson.dumps({"choices": [shown], **more}, option=orjson.OPT_NON_STR_KEYS)
         return b"data: " + head[:-1] + b"," + self._tail + b"\n\n"
 
-    def _last(self, end: End, has_calls: bool, answer: Answer, run: Run) -> bytes:
+    def _last(self, end: End) -> bytes:
+        index = end.choice
         more: dict[str, Any] = {} if self._has_usage else {"timings": timings(end)}
         if self._is_verbose:
-            more["__verbose"] = self._verbose(answer, run.jobs[end.choice])
-        return self._chunk(end.choice, {}, finish=finish_reason(end, has_calls), **more)
+            more["__verbose"] = self._verbose(self._answers[index], self._jobs[index])
+        return self._chunk(index, {}, finish=finish_reason(end, self._called[index]), **more)
 
-    def _usage(self, ends: list[End]) -> bytes:
-        ends = sorted(ends, key=lambda end: end.choice)
+    def _usage(self) -> bytes:
+        ends = sorted(self._ends, key=lambda end: end.choice)
         head = orjson.dumps({"choices": [], "usage": usage(ends), "timings": timings(ends[0])})
         return b"data: " + head[:-1] + b"," + self._tail + b"\n\n"
 
-    def _live(self, live: LiveTimings) -> dict[str, Any]:
-        return {"timings": live.show()} if self._has_timings else {}
+    def _more(self, index: int) -> dict[str, Any]:
+        return {"timings": self._live[index].show()} if self._has_timings else {}
 
 
 def finish_reason(end: End, has_calls: bool) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
@@ -16,11 +15,14 @@ from motley.server.constraints import check
 from motley.server.errors import invalid, not_supported
 from motley.server.fields import Fields
 from motley.server.front import FINGERPRINT, Front, new_id
-from motley.server.jobs import End, Job, Piece
+from motley.server.jobs import End, Event, Job, Piece
 from motley.server.prompts import read_prompts
-from motley.server.replies import DONE, JSON, Answer, Run, answers_of, stream_of
+from motley.server.replies import DONE, JSON, Answer, Run, answers_of
 from motley.server.sampling import Sampling, read_sampling
 from motley.server.shape import OPENAI_FINISH, LiveTimings, probabilities, timings, usage
+from motley.server.streams import stream_of
+
+_TEXT = b'data: {"choices":[{"text":'  # how a chunk begins
 
 
 async def complete(front: Front, request: Request) -> Response:
@@ -33,9 +35,7 @@ async def complete(front: Front, request: Request) -> Response:
     jobs = make_jobs(front, body, prompts, sampling, read_n(body, front))
     shape = Shape(front, body, sampling)
     if body.flag("stream"):
-        return await stream_of(
-            request, front.engine, jobs, shape.chunks, stalled_seconds=front.settings.limits.stalled_seconds
-        )
+        return await stream_of(request, front.engine, jobs, shape)
     answers = await answers_of(request, front.engine, jobs)
     return JSON(shape.complete(answers, jobs))
 
@@ -71,6 +71,8 @@ class Shape:
             "id": new_id("cmpl-"),
         }
         self._tail = orjson.dumps(self._head)[1:]
+        self._is_plain = not (self._has_timings or sampling.n_probs)
+        self._ends: list[End] = []
 
     def complete(self, answers: list[Answer], jobs: list[Job]) -> dict[str, Any]:
         ends = [answer.end for answer in answers]
@@ -93,42 +95,47 @@ class Shape:
             result["__verbose"] = shape.final(answers[0], jobs[0], 0)
         return result
 
-    async def chunks(self, run: Run) -> AsyncIterator[bytes]:
-        live = [LiveTimings() for _ in run.jobs]
-        ends: list[End] = []
-        if self._echoes:
-            yield b"".join(self._chunk(i, self._prompt_of(job)) for i, job in enumerate(run.jobs))
-        async for events in run.batches():
-            out = []
-            for each in events:
-                index = each.choice
-                if isinstance(each, Piece):
-                    live[index].tokens(len(each.tokens))
-                    shown: dict[str, Any] = {"timings": live[index].show()} if self._has_timings else {}
-                    out.append(
-                        self._chunk(
-                            index,
-                            each.text,
-                            logprobs=self._logprobs(each.tokens, each.logprobs or []),
-                            **shown,
-                        )
-                    )
-                elif isinstance(each, End):
-                    ends.append(each)
-                    more: dict[str, Any] = (
-                        {} if self._has_usage else {"usage": usage([each]), "timings": timings(each)}
-                    )
-                    out.append(self._chunk(index, "", finish=OPENAI_FINISH[each.reason], **more))
-                else:
-                    out.append(self._chunk(index, "", prompt_progress=show_progress(each)))
-            yield b"".join(out)
-        if self._has_usage:
-            ends.sort(key=lambda end: end.choice)
-            head = orjson.dumps(
-                {"choices": [], "usage": usage_of_prompts(ends, run.jobs), "timings": timings(ends[0])}
-            )
-            yield b"data: " + head[:-1] + b"," + self._tail + b"\n\n"
-        yield DONE
+    # In pieces
+
+    def begin(self, run: Run) -> bytes:
+        self._jobs = run.jobs
+        self._live = [LiveTimings() for _ in run.jobs] if self._has_timings else []
+        # Around the text of a chunk that has nothing but text.
+        self._rest = [self._chunk(index, "").removeprefix(_TEXT + b'""') for index in range(len(run.jobs))]
+        if not self._echoes:
+            return b""
+        return b"".join(self._chunk(i, self._prompt_of(job)) for i, job in enumerate(run.jobs))
+
+    def write(self, events: list[Event]) -> bytes:
+        if len(events) == 1:
+            return self._event(events[0])
+        return b"".join([self._event(each) for each in events])
+
+    def end(self) -> bytes:
+        if not self._has_usage:
+            return DONE
+        ends = sorted(self._ends, key=lambda end: end.choice)
+        head = orjson.dumps(
+            {"choices": [], "usage": usage_of_prompts(ends, self._jobs), "timings": timings(ends[0])}
+        )
+        return b"data: " + head[:-1] + b"," + self._tail + b"\n\n" + DONE
+
+    def _event(self, each: Event) -> bytes:
+        index = each.choice
+        if isinstance(each, Piece):
+            if self._is_plain:
+                return _TEXT + orjson.dumps(each.text) + self._rest[index]
+            shown: dict[str, Any] = {}
+            if self._has_timings:
+                self._live[index].tokens(len(each.tokens))
+                shown["timings"] = self._live[index].show()
+            logprobs = self._logprobs(each.tokens, each.logprobs or [])
+            return self._chunk(index, each.text, logprobs=logprobs, **shown)
+        if isinstance(each, End):
+            self._ends.append(each)
+            more = {} if self._has_usage else {"usage": usage([each]), "timings": timings(each)}
+            return self._chunk(index, "", finish=OPENAI_FINISH[each.reason], **more)
+        return self._chunk(index, "", prompt_progress=show_progress(each))
 
     def _chunk(
         self, index: int, text: str, *, finish: str | None = None, logprobs: Any = None, **more: Any

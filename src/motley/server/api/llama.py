@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
@@ -12,11 +11,12 @@ from motley.server.constraints import check
 from motley.server.errors import invalid
 from motley.server.fields import Fields
 from motley.server.front import Front
-from motley.server.jobs import End, Job, Piece, Progress
+from motley.server.jobs import End, Event, Job, Piece, Progress
 from motley.server.prompts import read_prompts, require_room
-from motley.server.replies import JSON, Answer, Run, answers_of, event, stream_of
+from motley.server.replies import JSON, Answer, Run, answers_of, event
 from motley.server.sampling import Sampling, for_choices, generation_settings, read_sampling
 from motley.server.shape import LiveTimings, probabilities, stop_type, timings
+from motley.server.streams import stream_of
 
 
 async def complete(front: Front, request: Request) -> Response:
@@ -35,9 +35,7 @@ async def complete_prompts(
     jobs = make_jobs(front, body, prompts, sampling, n_choices)
     shape = Shape(front, body, sampling)
     if body.flag("stream"):
-        return await stream_of(
-            request, front.engine, jobs, shape.chunks, stalled_seconds=front.settings.limits.stalled_seconds
-        )
+        return await stream_of(request, front.engine, jobs, shape)
     answers = await answers_of(request, front.engine, jobs)
     results = [
         shape.final(answer, job, index) for index, (answer, job) in enumerate(zip(answers, jobs, strict=True))
@@ -141,32 +139,41 @@ class Shape:
             self._front.model, tokens, logprobs, post_sampling=self._sampling.post_sampling_probs
         )
 
-    async def chunks(self, run: Run) -> AsyncIterator[bytes]:
-        answers = [Answer() for _ in run.jobs]
-        live = [LiveTimings() for _ in run.jobs]
-        async for events in run.batches():
-            out = []
-            for each in events:
-                answers[each.choice].add(each)
-                if isinstance(each, End):
-                    out.append(event(self.final(answers[each.choice], run.jobs[each.choice], each.choice)))
-                elif isinstance(each, Piece):
-                    live[each.choice].tokens(len(each.tokens))
-                    out.append(event(self._partial(each, answers[each.choice], live[each.choice], run)))
-                else:
-                    live[each.choice].progress(each.n_cached, each.n_processed, each.seconds)
-                    out.append(event(self._progress(each, live[each.choice], run)))
-            yield b"".join(out)
+    # In pieces
 
-    def _partial(self, piece: Piece, so_far: Answer, live: LiveTimings, run: Run) -> dict[str, Any]:
+    def begin(self, run: Run) -> bytes:
+        self._run = run
+        self._answers = [Answer() for _ in run.jobs]
+        self._live = [LiveTimings() for _ in run.jobs]
+        return b""
+
+    def write(self, events: list[Event]) -> bytes:
+        out = []
+        for each in events:
+            answer, live = self._answers[each.choice], self._live[each.choice]
+            answer.add(each)
+            if isinstance(each, End):
+                out.append(event(self.final(answer, self._run.jobs[each.choice], each.choice)))
+            elif isinstance(each, Piece):
+                live.tokens(len(each.tokens))
+                out.append(event(self._partial(each, answer, live)))
+            else:
+                live.progress(each.n_cached, each.n_processed, each.seconds)
+                out.append(event(self._progress(each, live)))
+        return b"".join(out)
+
+    def end(self) -> bytes:
+        return b""
+
+    def _partial(self, piece: Piece, so_far: Answer, live: LiveTimings) -> dict[str, Any]:
         result: dict[str, Any] = {
             "index": piece.choice,
             "content": piece.text,
             "tokens": piece.tokens,
             "stop": False,
-            "id_slot": self._front.engine.slots.of(run.tickets[piece.choice].number),
+            "id_slot": self._front.engine.slots.of(self._run.tickets[piece.choice].number),
             "tokens_predicted": len(so_far.tokens),
-            "tokens_evaluated": len(run.jobs[piece.choice].tokens),
+            "tokens_evaluated": len(self._run.jobs[piece.choice].tokens),
         }
         if self._has_timings:
             result["timings"] = live.show()
@@ -174,13 +181,13 @@ class Shape:
             result["completion_probabilities"] = self._probabilities(piece.tokens, piece.logprobs or [])
         return result
 
-    def _progress(self, progress: Progress, live: LiveTimings, run: Run) -> dict[str, Any]:
+    def _progress(self, progress: Progress, live: LiveTimings) -> dict[str, Any]:
         result = {
             "index": progress.choice,
             "content": "",
             "tokens": [],
             "stop": False,
-            "id_slot": self._front.engine.slots.of(run.tickets[progress.choice].number),
+            "id_slot": self._front.engine.slots.of(self._run.tickets[progress.choice].number),
             "tokens_predicted": 0,
             "tokens_evaluated": progress.n_prompt,
             "prompt_progress": show_progress(progress),

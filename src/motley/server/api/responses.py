@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
@@ -16,8 +15,10 @@ from motley.server.chat import ChatPrompt, read_chat
 from motley.server.fields import Fields
 from motley.server.front import Front, new_id
 from motley.server.jobs import End, Piece, Progress
-from motley.server.replies import JSON, Run, answers_of, event, stream_of
+from motley.server.jobs import Event as JobEvent
+from motley.server.replies import JSON, Run, answers_of, event
 from motley.server.shape import LiveTimings, timings
+from motley.server.streams import stream_of
 from motley.text.tools import ArgumentsDelta, CallStart, ContentDelta, Event, ParsedAnswer, ReasoningDelta
 
 
@@ -34,9 +35,8 @@ async def create(front: Front, request: Request) -> Response:
             request,
             front.engine,
             jobs,
-            writer.chunks,
+            writer,
             on_error=lambda error: event({"type": "error", **error.body()["error"]}, "error"),
-            stalled_seconds=front.settings.limits.stalled_seconds,
         )
     (answer,) = await answers_of(request, front.engine, jobs)
     items = _items(read_answer(new_parser(chat)(), answer.text))
@@ -142,29 +142,32 @@ class _Writer:
         self._number = self._call_id = self._name = ""
         self._text = ""
 
-    async def chunks(self, run: Run) -> AsyncIterator[bytes]:
-        yield self._event("response.created", response=self._shape.response([])) + self._event(
-            "response.in_progress", response=self._shape.response([])
-        )
-        async for events in run.batches():
-            out: list[bytes] = []
-            for each in events:
-                if isinstance(each, Piece):
-                    self._live.tokens(len(each.tokens))
-                    out += self._write(self._parser.push(each.text))
-                elif isinstance(each, Progress):
-                    self._live.progress(each.n_cached, each.n_processed, each.seconds)
-                    out.append(
-                        self._event(
-                            "response.in_progress",
-                            response=self._shape.response([]),
-                            prompt_progress=show_progress(each),
-                        )
+    def begin(self, run: Run) -> bytes:
+        created = self._event("response.created", response=self._shape.response([]))
+        return created + self._event("response.in_progress", response=self._shape.response([]))
+
+    def write(self, events: list[JobEvent]) -> bytes:
+        out: list[bytes] = []
+        for each in events:
+            if isinstance(each, Piece):
+                self._live.tokens(len(each.tokens))
+                out += self._write(self._parser.push(each.text))
+            elif isinstance(each, Progress):
+                self._live.progress(each.n_cached, each.n_processed, each.seconds)
+                out.append(
+                    self._event(
+                        "response.in_progress",
+                        response=self._shape.response([]),
+                        prompt_progress=show_progress(each),
                     )
-                else:
-                    out += self._write(self._parser.finish())
-                    out += self._end(each)
-            yield b"".join(out)
+                )
+            else:
+                out += self._write(self._parser.finish())
+                out += self._end(each)
+        return b"".join(out)
+
+    def end(self) -> bytes:
+        return b""
 
     def _write(self, deltas: list[Event]) -> list[bytes]:
         out: list[bytes] = []
