@@ -29,6 +29,9 @@ BOYS = (
     "Moritz Ned Nils Noah Oleg Oscar Otis Otto Paul Pavel Pete Piet Ralf Ravi Rob Rolf Ron Sam Saul Seth Simon Sven Ted "
     "Theo Tim Toby Tom Ugo Victor Vito Walt Will Yuri Zeno"
 ).split()
+# Initials of a story's hero whom nobody has named, and of the friend. In greedy answers, small models otherwise take the
+# most likely name twice.
+HEROES, FRIENDS = "ABCDEFGHIJK", "LMNOPQRSTUVWXYZ"
 ANIMALS = (
     "fox bear rabbit mouse hedgehog squirrel frog duck goat cat dog owl badger otter beaver lamb donkey pig hen goose "
     "sparrow crow mole deer turtle pony kitten puppy raccoon penguin"
@@ -133,8 +136,14 @@ class Draw:
             if len(word) > 2 and is_held_out(word) == self.held_out and word not in TAKEN:
                 return word
 
-    def name(self, kind: str = "") -> str:
-        """A first name: `kind` is "girl", "boy" or anything."""
+    def name(self, kind: str = "", initials: str = "") -> str:
+        """A first name: `kind` is "girl", "boy" or anything; `initials`: one of these (default: any)."""
+        while True:
+            name = self._name(kind)
+            if not initials or name[0] in initials:
+                return name
+
+    def _name(self, kind: str) -> str:
         if not kind and self.further(0.25):
             return self.unusual_name()
         if self.random() * INVENTED_ONE_IN < 1:

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from training.lexicon import ADJECTIVES, ANIMALS, FOODS, NOUNS, PLACES, WAYS, Draw, article
+from training.lexicon import ADJECTIVES, ANIMALS, FOODS, FRIENDS, HEROES, NOUNS, PLACES, WAYS, Draw, article
 
 PRONOUNS = {"he": ("he", "him", "his"), "she": ("she", "her", "her")}
 TRAITS = "kind brave shy curious cheerful clever quiet careful lively patient gentle stubborn".split()
@@ -40,7 +40,7 @@ class Being:
             kind = draw.pick(("girl", "boy")) if draw.chance(0.5) else draw.pick(ANIMALS)
         gender = {"girl": "she", "boy": "he"}.get(kind) or draw.pick(("he", "she"))
         while not name or name in {being.name for being in avoid}:
-            name = draw.name("girl" if gender == "she" else "boy")
+            name = draw.name("girl" if gender == "she" else "boy", FRIENDS if avoid else HEROES)
         return Being(name, kind, gender)
 
 

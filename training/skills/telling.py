@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from training.chat import Task, ask
-from training.lexicon import ANIMALS, PLACES, Draw, article
+from training.lexicon import ANIMALS, HEROES, PLACES, Draw, article
 from training.plots import write_story
 from training.stories import Being, Story, check_story
 
@@ -31,14 +31,17 @@ ABOUT = (
     "Write a short story about {x}.",
 )
 
+NAMES_THE_HERO = (2, 6, 7)  # forms of `story_request`
+
 
 def story_request(draw: Draw) -> tuple[str, Story, dict[str, object]]:
     """A request, a story that fits, and what `check_story` should look for."""
     kind = draw.pick(("girl", "boy")) if draw.chance(0.45) else draw.pick(ANIMALS)
     gender = {"girl": "she", "boy": "he"}.get(kind) or draw.pick(("he", "she"))
-    hero = Being(draw.name("girl" if gender == "she" else "boy"), kind, gender)
-    thing, place = draw.thing(), draw.pick(PLACES)
     form = draw.integer(0, 7)
+    initials = "" if form in NAMES_THE_HERO else HEROES
+    hero = Being(draw.name("girl" if gender == "she" else "boy", initials), kind, gender)
+    thing, place = draw.thing(), draw.pick(PLACES)
     wanted: dict[str, object] = {}
     match form:
         case 0:
