@@ -1,5 +1,5 @@
-// Rendezvous of the programs of several devices in one process: each device publishes its buffer and all devices read
-// all buffers; or one device sends and another receives.
+// Where programs of several devices exchange data: each device publishes its values and reads those of all devices; or
+// one device sends and another receives. Here for the devices of one process; for several processes: shared_group.hpp.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -10,19 +10,39 @@ namespace motley {
 
 class Group {
 public:
-    explicit Group(int n_devices) : barrier_(n_devices), parts_(n_devices, nullptr), mail_(n_devices * n_devices) {}
+    virtual ~Group() = default;
+    virtual int n_devices() const = 0;
 
-    // Publishes a device's buffer and waits for all devices. False if another device has failed.
-    bool show(int device, const float* part) {
-        parts_[device] = part;
+    // Publishes the counts[device] values of a device and waits for all devices. False if another device has failed.
+    virtual bool show(int device, const float* values, const std::vector<int64_t>& counts) = 0;
+    // The values of `source` for `device`, which may read them between `show` and `leave`.
+    virtual const float* part(int device, int source) const = 0;
+    virtual bool leave(int device) = 0;
+
+    // Waits only while the previous message is unread. Both return false if another device has failed.
+    virtual bool send(int source, int target, const float* x, int64_t n) = 0;
+    virtual bool receive(int source, int target, float* out, int64_t n) = 0;
+
+    // All functions fail from now on, those that wait included.
+    virtual void abort() = 0;
+    // Call it only when no device is in the group's functions.
+    virtual void reset() = 0;
+};
+
+class LocalGroup : public Group {
+public:
+    explicit LocalGroup(int n_devices) : barrier_(n_devices), parts_(n_devices, nullptr), mail_(n_devices * n_devices) {}
+
+    int n_devices() const override { return static_cast<int>(parts_.size()); }
+
+    bool show(int device, const float* values, const std::vector<int64_t>&) override {
+        parts_[device] = values;
         return barrier_.arrive_and_wait();
     }
-    bool leave() { return barrier_.arrive_and_wait(); }
-    const float* part(int device) const { return parts_[device]; }
-    int n_devices() const { return static_cast<int>(parts_.size()); }
+    const float* part(int, int source) const override { return parts_[source]; }
+    bool leave(int) override { return barrier_.arrive_and_wait(); }
 
-    // Waits only while the previous message is unread. False if another device has failed.
-    bool send(int source, int target, const float* x, int64_t n) {
+    bool send(int source, int target, const float* x, int64_t n) override {
         Mail& mail = mail_[source * n_devices() + target];
         const uint32_t n_sent = mail.n_sent.load(std::memory_order_relaxed);
         for (uint32_t n_read; (n_read = mail.n_read.load(std::memory_order_acquire)) != n_sent && !is_aborted_.load();)
@@ -31,7 +51,7 @@ public:
         bump(mail.n_sent);
         return !is_aborted_.load();
     }
-    bool receive(int source, int target, float* out) {
+    bool receive(int source, int target, float* out, int64_t) override {
         Mail& mail = mail_[source * n_devices() + target];
         await_change(mail.n_sent, mail.n_read.load(std::memory_order_relaxed));
         if (is_aborted_.load()) return false;
@@ -40,7 +60,7 @@ public:
         return true;
     }
 
-    void abort() {
+    void abort() override {
         is_aborted_.store(true);
         barrier_.abort();
         for (Mail& mail : mail_) {
@@ -49,8 +69,7 @@ public:
         }
     }
 
-    // Call it only when no device is in the group's functions.
-    void reset() {
+    void reset() override {
         barrier_.reset();
         for (Mail& mail : mail_) {
             mail.n_sent.store(0);

@@ -15,6 +15,7 @@
 #include "expert_ffn.hpp"
 #include "names.hpp"
 #include "program.hpp"
+#include "shared_group.hpp"
 #include "team.hpp"
 
 namespace nb = nanobind;
@@ -220,15 +221,16 @@ void bind_program(nb::module_& m) {
         .def("send", [](Program& p, const std::shared_ptr<Group>& group, int device, int target, Address x, int64_t n) {
             p.add_send(group, device, target, at(x), n);
         })
-        .def("receive", [](Program& p, const std::shared_ptr<Group>& group, int device, int source, Address out) {
-            p.add_receive(group, device, source, at(out));
-        })
-        .def("exchange", [](Program& p, const std::shared_ptr<Group>& group, int device, Address x, const std::vector<PieceTuple>& pieces) {
+        .def("receive", [](Program& p, const std::shared_ptr<Group>& group, int device, int source, Address out, int64_t n) {
+            p.add_receive(group, device, source, at(out), n);
+        }, "group"_a, "device"_a, "source"_a, "out"_a, "n"_a = -1)
+        .def("exchange", [](Program& p, const std::shared_ptr<Group>& group, int device, Address x,
+                            const std::vector<PieceTuple>& pieces, std::vector<int64_t> counts) {
             std::vector<Program::Piece> list;
             for (const auto& [source, offset, out, shape, source_stride, out_stride] : pieces)
                 list.push_back({source, offset, copy_args(0, out, shape, source_stride, out_stride)});
-            p.add_exchange(group, device, at(x), std::move(list));
-        });
+            p.add_exchange(group, device, at(x), std::move(list), std::move(counts));
+        }, "group"_a, "device"_a, "x"_a, "pieces"_a, "counts"_a = std::vector<int64_t>{});
 }
 
 // Weights are read from one end to the other for each token: with huge pages, if the system has them, there are
@@ -292,11 +294,23 @@ NB_MODULE(_core, m) {
         .def(nb::init<>())
         .def("set", [](StateBatch& batch, Address spans, int64_t n_spans) { batch.view = {at<const StateSpan>(spans), n_spans}; },
              "spans"_a, "n_spans"_a, "Nine int64 for each sequence, see kernels.hpp.");
-    nb::class_<Group>(m, "Group", "Where programs of several devices exchange data.")
-        .def(nb::init<int>(), "n_devices"_a)
+    nb::class_<Group>(m, "AnyGroup", "Where programs of several devices exchange data.")
         .def_prop_ro("n_devices", &Group::n_devices)
+        .def("show", [](Group& group, int device, Address values, const std::vector<int64_t>& counts) {
+            return group.show(device, at(values), counts);
+        }, nb::call_guard<nb::gil_scoped_release>())
+        .def("part", [](const Group& group, int device, int source) { return reinterpret_cast<Address>(group.part(device, source)); })
+        .def("leave", &Group::leave, nb::call_guard<nb::gil_scoped_release>())
+        .def("send", [](Group& group, int source, int target, Address x, int64_t n) { return group.send(source, target, at(x), n); },
+             nb::call_guard<nb::gil_scoped_release>())
+        .def("receive", [](Group& group, int source, int target, Address out, int64_t n) { return group.receive(source, target, at(out), n); },
+             nb::call_guard<nb::gil_scoped_release>())
         .def("abort", &Group::abort)
         .def("reset", &Group::reset);
+    nb::class_<LocalGroup, Group>(m, "Group", "A group of devices of this process.").def(nb::init<int>(), "n_devices"_a);
+    nb::class_<SharedGroup, Group>(m, "SharedGroup", "A group of devices in several processes of this machine.")
+        .def(nb::init<int, int64_t, int>(), "file"_a, "offset"_a, "n_devices"_a)
+        .def_static("n_bytes", &SharedGroup::n_bytes, "n_devices"_a);
     nb::exception<Aborted>(m, "HungUpError");
     bind_program(m);
     nb::class_<Team>(m, "Team", "Runs the programs of several devices at the same time; the first on the caller's thread.")

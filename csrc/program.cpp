@@ -5,6 +5,8 @@ namespace {
 
 constexpr double kWorthSharing = 3000;  // nanoseconds
 
+bool is_local(const Group& group) { return dynamic_cast<const LocalGroup*>(&group) != nullptr; }
+
 }  // namespace
 
 void Program::add(Step step, double work) {
@@ -18,36 +20,47 @@ void Program::add_rendezvous(std::function<bool()> rendezvous) {
 
 void Program::add_all_reduce(std::shared_ptr<Group> group, int device, const float* x, float* out, int64_t n) {
     constexpr int64_t kChunk = 4096;
-    add_rendezvous([=] { return group->show(device, x); });
-    const auto sum = [this, group, out, n_all = n, rows = rows_](const Worker& worker) {
+    const auto n_actual = [this, n_all = n, rows = rows_] {
         int64_t n = n_all;
         rescale(n, n_rows(rows), rows.n_planned);
+        return n;
+    };
+    add_rendezvous([=] { return group->show(device, x, std::vector<int64_t>(group->n_devices(), n_actual())); });
+    const auto sum = [group, device, out, n_actual](const Worker& worker) {
+        const int64_t n = n_actual();
         for (int64_t task; (task = worker.take()) * kChunk < n;) {
             const int64_t first = task * kChunk, stop = n < first + kChunk ? n : first + kChunk;
-            const float* part = group->part(0);
+            const float* part = group->part(device, 0);
             for (int64_t i = first; i < stop; i++) out[i] = part[i];
             for (int d = 1; d < group->n_devices(); d++) {
-                part = group->part(d);
+                part = group->part(device, d);
                 for (int64_t i = first; i < stop; i++) out[i] += part[i];
             }
         }
     };
     add([this, sum](const Worker& worker) { if (!has_failed_.load()) sum(worker); }, static_cast<double>(n) * 0.3);
-    add_rendezvous([=] { return group->leave(); });
+    add_rendezvous([=] { return group->leave(device); });
 }
 
-void Program::add_exchange(std::shared_ptr<Group> group, int device, const float* x, std::vector<Piece> pieces) {
-    add_rendezvous([=] { return group->show(device, x); });
-    add([this, group, pieces = std::move(pieces)](const Worker& worker) {
+void Program::add_exchange(std::shared_ptr<Group> group, int device, const float* x, std::vector<Piece> pieces,
+                           std::vector<int64_t> counts) {
+    if (static_cast<int>(counts.size()) != group->n_devices() && !is_local(*group)) throw std::invalid_argument("a count for each device");
+    add_rendezvous([=, counts = std::move(counts)] { return group->show(device, x, counts); });
+    add([this, group, device, pieces = std::move(pieces)](const Worker& worker) {
         if (has_failed_.load()) return;
         for (const Piece& piece : pieces) {  // on the first thread
             std::atomic<int64_t> next{0};
             CopyArgs copy = piece.copy;
-            copy.source = group->part(piece.device) + piece.offset;
+            copy.source = group->part(device, piece.device) + piece.offset;
             kernels().copy(copy, {0, 1, &next, worker.scratch});
         }
     }, 0);
-    add_rendezvous([=] { return group->leave(); });
+    add_rendezvous([=] { return group->leave(device); });
+}
+
+void Program::add_receive(std::shared_ptr<Group> group, int device, int source, float* out, int64_t n) {
+    if (n < 0 && !is_local(*group)) throw std::invalid_argument("the number of values");
+    add_rendezvous([=] { return group->receive(source, device, out, n); });
 }
 
 void Program::run(int64_t n_tokens, int64_t n_outputs) {

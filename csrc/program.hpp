@@ -46,20 +46,20 @@ public:
     // Sums all devices' `x` of n values, in the order of devices, into `out` on every device.
     void add_all_reduce(std::shared_ptr<Group> group, int device, const float* x, float* out, int64_t n);
 
-    // Copies pieces from the devices' `x`; `source` of a piece is an offset into its device's `x`.
+    // Copies pieces from the devices' `x`; `source` of a piece is an offset into its device's `x`. `counts`: the number of
+    // values of each device's `x`; a local group does not need them.
     struct Piece {
         int device;
         int64_t offset;
         CopyArgs copy;
     };
-    void add_exchange(std::shared_ptr<Group> group, int device, const float* x, std::vector<Piece> pieces);
+    void add_exchange(std::shared_ptr<Group> group, int device, const float* x, std::vector<Piece> pieces,
+                      std::vector<int64_t> counts = {});
 
     void add_send(std::shared_ptr<Group> group, int device, int target, const float* x, int64_t n) {
         add_rendezvous([=] { return group->send(device, target, x, n); });
     }
-    void add_receive(std::shared_ptr<Group> group, int device, int source, float* out) {
-        add_rendezvous([=] { return group->receive(source, device, out); });
-    }
+    void add_receive(std::shared_ptr<Group> group, int device, int source, float* out, int64_t n = -1);
 
     // Runs a batch with these numbers of tokens and outputs, at most the planned ones; -1: the planned ones. Throws
     // Aborted if another device of a group has failed.

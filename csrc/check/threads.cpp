@@ -1,7 +1,12 @@
 // Threads that leave and come back, and devices that exchange values.
 #include <algorithm>
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 
 #include "../program.hpp"
+#include "../shared_group.hpp"
 #include "../team.hpp"
 #include "check.hpp"
 
@@ -104,31 +109,56 @@ void check_changing_threads() {
     for (auto& caller : callers) caller.join();
 }
 
-// Repeated all-reduces of devices, each with its own threads.
-void check_group() {
-    constexpr int kDevices = 3, kRounds = 50, kValues = 20000;
-    auto group = std::make_shared<Group>(kDevices);
-    std::vector<std::vector<float>> parts, sums(kDevices, std::vector<float>(kValues));
+namespace {
+
+// Repeated all-reduces of devices, each with its own threads, and messages.
+void run_group(const std::vector<std::shared_ptr<Group>>& groups, int64_t n_values) {
+    constexpr int kDevices = 3, kRounds = 20;
+    std::vector<std::vector<float>> parts, sums(kDevices, std::vector<float>(n_values));
     std::vector<std::unique_ptr<Program>> programs;
     std::vector<Program*> members;
     for (int d = 0; d < kDevices; d++) {
-        parts.emplace_back(kValues, static_cast<float>(d + 1));
+        parts.emplace_back(n_values, static_cast<float>(d + 1));
         programs.push_back(std::make_unique<Program>(std::make_shared<Pool>(2, "", std::vector<int>{})));
-        programs[d]->add_all_reduce(group, d, parts[d].data(), sums[d].data(), kValues);
+        programs[d]->add_all_reduce(groups[d], d, parts[d].data(), sums[d].data(), n_values);
         members.push_back(programs[d].get());
     }
-    float heard[2] = {};
-    programs[0]->add_send(group, 0, 2, parts[0].data(), 1);
-    programs[2]->add_receive(group, 2, 0, &heard[0]);
-    programs[2]->add_send(group, 2, 1, heard, 1);
-    programs[1]->add_receive(group, 1, 2, &heard[1]);
+    std::vector<float> heard(n_values), again(n_values);
+    programs[0]->add_send(groups[0], 0, 2, parts[0].data(), n_values);
+    programs[2]->add_receive(groups[2], 2, 0, heard.data(), n_values);
+    programs[2]->add_send(groups[2], 2, 1, heard.data(), n_values);
+    programs[1]->add_receive(groups[1], 1, 2, again.data(), n_values);
     Team team(kDevices);
     for (int i = 0; i < kRounds; i++) {
-        for (auto& sum : sums) sum.assign(kValues, 0.0f);
+        for (auto& sum : sums) sum.assign(n_values, 0.0f);
         team.run(members);
-        for (const auto& sum : sums) require(sum[0] == 6.0f && sum[kValues - 1] == 6.0f, "wrong sum", "group");
-        require(heard[0] == 1.0f && heard[1] == 1.0f, "wrong mail", "group");
+        for (const auto& sum : sums) require(sum[0] == 6.0f && sum[n_values - 1] == 6.0f, "wrong sum", "group");
+        require(again[0] == 1.0f && again[n_values - 1] == 1.0f, "wrong mail", "group");
     }
+}
+
+}  // namespace
+
+void check_group() {
+    const auto local = std::make_shared<LocalGroup>(3);
+    run_group({local, local, local}, 20000);
+#if defined(__linux__)
+    // As in three processes, each of which has mapped the memory. The second time, values do not fit into a slot.
+    for (const int64_t n_values : {int64_t{20000}, SharedGroup::kSlotValues + 5}) {
+        const int file = memfd_create("check", 0);
+        require(file >= 0 && ftruncate(file, SharedGroup::n_bytes(3)) == 0, "no memory", "shared group");
+        std::vector<std::shared_ptr<Group>> groups;
+        for (int d = 0; d < 3; d++) groups.push_back(std::make_shared<SharedGroup>(file, 0, 3));
+        close(file);
+        run_group(groups, n_values);
+        std::thread waiting([&] {
+            float value = 0;
+            require(!groups[1]->receive(0, 1, &value, 1), "nothing was sent", "shared group");
+        });
+        groups[1]->abort();
+        waiting.join();
+    }
+#endif
 }
 
 }  // namespace motley

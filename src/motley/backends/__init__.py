@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from motley.backends.base import (
     Backend,
     Executable,
@@ -12,13 +14,19 @@ from motley.backends.base import (
     join,
     make_rendezvous,
 )
-from motley.backends.cpu import CpuBackend, ExactCpuBackend, is_available
+from motley.backends.cpu import CpuBackend, ExactCpuBackend, SharedGroup, is_available
 from motley.backends.reference import ReferenceBackend
 from motley.errors import ConfigError, DeviceError
 
 BACKENDS: dict[str, type[Backend]] = {
     backend.name: backend for backend in (CpuBackend, ExactCpuBackend, ReferenceBackend)
 }
+
+
+def have_native_collectives(names: Sequence[str]) -> bool:
+    """Whether devices with these backends can do collectives at one rendezvous, without Python."""
+    kinds = {BACKENDS.get(name) for name in names}
+    return len(kinds) == 1 and all(kind is not None and kind.has_native_collectives for kind in kinds)
 
 
 def get_backend(name: str) -> Backend:
@@ -68,9 +76,11 @@ __all__ = [
     "LoadedWeight",
     "ReferenceBackend",
     "Rendezvous",
+    "SharedGroup",
     "backend_for",
     "backend_for_heads",
     "get_backend",
+    "have_native_collectives",
     "is_available",
     "join",
     "make_rendezvous",

@@ -118,6 +118,9 @@ class Backend(ABC):
 
     name: ClassVar[str]
     device: torch.device = torch.device("cpu")  # where activations and the cache are
+    has_native_collectives: ClassVar[bool] = (
+        False  # whether its programs do collectives at a NativeRendezvous
+    )
 
     @property
     @abstractmethod

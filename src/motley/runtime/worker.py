@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from motley.backends import Backend, Executable, Joint, join, make_rendezvous
+from motley.backends import Backend, Executable, Joint, Rendezvous, join, make_rendezvous
 from motley.graph import Graph
 from motley.kvcache.arena import Arena, CacheBatch
 from motley.kvcache.sequences import BlockCopy, BlockShift
@@ -18,7 +18,7 @@ from motley.runtime.batch import PlacedBatch
 from motley.runtime.caching import CachePlan
 from motley.runtime.device import DeviceRunner
 from motley.runtime.group import CollectiveKernel, Communicator, ThreadGroup
-from motley.runtime.hosts.mesh import MeshLine, MeshLink
+from motley.runtime.hosts.mesh import MeshLine, MeshLink, PeerLostError
 from motley.runtime.loading import Progress, load_weights, weight_bytes
 from motley.runtime.splitting import ModelSplit
 
@@ -67,6 +67,7 @@ class Worker:
         other processes of the crew, if there are any.
         """
         self.members = tuple(backends)
+        self._rendezvous: Rendezvous | None = None  # with other processes
         self._link = link
         own = [backends[device] for device in self.members]
         shares = [split.share(device, BatchShape(1, 1)) for device in self.members]
@@ -103,9 +104,24 @@ class Worker:
         copies: Sequence[BlockCopy],
     ) -> list[tuple[torch.Tensor, ...]]:
         """The outputs of each device. `shape`: the batch's own, or with more rows. `copies` are made first."""
-        step = self.prepare(shape)
         if self._link is not None:
             self._link.mesh.begin()
+        step = self.prepare(shape)
+        try:
+            return self._run(step, batch, inputs, copies)
+        except Exception as error:
+            aborted = () if self._rendezvous is None else self._rendezvous.aborted_error
+            if isinstance(error, aborted) or isinstance(error.__cause__, aborted):
+                raise PeerLostError("another process has ended or failed") from error
+            raise
+
+    def _run(
+        self,
+        step: _Step,
+        batch: PlacedBatch,
+        inputs: Mapping[str, torch.Tensor],
+        copies: Sequence[BlockCopy],
+    ) -> list[tuple[torch.Tensor, ...]]:
         if step.joint is not None:
             return step.joint.run([device.begin(batch, inputs, copies) for device in self.devices])
         return self._group.run(
@@ -114,11 +130,15 @@ class Worker:
 
     def prepare(self, shape: BatchShape) -> _Step:
         """The plans of all devices for a batch shape. They are kept."""
+        if self._link is not None and self._link.rendezvous is not self._rendezvous:
+            self._steps.clear()  # its programs do collectives at the rendezvous of a lost connection
+            self._rendezvous = self._group.rendezvous = self._link.rendezvous
         if shape in self._steps:
             self._steps.move_to_end(shape)
         else:
             executables = self._group.run(lambda index: self.devices[index].prepare(shape))
-            self._steps[shape] = _Step(executables, join(executables) if self._link is None else None)
+            is_joint = self._link is None or self._rendezvous is not None
+            self._steps[shape] = _Step(executables, join(executables) if is_joint else None)
             self.n_plans += 1
             if len(self._steps) > _MAX_STEPS:
                 self._steps.popitem(last=False)

@@ -45,6 +45,7 @@ class CpuBackend(Backend):
     """Kernels in C++. Activations are quantized to 8 bits before products with quantized weights."""
 
     name: ClassVar[str] = "cpu"
+    has_native_collectives: ClassVar[bool] = True
     is_exact: ClassVar[bool] = False  # whether activations stay float32
 
     def __init__(self, instruction_set: str = "") -> None:
@@ -94,7 +95,7 @@ class CpuBackend(Backend):
 
     @classmethod
     def make_rendezvous(cls, n_devices: int) -> Rendezvous | None:
-        return NativeRendezvous(n_devices)
+        return NativeRendezvous(core.Group(n_devices))
 
     def load(self, weight: PackedTensor) -> CpuWeight:
         if self._is_mapping and can_map(weight):

@@ -58,10 +58,10 @@ def can_compile(step: Step, weights: Mapping[str, CpuWeight]) -> bool:
     return step.kernel.name == NativeKernel.name
 
 
-def _rendezvous(step: Step) -> tuple[Any, int] | None:
+def _rendezvous(step: Step) -> tuple[NativeRendezvous, int] | None:
     """Where native programs do a collective by themselves, and which device this is; None: they do not."""
     where, device = (isinstance(step.kernel, HasRendezvous) and step.kernel.rendezvous) or (None, 0)
-    return (where.group, device) if isinstance(where, NativeRendezvous) else None
+    return (where, device) if isinstance(where, NativeRendezvous) else None
 
 
 class Compiler:
@@ -313,7 +313,8 @@ class Compiler:
     def _collective(self, step: Step, node: Tensor) -> None:
         op, out, where = node.op, self._memory.address(node), _rendezvous(step)
         assert where is not None
-        group, device = where
+        rendezvous, device = where
+        group = rendezvous.group
         x = self._memory.address(node.inputs[0]) if node.inputs else 0
         match op:
             case AllReduce():
@@ -328,14 +329,18 @@ class Compiler:
                         strides = (0, n * inner, inner, 1), (0, total * inner, inner, 1)
                         pieces.append((source, done * inner, out + 4 * start * inner, shape, *strides))
                         done += stop - start
-                self._program.exchange(group, device, x, pieces)
+                counts = [word.count(source) * outer * inner for source in range(group.n_devices)]
+                self._program.exchange(group, device, x, pieces, *([counts] if rendezvous.is_shared else []))
             case Send(_, target):
                 self._program.send(group, device, target, x, node.inputs[0].n_values)
             case Receive(source, _, _):
-                self._program.receive(group, device, source, out)
+                counts = [node.n_values] if rendezvous.is_shared else []
+                self._program.receive(group, device, source, out, *counts)
             case Broadcast(root, _):
                 flat = (1, 1, 1, node.n_values)
-                self._program.exchange(group, device, x, [(root, 0, out, flat, (0, 0, 0, 1), (0, 0, 0, 1))])
+                pieces = [(root, 0, out, flat, (0, 0, 0, 1), (0, 0, 0, 1))]
+                counts = [node.n_values if source == root else 0 for source in range(group.n_devices)]
+                self._program.exchange(group, device, x, pieces, *([counts] if rendezvous.is_shared else []))
 
 
 def _op(stage: Single, kind: type[Any]) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -32,6 +34,8 @@ MAX_RANGES: int = 0 if core is None else core.MAX_RANGES  # of ids that a device
 HAS_RECURRENT = core is not None and hasattr(
     core, "StateBatch"
 )  # False: built before there were such kernels
+HAS_SHARED_GROUP = core is not None and hasattr(core, "SharedGroup")
+_MAX_MEMBERS = 64
 MAX_HEAD_DIM = 512
 MAX_GROUP = 64  # query heads that share a KV head
 GROUP_ROWS = 16  # repacked weights have room for a multiple of this; every instruction set's groups divide it
@@ -40,17 +44,74 @@ MAX_EXPERTS = 1 << 18  # whose scores fit a thread's scratch memory
 
 
 class NativeRendezvous:
-    """Where native programs of several devices of this process do their collectives (base.Rendezvous)."""
+    """Where native programs of several devices do their collectives (base.Rendezvous)."""
 
-    def __init__(self, n_devices: int) -> None:
-        self.group: Any = core.Group(n_devices)
+    def __init__(self, group: Any) -> None:
+        """`group`: the module's Group, or its SharedGroup."""
+        self.group = group
         self.aborted_error: type[Exception] = core.HungUpError
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it has devices of other processes."""
+        return HAS_SHARED_GROUP and isinstance(self.group, core.SharedGroup)
 
     def abort(self) -> None:
         self.group.abort()
 
     def reset(self) -> None:
         self.group.reset()
+
+
+class SharedGroup:
+    """Members in several processes of one machine that exchange values in a file of memory.
+
+    Values have 4 bytes. `file`: a descriptor; the memory, from `offset` on, is zero at first.
+    """
+
+    def __init__(self, file: int, offset: int, n_members: int) -> None:
+        self.native: Any = core.SharedGroup(file, offset, n_members)
+
+    @staticmethod
+    def n_bytes(n_members: int) -> int:
+        """The memory that it needs. 0: the native module has no such groups, or there are too many members."""
+        return core.SharedGroup.n_bytes(n_members) if HAS_SHARED_GROUP and n_members <= _MAX_MEMBERS else 0
+
+    def rendezvous(self) -> NativeRendezvous:
+        """The group as a rendezvous of native programs."""
+        return NativeRendezvous(self.native)
+
+    def exchange(
+        self, member: int, values: torch.Tensor, counts: Sequence[int]
+    ) -> dict[int, torch.Tensor] | None:
+        """The values of all other members, of these numbers. They may be read until the next call. None: aborted."""
+        if not self.native.show(member, address(values), list(counts)):
+            return None
+        return {
+            other: _values_at(self.native.part(member, other), n, values.dtype)
+            for other, n in enumerate(counts)
+            if other != member
+        }
+
+    def send(self, source: int, target: int, values: torch.Tensor) -> bool:
+        """Waits while the previous message is unread. False: aborted."""
+        is_sent: bool = self.native.send(source, target, address(values), values.numel())
+        return is_sent
+
+    def receive(self, source: int, target: int, out: torch.Tensor) -> bool:
+        """Waits for a message. False: aborted."""
+        is_there: bool = self.native.receive(source, target, address(out), out.numel())
+        return is_there
+
+    def abort(self) -> None:
+        """Makes all functions of this object fail, those that wait included."""
+        self.native.abort()
+
+
+def _values_at(place: int, n_values: int, dtype: torch.dtype) -> torch.Tensor:
+    if n_values == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_uint8 * (n_values * dtype.itemsize)).from_address(place), dtype=dtype)
 
 
 def address(tensor: torch.Tensor | None) -> int:

@@ -22,17 +22,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from motley.backends import Rendezvous, have_native_collectives
 from motley.errors import DeviceError
 from motley.graph import Shape
 from motley.runtime.crew import is_loopback
 from motley.runtime.group import PartSizes, ThreadGroup
-from motley.runtime.hosts.shared import SLOT_BYTES, SharedSlots, open_shared
+from motley.runtime.hosts.shared import SharedGroups, open_shared
 from motley.runtime.hosts.wire import decode, encode, wire_bytes
 
 _MAX_WAIT = timedelta(days=1)  # a lost process is found by the control connection, which then calls `abort`
 _CONNECT_SECONDS = 30
 _MAX_IN_FLIGHT = 4  # sends that may still be under way
 _EXCHANGE_TAG, _FIRST_MESSAGE_TAG = 1, 2
+_ENDED = "the connection to another process has ended"
 
 Publish = Callable[[str, bytes], None]  # a key and its value, to all other processes
 Lookup = Callable[[str], bytes]  # waits for another process's value
@@ -86,8 +88,11 @@ class Mesh:
         publish: Publish,
         lookup: Lookup,
         wire: str = "f32",
+        backends: Sequence[str] = (),
     ) -> None:
-        """`address`: this host's address on the network of the crew; Gloo listens nowhere else. `wire`: see wire.py."""
+        """`address`: this host's address on the network of the crew; Gloo listens nowhere else. `wire`: see wire.py.
+        `backends`: of all devices.
+        """
         self.rank = rank
         self.owners = tuple(owners)
         self._wire = wire
@@ -110,7 +115,11 @@ class Mesh:
         self._sockets = _sockets_of(store.values.values())
         self._shared = None
         if wire == "f32" and is_loopback(address):
-            self._shared = open_shared(rank, len(self._peers) + 1, publish, lookup)
+            self._shared = open_shared(rank, owners, publish, lookup)
+        # Where native programs do collectives without this object, if those of all devices can.
+        self.rendezvous: Rendezvous | None = None
+        if self._shared is not None and have_native_collectives(backends):
+            self.rendezvous = self._shared.devices.rendezvous()
 
     def abort(self) -> None:
         """Ends all connections: whichever thread waits for another process fails now. May be called by any thread.
@@ -118,7 +127,7 @@ class Mesh:
         Gloo has no way to cancel a receive. It reports a closed connection at once, so its sockets are shut down.
         """
         if self._shared is not None:
-            self._shared.is_aborted = True
+            self._shared.abort()
         for own in self._sockets:
             with suppress(OSError):
                 own.shutdown(socket.SHUT_RDWR)
@@ -140,7 +149,7 @@ class Mesh:
 
         Empty if another process has the only reader of the result.
         """
-        if self._shared is not None and self._fits_slot(sizes):
+        if self._shared is not None:
             return self._exchange_shared(self._shared, own, sizes)
         posted = self._take_posted(sizes)
         wire = self._wire_of(sizes)
@@ -157,34 +166,36 @@ class Mesh:
             return []
         return self._in_order(sizes, wire, {self.rank: data, **posted.buffers})
 
-    def _fits_slot(self, sizes: PartSizes) -> bool:
-        """Whether every process's parts fit into a slot; all processes must decide alike."""
-        n_values = (
-            sum(math.prod(shape) for _, shape in self._shapes_of(rank, sizes))
-            for rank in (self.rank, *self._peers)
-        )
-        return max(n_values) * sizes.dtype.itemsize <= SLOT_BYTES
-
     def _exchange_shared(
-        self, shared: SharedSlots, own: Sequence[torch.Tensor | None], sizes: PartSizes
+        self, shared: SharedGroups, own: Sequence[torch.Tensor | None], sizes: PartSizes
     ) -> list[torch.Tensor | None]:
         given = [_flat(part, sizes.dtype) for part in own if part is not None]
         data = torch.cat(given) if given else torch.empty(0, dtype=sizes.dtype)
-        counts = {rank: sum(math.prod(s) for _, s in self._shapes_of(rank, sizes)) for rank in self._peers}
-        found = shared.exchange(data, counts)
+        n_ranks = len(self._peers) + 1
+        counts = [sum(math.prod(s) for _, s in self._shapes_of(rank, sizes)) for rank in range(n_ranks)]
+        found = shared.ranks.exchange(self.rank, data, counts)
         if found is None:
-            raise PeerLostError("the connection to another process has ended")
+            raise PeerLostError(_ENDED)
         return self._in_order(sizes, None, {self.rank: data, **found})
 
     def send(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Sends a tensor from a device of this process to a device of another one."""
         data = _flat(tensor, tensor.dtype)
+        if self._shared is not None:
+            if not self._shared.devices.send(source, target, data):
+                raise PeerLostError(_ENDED)
+            return
         data = encode(self._wire, data) if self._is_coded(tensor.dtype) else data.clone()
         if data.numel():
             self._send(data, self.owners[target], self._tag(source, target))
 
     def receive(self, source: int, target: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         n_values, is_coded = math.prod(shape), self._is_coded(dtype)
+        if self._shared is not None:
+            found = torch.empty(shape, dtype=dtype)
+            if not self._shared.devices.receive(source, target, found):
+                raise PeerLostError(_ENDED)
+            return found
         n_items = wire_bytes(self._wire, n_values) if is_coded else n_values
         buffer = torch.empty(n_items, dtype=torch.uint8 if is_coded else dtype)
         if n_items:
@@ -274,7 +285,7 @@ def _wait(work: Any) -> None:
     try:
         work.wait(_MAX_WAIT)
     except RuntimeError as error:
-        raise PeerLostError(f"the connection to another process has ended: {_first_line(error)}") from error
+        raise PeerLostError(f"{_ENDED}: {_first_line(error)}") from error
 
 
 class PeerLostError(DeviceError):
@@ -284,8 +295,6 @@ class PeerLostError(DeviceError):
 class MeshLine:
     """One device's communicator in a crew of several processes (group.Communicator)."""
 
-    rendezvous = None
-
     def __init__(self, group: ThreadGroup, index: int, members: Sequence[int], link: MeshLink) -> None:
         """`index`: the device's number among the devices of this process, which are `members` of the crew."""
         self._inner = group.lines[index]
@@ -294,6 +303,12 @@ class MeshLine:
         self._link = link
         self.device = members[index]
         self.n_devices = len(link.owners)
+
+    @property
+    def rendezvous(self) -> tuple[Rendezvous, int] | None:
+        """Where native programs do collectives without this object, and the device's number there."""
+        found = self._link.rendezvous
+        return None if found is None else (found, self.device)
 
     def exchange(self, part: torch.Tensor | None, sizes: PartSizes) -> Sequence[torch.Tensor | None]:
         """The first device of the process exchanges the parts of all its devices; the others wait for it."""
@@ -330,6 +345,11 @@ class MeshLink:
         if self._mesh is None:
             raise DeviceError("the crew is not connected", hint="a worker was lost")
         return self._mesh
+
+    @property
+    def rendezvous(self) -> Rendezvous | None:
+        """The mesh's; another one after each connection."""
+        return None if self._mesh is None else self._mesh.rendezvous
 
     def connect(self, mesh: Mesh) -> None:
         assert mesh.owners == self.owners

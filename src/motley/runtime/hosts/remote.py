@@ -391,6 +391,7 @@ class Hosts:
                 self._publish,
                 self._book.lookup,
                 self._opening.wire,
+                self._opening.backends,
             )
             self.link.connect(mesh)
             for worker in self.workers:

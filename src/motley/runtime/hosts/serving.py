@@ -222,9 +222,11 @@ class _Session:
         def publish(key: str, value: bytes) -> None:
             self._channel.send(Kind.ADDRESS, write_address(key, value))
 
-        rank, owners = self._opening.rank, self._opening.owners
-        address, wire = self._channel.local_address, self._opening.wire
-        link.connect(Mesh(rank, owners, address, publish, self._book.lookup, wire))
+        opening, address = self._opening, self._channel.local_address
+        lookup = self._book.lookup
+        link.connect(
+            Mesh(opening.rank, opening.owners, address, publish, lookup, opening.wire, opening.backends)
+        )
         self._channel.send(Kind.READY)
 
     def _listen(self) -> None:
