@@ -15,6 +15,7 @@ from worker_process import WorkerProcess, worker_processes
 from motley import LLM
 from motley.backends import SharedGroup
 from motley.bundled import bundled_experts_path
+from motley.engine.drafting.control import FixedControl
 from motley.errors import ConfigError, DeviceError
 from motley.runtime import group, make_crew
 from motley.runtime.hosts.wire import decode, encode
@@ -181,6 +182,9 @@ def test_speculation(spec: str, bundled: Path, workers: list[WorkerProcess]) -> 
     found = []
     for crew in ([], workers):
         with LLM(bundled, devices=devices("cpu,cpu@a", crew), **options) as llm:
+            speculator = llm._loaded.engine.speculator
+            assert speculator is not None
+            speculator._control = FixedControl()  # drafts are used whether or not they pay on this machine
             done = llm.generate(prompts, max_tokens=40, temperature=0, ignore_eos=True)
             found.append([each.tokens for each in done])
             assert sum(each.timings.drafts[spec].drafted for each in done if each.timings.drafts) > 0
