@@ -19,9 +19,6 @@ from motley.bundled import (
 )
 
 BARS = {"json": 0.9, "tool call": 0.9, "tool result": 0.85, "context": 0.85, "sums": 0.9}
-# The goal of 0.9 is missed by one story: 89 of these 100, because two characters get the same name when the request
-# names none. What is asserted is that it gets no worse.
-CONSISTENT_OF_MANY = 0.88
 CONSISTENT, EXIT_AGREES, DRAFT_AGREES, RECALLED = 0.9, 0.7, 0.65, 0.95
 FEW, MANY, FEW_STORIES = 24, 100, 12
 
@@ -56,7 +53,7 @@ def test_stories_keep_to_their_world(llm: LLM) -> None:
 @pytest.mark.slow
 def test_a_hundred_stories_keep_to_their_world_and_turn_in_no_circles(llm: LLM) -> None:
     shares = measure_stories(llm, 100, FRESH_SEED)
-    assert shares["consistent"] >= CONSISTENT_OF_MANY
+    assert shares["consistent"] >= CONSISTENT
     assert shares["without loops"] >= shares["without loops, the generator's own"] - 0.05
 
 
