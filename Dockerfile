@@ -16,7 +16,7 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     useradd --create-home --uid 1000 motley && install -d -o motley /models
 ENV HF_HOME=/models
 VOLUME /models
-USER motley
+USER 1000
 EXPOSE 8080
 HEALTHCHECK --interval=30s --timeout=5s --start-period=10m \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/health')"]

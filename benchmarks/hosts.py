@@ -29,7 +29,7 @@ def worker() -> Iterator[str]:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
-        yield re.findall(r"listens at (\S+)", process.stderr.readline())[0]
+        yield re.findall(r"listening on (\S+)", process.stderr.readline())[0]
     finally:
         process.kill()
         process.wait()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_llm import FakeLLM
+from hub_machine import Machine, repositories
+from stand_in_hub import StandInHub
 from typer.testing import CliRunner, Result
 
 from motley.cli import app
@@ -43,3 +45,9 @@ def motley() -> Callable[..., Result]:
         return CliRunner().invoke(app, list(args), input=stdin, prog_name="motley")
 
     return invoke
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    with StandInHub(repositories(), gated=frozenset({"ada/secret-GGUF"})) as hub:
+        yield Machine(hub, tmp_path / "hf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -21,6 +22,11 @@ class StandInHub:
     gated: frozenset[str] = frozenset()
     checksums: dict[str, str] = field(default_factory=dict)  # of files that the hub describes wrongly
     cut_after: int | None = None  # bytes of a file after which the connection breaks, once
+    pause_after: int | None = None  # bytes of a file after which the hub waits for `go_on`, once
+    go_on: threading.Event = field(default_factory=threading.Event)
+    cdn: StandInHub | None = None  # files come from there: a redirection to another host
+    answer: bytes | None = None  # what is said about every repository instead of its description
+    lacks: frozenset[str] = frozenset()  # files that are described, but not there
     requests: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)
 
     def __enter__(self) -> StandInHub:
@@ -32,6 +38,7 @@ class StandInHub:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.go_on.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(60)
@@ -41,6 +48,8 @@ class StandInHub:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def description(self, repo: str) -> bytes:
+        if self.answer is not None:
+            return self.answer
         siblings = [
             {
                 "rfilename": name,
@@ -86,6 +95,9 @@ def _handler(hub: StandInHub) -> type[BaseHTTPRequestHandler]:
                 self._send_file("/".join(words[4:]), hub.repos[repo], with_body)
 
         def _send_file(self, name: str, files: dict[str, bytes], with_body: bool) -> None:
+            if name in hub.lacks:
+                self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+                return
             contents = files[name]
             etag = hub.checksum(name, contents)
             headers = {
@@ -95,6 +107,9 @@ def _handler(hub: StandInHub) -> type[BaseHTTPRequestHandler]:
                 "X-Linked-Etag": f'"{etag}"',
                 "Accept-Ranges": "bytes",
             }
+            if hub.cdn is not None:
+                self._send(302, b"", headers | {"Location": f"{hub.cdn.endpoint}{self.path}"})
+                return
             start = 0
             if wanted := self.headers.get("Range"):
                 start = int(wanted.removeprefix("bytes=").split("-")[0])
@@ -104,6 +119,15 @@ def _handler(hub: StandInHub) -> type[BaseHTTPRequestHandler]:
                 cut, hub.cut_after = hub.cut_after, None
                 self._send(206 if start else 200, body[:cut], headers | {"Content-Length": str(len(body))})
                 self.close_connection = True
+                return
+            if with_body and hub.pause_after is not None:
+                n_first, hub.pause_after = hub.pause_after, None
+                self._send(
+                    206 if start else 200, body[:n_first], headers | {"Content-Length": str(len(body))}
+                )
+                hub.go_on.wait(300)
+                with contextlib.suppress(OSError):  # the reader may have gone
+                    self.wfile.write(body[n_first:])
                 return
             self._send(206 if start else 200, body, headers, with_body=with_body)
 

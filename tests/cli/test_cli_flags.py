@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from fake_llm import FakeLLM
+from rich.text import Text
 from terminal import Terminal
 from typer.testing import Result
 
 from motley.cli.arguments import read_words
-from motley.cli.commands import COMMANDS
+from motley.cli.commands import COMMANDS, load_command
 from motley.cli.placement import Places, place_layers
 from motley.errors import ConfigError, MotleyError
 
@@ -79,6 +81,15 @@ def test_values_that_look_like_flags_are_values() -> None:
         (("run", "-c", "-3"), "-c '-3' must be at least 0", "motley run --help"),
         (("run", "--temp", "hot"), "--temp 'hot' is not a number", "motley run --help"),
         (("run", "-m"), "option '-m' requires an argument", "--help"),
+        (("run", "-n", "1e2"), "-n '1e2' is not a whole number", "motley run --help lists the flags"),
+        (("run", "-hf"), "option '-hf' requires an argument", "motley run --help lists the flags"),
+        (("-x",), "unknown flag -x", "motley --help lists the commands"),
+        (
+            ("run", "-p", "x", "-n", "9" * 20),
+            f"-n {'9' * 20} is not possible",
+            "-n must be an integer from 1",
+        ),
+        (("run", "-p", "x", "--on-loss", "cry"), "--on-loss is 'cry'", "there are: wait, fail"),
         (("run", "-ngl", "some"), "-ngl 'some' is not a number of layers", "for example 20"),
         (("runn",), "no such command 'runn'", "motley --help lists the commands"),
         (("tokenize", "a", "b"), "unexpected argument: b", "motley tokenize --help"),
@@ -116,7 +127,23 @@ def test_help_fits_80_columns_and_names_every_flag(motley: Motley, name: str) ->
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert not re.search(r"--[\w-]*…", result.stdout)
+    assert not re.search(r"\\b|\[/|\[bold", result.stdout)  # markup that was not read
     assert not re.search("[│╭╯]|<bool>|<int|VALUE", result.stdout)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_in_help_are_lines_that_can_be_copied(name: str) -> None:
+    for paragraph in inspect.cleandoc(load_command(name).help).split("\n\n"):
+        if paragraph.startswith("\b"):
+            lines = [Text.from_markup(line).plain for line in paragraph.splitlines()[1:]]
+            assert max(map(len, lines)) <= 78, lines  # the rest of a line would begin the next one
+            if not name.endswith("-quality"):  # they also have a table
+                assert all(line.startswith(("motley ", "cat ")) for line in lines)
+
+
+def test_an_argument_that_is_needed_has_no_brackets(motley: Motley) -> None:
+    assert motley("rm", "--help").stdout.startswith("Usage: motley rm [OPTIONS] NAME\n")
+    assert motley("kv", "--help").stdout.startswith("Usage: motley kv [OPTIONS] [MODEL]\n")
 
 
 def test_help_in_a_terminal_of_80_columns() -> None:

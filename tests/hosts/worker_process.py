@@ -27,7 +27,7 @@ class WorkerProcess:
         self.lines: list[str] = []
         self._changed = threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()
-        self.address = re.findall(r"listens at (\S+)", self.wait_for("listens at"))[0]
+        self.address = re.findall(r"listening on (\S+)", self.wait_for("listening on"))[0]
         self.port = int(self.address.rpartition(":")[2])
 
     @property

@@ -34,7 +34,11 @@ class Command(TyperCommand):
             from motley.cli.report import say
 
             say(f"note: {line.notice}")
-        return list(super().parse_args(ctx, line.words))
+        try:
+            return list(super().parse_args(ctx, line.words))
+        except _UsageError as error:
+            error.ctx = error.ctx or ctx  # some come without it
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # all is imported: see `motley.cli.main`
@@ -87,6 +91,10 @@ def plain_error(error: Any) -> ConfigError:
     if param is None or param.param_type_name != "option":
         if extra := re.search(r"unexpected extra arguments?(?:\(s\))? \((.*)\)", error.format_message()):
             return ConfigError(f"unexpected argument: {extra[1]}", hint=f"quote a text with spaces; {hint}")
+        if (
+            flag := getattr(error, "option_name", None)
+        ) and "no such option" in error.format_message().lower():
+            return ConfigError(f"unknown flag {flag}", hint=hint)
         message, _, guess = error.format_message().rstrip(".").partition(" Did you mean ")
         hint = f"did you mean {guess} {hint}" if guess else hint
         return ConfigError(message[:1].lower() + message[1:].rstrip("."), hint=hint)
@@ -98,16 +106,16 @@ def plain_error(error: Any) -> ConfigError:
 
 
 def _reason(message: str, value: str, low: float | None, high: float | None) -> str:
-    kind = "a whole number" if "integer" in message or "int" in message else "a number"
+    is_whole = "int" in message
+    kind = "a whole number" if is_whole else "a number"
     limits = " and ".join(
         f"{word} {limit}" for word, limit in (("at least", low), ("at most", high)) if limit is not None
     )
     try:
-        number = float(value)
+        int(value) if is_whole else float(value)
+        is_number = True
     except ValueError:
         is_number = False
-    else:
-        is_number = kind == "a number" or number.is_integer()
     if not is_number and ("number" in message or "integer" in message or "range" in message):
         return f"is not {kind}"
     if limits:

@@ -30,7 +30,7 @@ def devices(
 ) -> None:
     """Show the devices of this machine: name, memory, cores, instruction set.
 
-    \\b
+    \b
     [bold]motley devices[/]
     [bold]motley run --device cuda:0,cpu model.gguf[/]   uses two of them
     """

@@ -77,7 +77,7 @@ def effort_quality(
     \b
     [bold]motley effort-quality model.gguf -f wiki.test.raw --plot effort.svg[/]
     [bold]motley effort-quality model.gguf -f wiki.test.raw --experts 2,4,6[/]
-    [bold]motley effort-quality model.gguf -f wiki.test.raw --experts 4 --layers 24,36 --grid[/]
+    [bold]motley effort-quality model.gguf -f text.txt --experts 4 --layers 24,36 --grid[/]
     """
     with reporting_errors(debug, as_json=as_json):
         text = resolve_text(prompt, file)
@@ -157,12 +157,17 @@ def _figures(row: EffortQuality, full: EffortQuality) -> list[str]:
         f"{row.tokens_per_second:.1f}",
         f"{row.tokens_per_second_spread:.1f}",
         f"{row.tokens_per_second / full.tokens_per_second:.2f} ×",
-        f"{row.perplexity:.4g} ± {row.perplexity_error:.2g}",
+        f"{_figure(row.perplexity, 4)} ± {_figure(row.perplexity_error, 2)}",
         "" if row is full else _change(row),
         f"{row.divergence.kl_mean:.2e}",
         f"{row.divergence.kl_p99:.2e}",
         f"{row.divergence.same_top:.2%}",
     ]
+
+
+def _figure(value: float, digits: int) -> str:
+    """`value` with so many digits, or with all digits before the point: 8.039, 399,100."""
+    return f"{value:.{digits}g}" if value < 10 ** (digits - 1) else f"{value:,.0f}"
 
 
 def _change(row: EffortQuality) -> str:

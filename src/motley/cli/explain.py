@@ -56,7 +56,7 @@ def explain_command(
     [bold]motley explain model.gguf --device cpu,cpu -sm tensor -ts 3,1[/]
     [bold]motley explain model.gguf --device cpu,cpu,cpu -sm layer --svg split.svg[/]
     [bold]motley explain moe.gguf --device cpu,cpu --n-cpu-moe 20[/]
-    [bold]motley explain model.gguf --device cpu,cpu -sm tensor -ctk q8_0 -ctv q4_0 --all[/]  with K and V rotated
+    [bold]motley explain model.gguf --device cpu,cpu -sm tensor -ctk q8_0 --all[/]
     """
     with reporting_errors(debug, as_json=as_json):
         check_writable(svg)

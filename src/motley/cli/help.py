@@ -35,7 +35,7 @@ def render_help(command: Any, ctx: Any) -> str:
 def _parts(command: Any, ctx: Any) -> Iterator[Any]:
     arguments = [p for p in command.get_params(ctx) if p.param_type_name == "argument"]
     listed = getattr(command, "commands", None)
-    pieces = " ".join(f"[{p.metavar or p.name.upper()}]" for p in arguments)
+    pieces = " ".join(name if p.required else f"[{name}]" for p in arguments for name in [_metavar(p)])
     usage = f"{ctx.command_path} [OPTIONS] {'COMMAND [ARGS]…' if listed else pieces}".rstrip()
     yield Text.assemble(("Usage: ", "bold"), usage)
     for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
@@ -43,7 +43,7 @@ def _parts(command: Any, ctx: Any) -> Iterator[Any]:
         yield _paragraph(paragraph)
     panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
     for param in arguments:
-        panels["Arguments"].append((param.metavar or param.name.upper(), param.help or ""))
+        panels["Arguments"].append((_metavar(param), param.help or ""))
     for param in command.get_params(ctx):
         if param.param_type_name == "option" and not param.hidden:
             panel = getattr(param, "rich_help_panel", None) or "Options"
@@ -75,6 +75,10 @@ def _rows(rows: Iterable[tuple[str, str]]) -> Iterator[Any]:
         table.add_row(Text(names, style="cyan"), Text(text))
         if names or text:
             yield Padding(table, (0, 0, 0, 2))
+
+
+def _metavar(argument: Any) -> str:
+    return str(argument.metavar or argument.name.upper())
 
 
 def _names(param: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,13 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from motley.cli.hub_download import (
+    download_blob,
+    is_sha256,
+    link_blob,
+    reporting,
+    require_plain,
+    sha256_of,
+)
 from motley.cli.hub_names import HubModel, HubName, choose, find_models
 from motley.errors import ConfigError
 from motley.units import show_bytes
 
 Progress = Callable[[int, int], None]
 Say = Callable[[str], None]
-_CHUNK = 1 << 22  # bytes
+_OTHER_FOLDER = "HF_HOME names another folder"
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Hub:
             import huggingface_hub
             import huggingface_hub.constants
             import huggingface_hub.errors
+            import huggingface_hub.file_download
             import huggingface_hub.utils
         except ImportError:
             raise ConfigError(
@@ -91,6 +99,12 @@ class Hub:
         stored = [model for model in self.stored() if model.name.repo.lower() == name.repo.lower()]
         if name.quant is not None:
             stored = [m for m in stored if (m.name.quant or "").lower() == name.quant.lower()]
+        if (
+            not stored and name.quant is None and self._repo_folder(name.repo).is_dir()
+        ):  # an interrupted download
+            n_bytes = sum(path.stat().st_size for path in (self._repo_folder(name.repo) / "blobs").glob("*"))
+            self._remove_folder(name.repo)
+            return n_bytes
         if not stored:
             there = ", ".join(str(model.name) for model in self.stored()) or "nothing"
             raise ConfigError(f"{name} is not in the cache folder", hint=f"there is: {there}")
@@ -122,35 +136,56 @@ class Hub:
             def advance(done: int, before: int = n_before) -> None:
                 progress(min(before + done, total), total)
 
-            with _explaining(self._hub, name):
-                path = Path(
-                    self._hub.hf_hub_download(
-                        name.repo,
-                        file,
-                        revision=remote.revision,
-                        token=self._token,
-                        tqdm_class=_reporting(self._hub, advance),
-                    )
-                )
+            with _explaining(self._hub, name, file):
+                path = self._download_file(name, file, remote, advance)
             self._verify(path, file, remote)
             paths.append(path)
             n_before += remote.sizes[file]
         return paths[0]
+
+    def _download_file(
+        self, name: HubName, file: str, remote: _Remote, advance: Callable[[int], None]
+    ) -> Path:
+        """The file in the cache folder. What the hub says becomes names of files there, and is not trusted."""
+        folder, url = (
+            self._repo_folder(name.repo),
+            self._hub.hf_hub_url(name.repo, file, revision=remote.revision),
+        )
+        checksum, size = remote.checksums.get(file), remote.sizes[file]
+        is_large = (
+            size > self._hub.constants.MAX_HTTP_DOWNLOAD_SIZE
+        )  # hubs send such files only through hf_xet
+        if checksum is not None and is_sha256(checksum) and size > 0 and not is_large:
+            require_plain(remote.revision, name.repo)
+            blob, path = folder / "blobs" / checksum, folder / "snapshots" / remote.revision / file
+            if not blob.exists():
+                download_blob(self._hub, url, blob, size, token=self._token, advance=advance)
+            link_blob(blob, path)
+            return path
+        described = self._hub.get_hf_file_metadata(url, token=self._token)
+        require_plain(described.etag or "none", name.repo)
+        require_plain(described.commit_hash or "none", name.repo)
+        return Path(
+            self._hub.hf_hub_download(
+                name.repo,
+                file,
+                revision=remote.revision,
+                token=self._token,
+                tqdm_class=reporting(self._hub, advance),
+            )
+        )
 
     def _verify(self, path: Path, file: str, remote: _Remote) -> None:
         """Compares a file with the hub's checksum, once: a mark in Motley's own cache folder says that it was done."""
         wanted, blob = remote.checksums.get(file), path.resolve()
         if wanted is None:
             return
-        status, mark = blob.stat(), _marks() / wanted
+        is_checksum = is_sha256(wanted)  # it becomes the name of a file
+        status, mark = blob.stat(), _marks() / (wanted if is_checksum else "none")
         state = f"{status.st_size} {status.st_mtime_ns}"
-        if mark.exists() and mark.read_text() == state:
+        if is_checksum and mark.exists() and mark.read_text() == state:
             return
-        digest = hashlib.sha256()
-        with blob.open("rb") as stream:
-            while chunk := stream.read(_CHUNK):
-                digest.update(chunk)
-        if digest.hexdigest() != wanted:
+        if sha256_of(blob) != wanted:
             path.unlink()
             blob.unlink(missing_ok=True)
             raise ConfigError(
@@ -178,7 +213,7 @@ class Hub:
         if missing > free:
             raise ConfigError(
                 f"{name} needs {show_bytes(missing)}, but {self._folder} has {show_bytes(free)} left",
-                hint="HF_HOME names another folder; motley rm removes models",
+                hint=f"{_OTHER_FOLDER}; motley rm removes models",
             )
 
     def _from_cache(self, name: HubName, file: str | None, reason: str) -> Path:
@@ -201,7 +236,10 @@ class Hub:
             yield folder.name.removeprefix("models--").replace("--", "/", 1), latest, files
 
     def _remove_folder(self, repo: str) -> None:
-        shutil.rmtree(self._folder / f"models--{repo.replace('/', '--')}", ignore_errors=True)
+        shutil.rmtree(self._repo_folder(repo), ignore_errors=True)
+
+    def _repo_folder(self, repo: str) -> Path:
+        return self._folder / f"models--{repo.replace('/', '--')}"
 
     @property
     def _folder(self) -> Path:
@@ -217,23 +255,8 @@ class _UnreachableError(Exception):
     """The hub did not answer."""
 
 
-def _reporting(hub: Any, advance: Callable[[int], None]) -> Any:
-    """A progress bar for huggingface_hub that draws nothing and calls `advance` with the bytes of the file so far."""
-
-    class Reporting(hub.utils.tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            self._done = int(options.get("initial") or 0)  # where a broken download goes on
-            super().__init__(*args, **{**options, "disable": True})
-
-        def update(self, n: float | None = 1) -> None:
-            self._done += int(n or 0)
-            advance(self._done)
-
-    return Reporting
-
-
 @contextmanager
-def _explaining(hub: Any, name: HubName) -> Iterator[None]:
+def _explaining(hub: Any, name: HubName, file: str = "") -> Iterator[None]:
     """Errors of huggingface_hub and of the network, as Motley's."""
     errors = hub.errors
     try:
@@ -246,6 +269,10 @@ def _explaining(hub: Any, name: HubName) -> Iterator[None]:
         raise ConfigError(
             f"the hub has no repository {name.repo}", hint="check the name; a private one needs HF_TOKEN"
         ) from None
+    except errors.EntryNotFoundError:
+        raise ConfigError(
+            f"the hub has no file {file} in {name.repo}", hint="it may have been renamed: try again"
+        ) from None
     except errors.HFValidationError as error:
         raise ConfigError(f"{name.repo}: {error}", hint="for example USER/REPO:Q4_K_M") from None
     except ConfigError:
@@ -256,4 +283,11 @@ def _explaining(hub: Any, name: HubName) -> Iterator[None]:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         if status is not None and status < 500:
             raise ConfigError(f"{endpoint} refused {name.repo}: {first}") from error
+        if isinstance(error, OSError) and error.filename is not None:  # of the cache folder
+            raise ConfigError(f"{error.filename}: {error.strerror}", hint=_OTHER_FOLDER) from error
+        if isinstance(error, (ValueError, TypeError, LookupError)):
+            raise ConfigError(
+                f"{endpoint} sent an answer about {name.repo} that is not a hub's: {first}",
+                hint="check HF_ENDPOINT and HF_TOKEN",
+            ) from error
         raise _UnreachableError(f"{endpoint} cannot be reached: {first}") from error

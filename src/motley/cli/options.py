@@ -50,7 +50,7 @@ HfToken = Annotated[
     _flag("-hft", "--hf-token", text="Access token. Default: HF_TOKEN.", panel=_MODEL, metavar="TOKEN"),
 ]
 Offline = Annotated[
-    bool, _flag("--offline", text="Use only models that were downloaded before.", panel=_MODEL)
+    bool, _flag("--offline", text="Use only models that are already downloaded.", panel=_MODEL)
 ]
 CtxSize = Annotated[
     int,
@@ -211,7 +211,7 @@ SecretFile = Annotated[
     Path | None,
     _flag(
         "--secret-file",
-        text="The secret that this process and workers on other hosts share. Only the user may be able to read it.",
+        text="The secret that this process shares with workers on other hosts. Only you may have access to the file.",
         panel=_CREW,
         metavar="FILE",
     ),
@@ -255,7 +255,7 @@ OnLoss = Annotated[
     str,
     _flag(
         "--on-loss",
-        text="When a worker is lost: wait until it is back and compute requests again, or fail.",
+        text="When a worker is lost: wait until it is back and compute its requests again, or fail.",
         panel=_CREW,
         metavar="wait|fail",
     ),
@@ -429,7 +429,9 @@ PrefixCache = Annotated[
 
 # --- the text -----------------------------------------------------------------------------------------------
 
-Prompt = Annotated[str | None, _flag("-p", "--prompt", text="The text.", metavar="TEXT")]
+Prompt = Annotated[
+    str | None, _flag("-p", "--prompt", text="The prompt, or the text to read.", metavar="TEXT")
+]
 File = Annotated[
     Path | None,
     _flag("-f", "--file", text="Read the text from a file; -: from standard input.", metavar="FILE"),
@@ -483,8 +485,8 @@ Predict = Annotated[
         "-n",
         "--predict",
         "--n-predict",
-        text="The most tokens to generate; -1: no limit but the context. Default: no limit for -p, 4096 for each "
-        "answer of a chat.",
+        text="The most tokens to generate; -1: no limit but the context. Default: no limit; 4096 for each answer in "
+        "the chat of motley run.",
         metavar="N",
     ),
 ]

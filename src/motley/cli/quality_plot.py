@@ -38,7 +38,7 @@ def draw(report: Report, model: str) -> str:
     title = f"{model}, {report.n_scored} tokens in contexts of {report.n_ctx}, against a cache in {against}"
     shapes = [label(8, ROW / 2, title, anchor="start", weight="bold"), *_legend(ROW * 1.6)]
     shapes += [
-        label(kl.left, ROW * 2.6, "KL mean, and up to what 99 % have (nats)", anchor="start", colour="#666"),
+        label(kl.left, ROW * 2.6, "KL: mean, and 99th percentile (nats)", anchor="start", colour="#666"),
         label(change.left, ROW * 2.6, "change of perplexity", anchor="start", colour="#666"),
         *_decades(kl, bottom),
         line(change(0), _TOP, change(0), bottom, "#888"),

@@ -22,6 +22,7 @@ _FLAGS = {
     "n_threads": "-t",
     "n_batch": "-b",
     "n_parallel": "-np",
+    "on_loss": "--on-loss",
     **{
         name: f"--{name.replace('_', '-')}"
         for name in (

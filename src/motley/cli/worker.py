@@ -17,13 +17,18 @@ Listen = Annotated[
     str,
     typer.Option(
         "--listen",
-        help="Address and port to wait at. Other addresses than this machine's own need a secret. Port 0: a free one.",
+        help="Address and port to listen on; port 0: any free one. An address that other machines can "
+        "reach needs a secret.",
         metavar="ADDR:PORT",
     ),
 ]
 Models = Annotated[
     Path | None,
-    typer.Option("--models", help="Folder with model files. Default: the same path as on the other machine."),
+    typer.Option(
+        "--models",
+        metavar="FOLDER",
+        help="Folder with model files. Default: the same path as on the other machine.",
+    ),
 ]
 
 
@@ -40,13 +45,15 @@ def worker(
     folder --models.
 
     \b
-    [bold]motley worker --listen 10.0.0.2:29400 --secret-file secret[/]     on 10.0.0.2, and elsewhere:
+    [bold]motley worker --listen 10.0.0.2:29400 --secret-file secret[/]
     [bold]motley run model.gguf --device cpu,cpu@10.0.0.2:29400 --secret-file secret[/]
+
+    The first line is for the machine 10.0.0.2, the second for any other that reaches it.
     """
     with reporting_errors(debug):
         logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
         server = WorkerServer(listen, read_secret(secret_file), models=models, n_threads=threads)
-        say(f"worker: listens at {server.address}")
+        say(f"worker: listening on {server.address}")
         try:
             server.serve()
         finally:

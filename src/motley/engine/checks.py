@@ -31,7 +31,10 @@ def set_int(params: object, name: str, *, low: int, high: int = _MAX_INT) -> Non
     value = getattr(params, name)
     number = _as_int(value)
     if number is None or not low <= number <= high:
-        raise rejected(name, value, _range("an integer", low, None if high == _MAX_INT else high))
+        is_below = high == _MAX_INT and (
+            number is None or number < low
+        )  # the high limit is only said to those above
+        raise rejected(name, value, _range("an integer", low, None if is_below else high))
     object.__setattr__(params, name, number)
 
 
