@@ -3,7 +3,8 @@
     python -m benchmarks serve                     bundled model, 1, 8 and 64 clients, each beside the bare engine
     python -m benchmarks serve --front             the front with a mock engine: tokens for a second of its CPU time
 
-Both run in the same minutes, turn by turn, so that other work of the machine hits both; ratios are of medians.
+Both run in the same minutes, turn by turn. Rounds in which other programs took over 5 % of the machine do not count.
+A request is good if its first token came within 0.5 s, and the others within 50 ms each on average.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from load import Sample, load, percentile
@@ -27,7 +30,10 @@ from load import Sample, load, percentile
 from motley.bundled import bundled_model_path
 
 HERE = Path(__file__).parent
+_TICKS = os.sysconf("SC_CLK_TCK")
+MAX_OTHER = 0.05  # share of all cores that other programs may use in a round
 PROMPT = "Tell me a story about a fox named Ada, a red kite and the sea."
+SAMPLING = {"temperature": 0.8, "speculative": "off"}
 GOOD_FIRST, GOOD_GAP = 0.5, 0.05  # seconds: the limits of a good request
 
 FRONT = """
@@ -65,7 +71,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def body(n_tokens: int) -> dict[str, object]:
-    return {"prompt": PROMPT, "max_tokens": n_tokens, "ignore_eos": True, "temperature": 0.8}
+    return {"prompt": PROMPT, "max_tokens": n_tokens, "ignore_eos": True, **SAMPLING}
 
 
 def bare(llm: object, n_clients: int, n_requests: int, n_tokens: int) -> float:
@@ -77,7 +83,7 @@ def bare(llm: object, n_clients: int, n_requests: int, n_tokens: int) -> float:
         async def client() -> None:
             for number in todo:
                 await llm.agenerate(  # type: ignore[attr-defined]
-                    PROMPT, max_tokens=n_tokens, ignore_eos=True, temperature=0.8, seed=number
+                    PROMPT, max_tokens=n_tokens, ignore_eos=True, seed=number, **SAMPLING
                 )
 
         await asyncio.gather(*(client() for _ in range(n_clients)))
@@ -87,15 +93,50 @@ def bare(llm: object, n_clients: int, n_requests: int, n_tokens: int) -> float:
     return n_requests * n_tokens / (time.perf_counter() - started)
 
 
-def show(samples: list[Sample], seconds: float) -> str:
+def show(samples: list[Sample]) -> str:
     firsts = [sample.first for sample in samples]
     gaps = [gap for sample in samples for gap in sample.gaps]
     good = [s for s in samples if s.first < GOOD_FIRST and statistics.fmean(s.gaps or [0]) < GOOD_GAP]
     return (
         f"TTFT p50 {1e3 * percentile(firsts, 50):.0f} p99 {1e3 * percentile(firsts, 99):.0f} ms, "
         f"ITL p50 {1e3 * percentile(gaps, 50):.1f} p99 {1e3 * percentile(gaps, 99):.1f} ms, "
-        f"goodput {len(good) / seconds:.2f} of {len(samples) / seconds:.2f} requests/s"
+        f"{len(good)} of {len(samples)} requests good"
     )
+
+
+@dataclass
+class Round:
+    """One measurement: tokens/s, CPU seconds of this process, the front and the engine, and other programs' share."""
+
+    rate: float
+    own: float
+    front: float
+    engine: float
+    other: float  # of all cores
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.other < MAX_OTHER
+
+
+def measured(work: Callable[[], float], front: int, engine: int) -> Round:
+    """`work` returns tokens/s."""
+
+    def now() -> list[float]:
+        busy = sum(int(ticks) for i, ticks in enumerate(_machine_ticks()) if i not in (3, 4)) / _TICKS
+        return [time.perf_counter(), busy, time.process_time(), cpu_seconds(front), cpu_seconds(engine)]
+
+    before = now()
+    rate = work()
+    seconds, busy, own, of_front, of_engine = (b - a for a, b in zip(before, now(), strict=True))
+    n_cores = len(os.sched_getaffinity(0))
+    other = (busy - own - of_front - of_engine) / seconds / n_cores
+    return Round(rate, own, of_front, of_engine, other)
+
+
+def _machine_ticks() -> list[str]:
+    """user, nice, system, idle, iowait, irq, softirq, steal of all cores; not guests, which are in user and nice."""
+    return Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -105,41 +146,56 @@ def compare(options: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "motley", "serve", str(options.model), "--port", "0", *flags]
     with (
         LLM(options.model, n_threads=options.threads, n_parallel=64, n_ctx=512) as llm,
-        running(command) as (url, pid),
+        running(command) as (url, front),
     ):
-        engine = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        engine = int(Path(f"/proc/{front}/task/{front}/children").read_text().split()[0])
         gc.collect()
         gc.freeze()  # as the engine process does
-        bare(llm, 2, 2, 8)
-        asyncio.run(load(url, 2, 2, body(8)))
+        n_tokens = options.tokens
         for n_clients in options.clients:
-            n_requests = max(16, 2 * n_clients)
-            n_tokens = options.tokens
-            rates, bare_rates, used, bare_cpu, engine_cpu, load_cpu = [], [], 0.0, 0.0, 0.0, 0.0
-            last: tuple[list[Sample], float] = ([], 1.0)
-            for _ in range(options.rounds):
-                own = time.process_time()
-                bare_rates.append(bare(llm, n_clients, n_requests, n_tokens))
-                bare_cpu += time.process_time() - own
-                before, engine_before = cpu_seconds(pid), cpu_seconds(engine)
-                own = time.process_time()
-                last = asyncio.run(load(url, n_clients, n_requests, body(n_tokens)))
-                load_cpu += time.process_time() - own
-                used += cpu_seconds(pid) - before
-                engine_cpu += cpu_seconds(engine) - engine_before
-                assert all(s.status == 200 and s.n_tokens == n_tokens for s in last[0])
-                rates.append(n_requests * n_tokens / last[1])
-            ratio = statistics.median(h / b for h, b in zip(rates, bare_rates, strict=True))
-            n_all = options.rounds * n_requests * n_tokens
-            print(
-                f"{n_clients:3} clients: engine {statistics.median(bare_rates):7.0f} tokens/s, "
-                f"HTTP {statistics.median(rates):7.0f}, ratio {ratio:.3f}\n"
-                f"             CPU µs a token: engine bare {1e6 * bare_cpu / n_all:.0f}, behind HTTP "
-                f"{1e6 * engine_cpu / n_all:.0f}, front {1e6 * used / n_all:.1f}, "
-                f"clients {1e6 * load_cpu / n_all:.1f}\n"
-                f"             {show(*last)}",
-                flush=True,
-            )
+            n_requests = max(8, 2 * n_clients)
+            samples: list[Sample] = []
+
+            def over_http(
+                n_clients: int = n_clients, n_requests: int = n_requests, samples: list[Sample] = samples
+            ) -> float:
+                samples[:], seconds = asyncio.run(load(url, n_clients, n_requests, body(n_tokens)))
+                assert all(s.status == 200 and s.n_tokens == n_tokens for s in samples)
+                return n_requests * n_tokens / seconds
+
+            bare(llm, n_clients, n_clients, 8)
+            asyncio.run(load(url, n_clients, n_clients, body(8)))
+            rounds = [
+                (
+                    measured(partial(bare, llm, n_clients, n_requests, n_tokens), front, engine),
+                    measured(over_http, front, engine),
+                )
+                for _ in range(options.rounds)
+            ]
+            report(n_clients, rounds, n_requests * n_tokens)
+            print(f"             {show(samples)}", flush=True)
+
+
+def report(n_clients: int, rounds: list[tuple[Round, Round]], n_tokens: int) -> None:
+    """Medians over the rounds in which the machine was ours, or over all if there are none."""
+    quiet = [each for each in rounds if each[0].is_quiet and each[1].is_quiet]
+    used = quiet or rounds
+
+    def median(value: Callable[[Round, Round], float]) -> float:
+        return statistics.median(value(bare, http) for bare, http in used)
+
+    ratio = median(lambda bare, http: http.rate / bare.rate)
+    other = 100 * median(lambda bare, http: (bare.other + http.other) / 2)
+    micro = 1e6 / n_tokens
+    print(
+        f"{n_clients:3} clients: engine {median(lambda bare, http: bare.rate):7.0f} tokens/s, "
+        f"HTTP {median(lambda bare, http: http.rate):7.0f}, ratio {ratio:.3f} "
+        f"({len(quiet)} of {len(rounds)} rounds quiet; other programs {other:.0f} %)\n"
+        f"             CPU µs a token: engine bare {micro * median(lambda bare, http: bare.own):.0f}, "
+        f"behind HTTP {micro * median(lambda bare, http: http.engine):.0f}, "
+        f"front {micro * median(lambda bare, http: http.front):.1f}, "
+        f"clients {micro * median(lambda bare, http: http.own):.1f}"
+    )
 
 
 def front_alone(options: argparse.Namespace) -> None:

@@ -1,9 +1,12 @@
-"""Random clients against a real server for minutes: cancel, stall, lie, overflow; then counts what is left over.
+"""Random clients against a real server for minutes: they cancel, read slowly, lie, overflow, have wrong keys, or are
+killed with SIGKILL; then this counts what is left over.
 
     python -m benchmarks serve_soak --minutes 10
 
-Good requests are greedy, and their answers must be those of the library. At the end: no request runs, no block of the
-cache is in use, the numbers of open files and threads are those of the start, and memory has not grown.
+The cache holds two and a half contexts for four requests at a time, so it is always full. Good requests are greedy, and
+their answers must be those of the library. At the end: no request runs, no block of the cache is in use, the numbers of
+open files and threads are those of the start, memory has not grown, no process was started again, and the server ends
+with exit code 0.
 """
 
 from __future__ import annotations
@@ -26,6 +29,16 @@ from motley.bundled import bundled_model_path
 
 PROMPTS = ["Once upon a time", "The sea is", "A red kite", "Tell me", "Hello", "One day a fox"]
 N_TOKENS = 12
+KEY = "soak"
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
 HOSTILE: list[bytes] = [
     b"{",
     b"\xff" * 100,
@@ -38,7 +51,22 @@ HOSTILE: list[bytes] = [
     json.dumps({"prompt": [-1]}).encode(),
     json.dumps({"prompt": [10**9]}).encode(),
     json.dumps({"prompt": "a", "logit_bias": {"5": "x"}}).encode(),
+    json.dumps({"prompt": "a", "grammar": 'root ::= "a"' + ' ("b"' * 3000 + ")" * 3000}).encode(),
+    json.dumps({"prompt": "a", "json_schema": _nested(400)}).encode(),
+    json.dumps({"prompt": "a", "regex": "(" * 2000 + "a" + ")*" * 2000}).encode(),
+    json.dumps({"prompt": "word " * 400_000}).encode(),  # 2 MB
 ]
+
+# A process with several open requests, which reads nothing and is killed.
+VICTIM = """
+import socket, sys, time
+host, port, request = sys.argv[1], int(sys.argv[2]), sys.argv[3].encode()
+connections = []
+for _ in range(3):
+    connections.append(socket.create_connection((host, port)))
+    connections[-1].sendall(request)
+time.sleep(60)
+"""
 
 
 class Soak:
@@ -50,16 +78,15 @@ class Soak:
         self._expected = expected
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.health: list[float] = []  # seconds for each answer of /health
 
-    async def request(self, path: str, body: bytes, *, leave_after: float | None = None) -> tuple[int, bytes]:
+    async def request(
+        self, path: str, body: bytes, *, leave_after: float | None = None, key: str = KEY
+    ) -> tuple[int, bytes]:
         """Status and body; (0, b"") if this client left before the end."""
         reader, writer = await asyncio.open_connection(*self._address)
         try:
-            head = (
-                f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-                "Connection: close\r\n\r\n"
-            )
-            writer.write(head.encode() + body)
+            writer.write(_head(path, len(body), key) + body)
             if leave_after is not None:
                 await asyncio.sleep(leave_after)
                 return 0, b""
@@ -110,7 +137,9 @@ class Soak:
         schema = {"properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
         body = {"prompt": "JSON:", "n_predict": 60, "json_schema": {"type": "object", **schema}}
         status, data = await self.request("/completion", json.dumps(body).encode())
-        if status == 200 and json.loads(json.loads(data)["content"])["a"] not in (1, 2):
+        if status not in (200, 429):
+            self.wrong.append(f"constrained: {status}")
+        elif status == 200 and json.loads(json.loads(data)["content"])["a"] not in (1, 2):
             self.wrong.append(f"constrained: {data[:200]!r}")
 
     async def torn(self) -> None:
@@ -120,8 +149,62 @@ class Soak:
         await asyncio.sleep(random.random() / 2)
         writer.close()
 
+    async def slow(self) -> None:
+        """Reads a stream in small pieces with long pauses; its text must be whole nevertheless."""
+        prompt = random.choice(PROMPTS)
+        body = json.dumps(
+            {"prompt": prompt, "n_predict": N_TOKENS, "temperature": 0, "stream": True}
+        ).encode()
+        reader, writer = await asyncio.open_connection(*self._address, limit=64)
+        writer.write(_head("/completion", len(body)) + body)
+        data = b""
+        while part := await reader.read(256):
+            data += part
+            await asyncio.sleep(random.random() / 20)
+        writer.close()
+        if data.startswith(b"HTTP/1.1 200"):
+            lines = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: {")]
+            text = "".join(json.loads(line)["content"] for line in lines)
+            if text != self._expected[prompt]:
+                self.wrong.append(f"{prompt} read slowly: {text!r}")
+
+    async def huge(self) -> None:
+        """A body above the limit, announced or sent."""
+        _, writer = await asyncio.open_connection(*self._address)
+        writer.write(_head("/completion", 2**30) + b"{" * 2**16)
+        await asyncio.sleep(random.random() / 5)
+        writer.close()
+
+    async def wrong_key(self) -> None:
+        status, _ = await self.request(
+            "/completion", b"{}", key=random.choice(["", "soa", "soakk", "x" * 9000])
+        )
+        if status != 401:
+            self.wrong.append(f"wrong key: {status}")
+
+    async def killed(self) -> None:
+        body = b'{"prompt": "a", "n_predict": -1, "context_shift": true, "ignore_eos": true, "stream": true}'
+        request = (_head("/completion", len(body)) + body).decode()
+        arguments = ["-S", "-c", VICTIM, self._address[0], str(self._address[1]), request]
+        victim = await asyncio.create_subprocess_exec(sys.executable, *arguments)
+        await asyncio.sleep(0.1 + random.random())
+        victim.kill()
+        await victim.wait()
+
+    async def watch(self, ends: float) -> None:
+        while time.monotonic() < ends:
+            started = time.perf_counter()
+            reader, writer = await asyncio.open_connection(*self._address)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            if not (await reader.read()).startswith(b"HTTP/1.1 200"):
+                self.wrong.append("/health did not answer 200")
+            writer.close()
+            self.health.append(time.perf_counter() - started)
+            await asyncio.sleep(0.5)
+
     async def client(self, ends: float) -> None:
         kinds = [self.good, self.good, self.streamed, self.leaving, self.hostile, self.constrained, self.torn]
+        kinds += [self.slow, self.huge, self.wrong_key, self.killed]
         while time.monotonic() < ends:
             kind = random.choice(kinds)
             self.counts[kind.__name__] += 1
@@ -129,7 +212,14 @@ class Soak:
 
     async def run(self, n_clients: int, seconds: float) -> None:
         ends = time.monotonic() + seconds
-        await asyncio.gather(*(self.client(ends) for _ in range(n_clients)))
+        await asyncio.gather(self.watch(ends), *(self.client(ends) for _ in range(n_clients)))
+
+
+def _head(path: str, length: int, key: str = KEY) -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n"
+        f"Authorization: Bearer {key}\r\nConnection: close\r\n\r\n"
+    ).encode()
 
 
 def resources(pid: int) -> dict[str, int]:
@@ -147,7 +237,8 @@ async def settled(soak: Soak) -> tuple[dict[str, float], bool]:
     """Figures of /metrics once no request runs, and whether that came to be."""
     for _ in range(600):
         reader, writer = await asyncio.open_connection(*soak._address)
-        writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        head = _head("/metrics", 0).replace(b"POST", b"GET")
+        writer.write(head)
         text = (await reader.read()).decode()
         writer.close()
         lines = [line.split() for line in text.splitlines() if line.startswith(("llamacpp:", "motley:"))]
@@ -168,15 +259,18 @@ def main() -> None:
     with LLM(bundled_model_path(), n_ctx=256, n_threads=1) as llm:
         expected = {p: llm.generate(p, max_tokens=N_TOKENS, temperature=0).text for p in PROMPTS}
     flags = ["-t", "1", "-np", "4", "-c", "256", "--kv-cache-tokens", "640", "-b", "64", "--max-queue", "16"]
-    command = [sys.executable, "-m", "motley", "serve", "--port", "0", "--metrics", "--log-disable", *flags]
+    flags += ["--api-key", KEY, "--metrics", "--log-disable"]
+    command = [sys.executable, "-m", "motley", "serve", "--port", "0", *flags]
     with running(command) as (url, front):
-        engine = int(Path(f"/proc/{front}/task/{front}/children").read_text().split()[0])
+        children = Path(f"/proc/{front}/task/{front}/children")
+        engine = int(children.read_text().split()[0])
         soak = Soak(url, expected)
         asyncio.run(soak.run(options.clients, min(20.0, 15 * options.minutes)))  # everything is in use once
         asyncio.run(settled(soak))
         before = {"front": resources(front), "engine": resources(engine)}
         asyncio.run(soak.run(options.clients, 60 * options.minutes))
         figures, is_idle = asyncio.run(settled(soak))
+        has_same_engine = children.read_text().split() == [str(engine)]
         time.sleep(1)
         after = {"front": resources(front), "engine": resources(engine)}
     used = {name: value for name, value in figures.items() if name.startswith("motley:kv_n_used")}
@@ -184,15 +278,19 @@ def main() -> None:
     print(
         f"cancelled {figures['motley:requests_cancelled_total']:.0f} of {figures['motley:requests_total']:.0f}"
     )
+    health = sorted(soak.health)
+    print(f"/health: median {1e3 * health[len(health) // 2]:.1f} ms, longest {1e3 * health[-1]:.1f} ms")
     print(f"before: {before}\nafter:  {after}\nblocks in use: {used}")
     for line in soak.wrong[:10]:
         print("wrong:", line)
     grown = {p: after[p]["kib"] - before[p]["kib"] for p in before}
     is_clean = (
         is_idle
+        and has_same_engine
         and not soak.wrong
         and not any(used.values())
         and all(after[p]["files"] <= before[p]["files"] + 2 for p in before)
+        and all(after[p]["threads"] <= before[p]["threads"] for p in before)
         and all(kib < 65536 for kib in grown.values())
     )
     print(f"memory grew by {grown} KiB; {'clean' if is_clean else 'NOT CLEAN'}")

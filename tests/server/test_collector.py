@@ -19,7 +19,7 @@ class _Engine:
         self.has_work, self.can_step, self.loss = True, True, None
         self.runner = SimpleNamespace(n_runs=0)
         self.sent: list[dict[str, Any]] = []
-        self.collector = Collector(self, self.sent.append)  # type: ignore[arg-type]
+        self.collector = Collector(self, self.sent.append, hold=0.004)  # type: ignore[arg-type]
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(self.collector, "stats", dict)
 

@@ -162,6 +162,33 @@ def test_slots_that_are_not_there(server: RunningServer, path: str) -> None:
     assert server.post(path, {}).status_code == 400
 
 
+LONG = "word " * 200_000  # a megabyte
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completion", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": ["a", 5, LONG]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 5}),
+        ("/v1/embeddings", {"input": [LONG, "a"]}),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    server: RunningServer, path: str, body: dict[str, Any]
+) -> None:
+    reply = server.post(path, body)
+    assert reply.status_code == 400
+    assert "at least" in reply.json()["error"]["message"]  # so nothing was counted
+    assert "exceeds the available context size" in reply.json()["error"]["message"]
+
+
+def test_long_texts_become_tokens_and_text_again(server: RunningServer) -> None:
+    tokens = server.ok("/tokenize", {"content": LONG[:200_000]})["tokens"]
+    assert server.ok("/detokenize", {"tokens": tokens})["content"] == LONG[:200_000]
+
+
 BODIES: list[bytes] = [
     b"",
     b"null",

@@ -11,6 +11,7 @@ from motley.errors import MotleyError
 from motley.server.errors import ApiError, invalid, of_motley
 from motley.server.fields import Fields, show
 from motley.server.model import FrontModel
+from motley.server.prompts import require_chars
 from motley.server.settings import ServerSettings
 from motley.text.tools import ToolSession
 
@@ -29,9 +30,17 @@ class ChatPrompt:
 
 
 async def read_chat(
-    body: Fields, model: FrontModel, settings: ServerSettings, *, messages: Any = None, tools: Any = None
+    body: Fields,
+    model: FrontModel,
+    settings: ServerSettings,
+    *,
+    n_ctx: int | None = None,
+    messages: Any = None,
+    tools: Any = None,
 ) -> ChatPrompt:
-    """The prompt of a chat request. `messages`, `tools`: in OpenAI's form, if the body has another one."""
+    """The prompt of a chat request. `messages`, `tools`: in OpenAI's form, if the body has another one. `n_ctx`: 400
+    for a prompt that cannot fit.
+    """
     clean = clean_messages(body.raw("messages") if messages is None else messages, settings)
     tools = body.raw("tools") if tools is None else tools
     continues = body.flag("continue_final_message")
@@ -55,6 +64,7 @@ async def read_chat(
             add_generation_prompt=adds_prompt or has_prefill,
             variables=variables,
         )
+        require_chars(len(session.prompt), model, n_ctx)
         return ChatPrompt(session, tuple(model.tokenizer.encode_marked(session.prompt)), has_prefill)
 
     try:

@@ -15,16 +15,15 @@ if TYPE_CHECKING:
     from motley.errors import MotleyError
 
 _STATS_EVERY = 0.25  # seconds between two snapshots of the cache
-_HOLD = (
-    0.004  # seconds: tokens of quicker steps share a message. Each message wakes the front and the clients
-)
 
 
 class Collector:
     """The outboxes of all requests of the process, and what they have got since the last message."""
 
-    def __init__(self, engine: Engine, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, engine: Engine, send: Callable[[dict[str, Any]], None], *, hold: float = 0.0) -> None:
+        """`hold`: seconds; tokens of quicker steps share a message. Each message wakes the front and the clients."""
         self._engine = engine
+        self._hold = hold
         self._send = send
         self._changed: dict[CollectedOutbox, None] = {}  # an ordered set
         self._watched: dict[CollectedOutbox, None] = {}  # their progress is told
@@ -48,7 +47,7 @@ class Collector:
         """Sends one message with all that is new. Returns the requests that ended. Called after each turn."""
         now = time.monotonic()
         is_idle = not self._engine.has_work
-        if now - self._sent_at < _HOLD and self._engine.can_step and self._can_wait():
+        if now - self._sent_at < self._hold and self._engine.can_step and self._can_wait():
             return []
         ended: list[int] = []
         message: dict[str, Any] = {}

@@ -32,6 +32,8 @@ _PROGRESS_EVERY = 0.1  # seconds
 _CALL_THREADS = 4
 _CONSTRAINTS = {"json_schema", "json_object", "regex", "grammar"}
 _DRAIN = 1.0  # seconds for the last messages
+_HOLD = 0.004  # seconds: see Collector
+_HOLD_ALL_CORES = 0.010  # where each message takes a core from the engine
 
 
 def main() -> None:
@@ -48,7 +50,7 @@ def main() -> None:
         channel.send({"op": "refused", "error": describe_error(error)})
         channel.drain(_DRAIN)
         sys.exit(2)
-    worker = Worker(llm, channel)
+    worker = Worker(llm, channel, hold=_hold(llm, first["arguments"].get("n_threads")))
     channel.send({"op": "ready", "info": worker.info()})
     gc.collect()
     gc.freeze()  # what loading made stays: the collector need not look at it again
@@ -82,10 +84,10 @@ def _load(message: Message, channel: Channel) -> LLM:
 class Worker:
     """Turns messages into requests of the engine. `handle` is called by one thread."""
 
-    def __init__(self, llm: LLM, channel: Channel) -> None:
+    def __init__(self, llm: LLM, channel: Channel, *, hold: float) -> None:
         self._llm = llm
         self._channel = channel
-        self._collector = Collector(llm.engine, channel.send)
+        self._collector = Collector(llm.engine, channel.send, hold=hold)
         self._requests: dict[int, Request | None] = {}  # None: not made yet
         self._lock = threading.Lock()
         self._calls = ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="motley-call")
@@ -164,6 +166,13 @@ class Worker:
         except Exception as error:
             answer["error"] = describe_error(error)
         self._channel.send(answer)
+
+
+def _hold(llm: LLM, n_threads: int | None) -> float:
+    """Longer where the engine's own threads have all cores of the machine."""
+    has_cpu = any(label.startswith("cpu") for label in llm.device_memory())
+    has_all = n_threads is None or n_threads >= len(os.sched_getaffinity(0))
+    return _HOLD_ALL_CORES if has_cpu and has_all else _HOLD
 
 
 def _die_with_parent() -> None:

@@ -56,13 +56,14 @@ def not_supported(message: str) -> ApiError:
     return ApiError(501, message)
 
 
-def context_exceeded(n_prompt: int, n_ctx: int) -> ApiError:
+def context_exceeded(n_prompt: int, n_ctx: int, *, at_least: bool = False) -> ApiError:
     """Clients recognise this error by its words: "exceeds the available context size" is llama-server's, "this model's
     maximum context length is" is OpenAI's.
     """
+    counted = f"at least {n_prompt}" if at_least else f"{n_prompt}"
     return ApiError(
         400,
-        f"the request ({n_prompt} tokens) exceeds the available context size: this model's maximum context length is "
+        f"the request ({counted} tokens) exceeds the available context size: this model's maximum context length is "
         f"{n_ctx} tokens (shorten the prompt, or start the server with a larger -c)",
         kind="exceed_context_size_error",
         n_prompt_tokens=n_prompt,

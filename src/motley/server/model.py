@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from motley.text.tools import ChatFormat
 T = TypeVar("T")
 
 _LONG = 2_000  # characters: longer texts are tokenized in a thread, so that the event loop goes on
+_HUGE = 2**20  # longer ones one at a time: each takes 60 bytes of memory for a character
 
 # Tokens for infilling: their keys in a file, and the texts that vocabularies give them.
 _FIM = {
@@ -47,6 +48,7 @@ class FrontModel:
     template: ChatTemplate
     chat_format: ChatFormat
     architecture: str
+    one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
     def read(cls, settings: ServerSettings) -> FrontModel:
@@ -90,8 +92,20 @@ class FrontModel:
         """The text of tokens, special ones written out."""
         return self.tokenizer.decode(tokens, skip_special=False)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """In characters as the vocabulary writes them, so that a text of n has at least n / longest_token tokens."""
+        tokenizer = self.tokenizer
+        return max(len(tokenizer.token_text(token)) for token in range(tokenizer.n_vocab))
+
     async def in_thread_if_long(self, n_chars: int, work: Callable[[], T]) -> T:
-        return work() if n_chars < _LONG else await asyncio.to_thread(work)
+        """The result of `work` over so many characters (or tokens)."""
+        if n_chars < _LONG:
+            return work()
+        if n_chars < _HUGE:
+            return await asyncio.to_thread(work)
+        async with self.one_at_a_time:
+            return await asyncio.to_thread(work)
 
 
 def _template(metadata: Mapping[str, Any], chosen: str | None) -> ChatTemplate:

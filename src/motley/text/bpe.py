@@ -32,7 +32,9 @@ class BpeEncoder:
         self._engine = _engine(vocab)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._engine.encode(text, add_special_tokens=False).ids)
+        # Of the ways to encode this one releases the GIL, and computes no offsets: half the time.
+        (found,) = self._engine.encode_batch_fast([text], add_special_tokens=False)
+        return list(found.ids)
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token stands for."""

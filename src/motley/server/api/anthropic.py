@@ -44,7 +44,7 @@ def _error(error: ApiError) -> dict[str, Any]:
 async def create(front: Front, request: Request) -> Response:
     body = await front.body(request)
     translated = Fields(to_openai(body))
-    chat = await read_chat(translated, front.model, front.settings)
+    chat = await read_chat(translated, front.model, front.settings, n_ctx=front.n_ctx)
     sampling = await chat_sampling(front, translated, chat)
     jobs = chat_jobs(front, translated, chat, sampling)
     if body.flag("stream"):

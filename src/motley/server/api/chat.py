@@ -32,7 +32,7 @@ _NOTHING = b'""'  # the text of an empty chunk
 
 async def complete(front: Front, request: Request) -> Response:
     body = await front.body(request)
-    chat = await read_chat(body, front.model, front.settings)
+    chat = await read_chat(body, front.model, front.settings, n_ctx=front.n_ctx)
     sampling = await chat_sampling(front, body, chat)
     jobs = chat_jobs(front, body, chat, sampling, read_n(body, front))
     shape = Shape(front, body, sampling, new_parser(chat))

@@ -29,7 +29,7 @@ async def complete(front: Front, request: Request) -> Response:
     body = await front.body(request)
     if body.raw("suffix"):
         raise not_supported("suffix is not supported; use /infill")
-    prompts, _ = await read_prompts(body.raw("prompt"), front.model, front.settings.limits)
+    prompts, _ = await read_prompts(body.raw("prompt"), front.model, front.settings.limits, n_ctx=front.n_ctx)
     sampling = read_sampling(body, front.model, front.settings, n_probs=_read_logprobs(body))
     await check(sampling.params)
     jobs = make_jobs(front, body, prompts, sampling, read_n(body, front))

@@ -64,7 +64,9 @@ async def llama(front: Front, request: Request) -> Response:
 
 async def _prompts(front: Front, body: Fields) -> list[tuple[int, ...]]:
     given = body.raw("input", "content")
-    prompts, _ = await read_prompts(given, front.model, front.settings.limits, where="input")
+    prompts, _ = await read_prompts(
+        given, front.model, front.settings.limits, n_ctx=front.n_ctx + 1, where="input"
+    )
     for tokens in prompts:
         if not tokens:
             raise invalid("input is empty", param="input")

@@ -22,7 +22,7 @@ from motley.server.streams import stream_of
 async def complete(front: Front, request: Request) -> Response:
     body = await front.body(request)
     model = front.model
-    prompts, is_list = await read_prompts(body.raw("prompt"), model, front.settings.limits)
+    prompts, is_list = await read_prompts(body.raw("prompt"), model, front.settings.limits, n_ctx=front.n_ctx)
     return await complete_prompts(front, request, body, prompts, is_list)
 
 

@@ -25,7 +25,7 @@ from motley.text.tools import ArgumentsDelta, CallStart, ContentDelta, Event, Pa
 async def create(front: Front, request: Request) -> Response:
     body = await front.body(request)
     translated = Fields(to_chat(body))
-    chat = await read_chat(translated, front.model, front.settings)
+    chat = await read_chat(translated, front.model, front.settings, n_ctx=front.n_ctx)
     sampling = await chat_sampling(front, translated, chat)
     jobs = chat_jobs(front, translated, chat, sampling)
     shape = _Shape(front, body)

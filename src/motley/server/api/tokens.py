@@ -26,16 +26,24 @@ async def tokenize(front: Front, request: Request) -> Response:
         tokens = await read_prompt(content, model, where="content")
     if not body.flag("with_pieces"):
         return JSON({"tokens": tokens})
-    return JSON({"tokens": [{"id": token, "piece": _piece(front, token)} for token in tokens]})
+
+    def pieces() -> Response:
+        return JSON({"tokens": [{"id": token, "piece": _piece(front, token)} for token in tokens]})
+
+    return await model.in_thread_if_long(len(tokens), pieces)
 
 
 async def detokenize(front: Front, request: Request) -> Response:
     body = await front.body(request)
-    tokens = body.items("tokens") or []
-    n_vocab = front.model.tokenizer.n_vocab
-    if not all(type(token) is int and 0 <= token < n_vocab for token in tokens):
-        raise invalid(f"tokens must be numbers from 0 to {n_vocab - 1}", param="tokens")
-    return JSON({"content": front.model.show(tokens)})
+    tokens, model = body.items("tokens") or [], front.model
+    n_vocab = model.tokenizer.n_vocab
+
+    def text() -> str:
+        if not all(type(token) is int and 0 <= token < n_vocab for token in tokens):
+            raise invalid(f"tokens must be numbers from 0 to {n_vocab - 1}", param="tokens")
+        return model.show(tokens)
+
+    return JSON({"content": await model.in_thread_if_long(len(tokens), text)})
 
 
 async def apply_template(front: Front, request: Request) -> Response:
