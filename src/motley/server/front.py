@@ -157,11 +157,9 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 def _page_files() -> dict[str, Path]:
-    """The files of the page, by path; `/` is its index."""
+    """The files of the page, by path; `/` is its index, and `/docs` shows the description of the API."""
     files = {f"/{file.name}": file for file in sorted(PAGE.glob("*")) if file.is_file()}
-    if "/index.html" in files:
-        files["/"] = files["/index.html"]
-    return files
+    return files | {"/": files["/index.html"], "/docs": files["/docs.html"]}
 
 
 def _file_endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:

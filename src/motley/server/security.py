@@ -14,7 +14,7 @@ from motley.server.errors import ApiError
 from motley.server.replies import error_reply
 from motley.server.settings import ServerSettings
 
-PUBLIC = frozenset({"/health", "/v1/health"})
+PUBLIC = frozenset({"/health", "/v1/health", "/openapi.json"})
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 

@@ -6,6 +6,7 @@ from motley.server.api import (
     anthropic,
     chat,
     completions,
+    description,
     embeddings,
     infill,
     llama,
@@ -22,6 +23,7 @@ _Route = tuple[str, tuple[str, ...], Handle]
 ROUTES: list[_Route] = [
     ("GET", ("/health", "/v1/health"), health),
     ("GET", ("/motley/live",), live),
+    ("GET", ("/openapi.json",), description.describe),
     ("GET", ("/v1/models", "/models"), models.list_models),
     ("POST", ("/v1/chat/completions", "/chat/completions"), chat.complete),
     ("POST", ("/v1/completions",), completions.complete),
