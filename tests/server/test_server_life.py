@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import threading
 from pathlib import Path
 
@@ -25,10 +27,29 @@ def test_sigterm_with_a_stream_open() -> None:
         server.wait_until_ready()
         body = {"prompt": "Hi", "n_predict": 10**6, "stream": True}
         with server.post("/completion", body, stream=True) as reply:
-            next(reply.iter_lines())
+            lines = reply.iter_lines()
+            next(lines)
             engine = engine_pid(server)
-            assert server.stop() == 0
+            server.process.send_signal(signal.SIGTERM)
+            assert "stopped" in json.loads([line for line in lines if line][-1][6:])["error"]["message"]
+        assert server.wait() == 0
         assert not is_running(engine)
+        assert "Traceback" not in "".join(server.log)
+
+
+def test_sigterm_with_a_request_that_waits_for_a_whole_answer() -> None:
+    with RunningServer(is_mock=True) as server:
+        server.wait_until_ready()
+        replies: list[requests.Response] = []
+        body = {"prompt": "Hi", "n_predict": 10**6}
+        waiting = threading.Thread(target=lambda: replies.append(server.post("/completion", body)))
+        waiting.start()
+        while not server.get("/slots").json()[0]["is_processing"]:
+            pass
+        assert server.stop() == 0
+        waiting.join(WAIT)
+        assert replies[0].status_code == 503
+        assert "Traceback" not in "".join(server.log)
 
 
 def test_the_front_killed_takes_the_engine_with_it() -> None:

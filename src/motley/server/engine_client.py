@@ -164,6 +164,13 @@ class EngineClient:
                 ticket.is_cancelled = True
                 self._send({"op": "cancel", "id": ticket.number})
 
+    def end_all(self, error: ApiError) -> None:
+        """Ends all jobs with this error."""
+        self.cancel(list(self._tickets.values()))
+        for ticket in list(self._tickets.values()):
+            self._fail(ticket, error)
+        self.wake_readers()
+
     async def call(self, name: str, **arguments: Any) -> Any:
         """The result of a function of `calls`, run by the engine process."""
         self.require_ready()

@@ -15,6 +15,7 @@ import uvicorn
 
 from motley.errors import ConfigError, MotleyError
 from motley.server.engine_client import EngineClient
+from motley.server.errors import ApiError
 from motley.server.front import Front, make_app
 from motley.server.http import protocol_with
 from motley.server.settings import ServerSettings
@@ -22,7 +23,8 @@ from motley.server.settings import ServerSettings
 _log = logging.getLogger("motley.server")
 
 OK, REFUSED, ENGINE_DIED = 0, 2, 3  # exit codes
-_FINISH_SECONDS = 3  # for running requests after SIGTERM; then they are cancelled
+_FINISH_SECONDS = 3  # for running requests after SIGTERM; then they end with an error
+_LAST_SECONDS = 1  # for clients to take that
 _AFTER_DEATH = 0.5  # seconds in which requests still get a 503
 
 
@@ -78,7 +80,7 @@ async def _serve(settings: ServerSettings, listening: socket.socket) -> int:
         log_config=None,
         server_header=False,
         proxy_headers=False,  # the client's address is not used
-        timeout_graceful_shutdown=_FINISH_SECONDS,
+        timeout_graceful_shutdown=_FINISH_SECONDS + _LAST_SECONDS,
         timeout_keep_alive=75,
     )
     server = _Server(config)
@@ -88,6 +90,8 @@ async def _serve(settings: ServerSettings, listening: socket.socket) -> int:
     def leave() -> None:
         if server.should_exit:
             server.force_exit = True  # the second signal
+        else:
+            loop.call_later(_FINISH_SECONDS, engine.end_all, ApiError(503, "the server has been stopped"))
         server.should_exit = True
 
     for number in (signal.SIGINT, signal.SIGTERM):
