@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,20 @@ def test_the_demo_s_command_runs(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_snippet_runs_as_it_stands(tmp_path: Path) -> None:
+    """In a new process and an empty folder."""
+    command = [sys.executable, "-c", blocks("python")[0]]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "top_p" in result.stdout.splitlines()[-1]  # the error at its end
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_python_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """All Python blocks in order, as one program, with answers cut short."""
+    monkeypatch.chdir(tmp_path)  # a session is written
     program = "\n".join(blocks("python"))
     program = re.sub(r"max_tokens=\d+", "max_tokens=3", program)
     program = program.replace('"model.gguf"', repr(str(bundled_model_path())))

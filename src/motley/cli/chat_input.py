@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from motley.cli.report import say
 from motley.errors import ConfigError
 
 QUOTES = '"""'  # begins and ends a message of several lines
+_PLAIN_TERMINALS = ("", "dumb", "unknown")  # values of TERM
 _MAX_CHARS = 1 << 24  # of a message
 
 
@@ -19,7 +21,12 @@ def read_messages(words: Sequence[str]) -> Iterator[str]:
     A message is one line. It goes on after a trailing backslash, and between lines of three quotes. At a terminal, text
     that is pasted is one message, and Alt-Enter begins a new line.
     """
-    lines = _terminal(words) if sys.stdin.isatty() else _pipe()
+    if not sys.stdin.isatty():
+        lines = _pipe()
+    elif os.environ.get("TERM", "") in _PLAIN_TERMINALS:
+        lines = _plain_terminal()
+    else:
+        lines = _terminal(words)
     for first in lines:
         parts = [first]
         while _is_open("\n".join(parts)):
@@ -53,6 +60,24 @@ def _pipe() -> Iterator[str]:
                 f"a line of standard input has more than {_MAX_CHARS} characters", hint="is it a text file?"
             )
         yield line.rstrip("\r\n")
+
+
+def _plain_terminal() -> Iterator[str]:
+    """Lines of a terminal that understands no escape sequences, such as a shell in an editor."""
+    lines = _pipe()
+    while True:
+        try:
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+            line = next(lines, None)
+        except KeyboardInterrupt:
+            say("\n/quit or Ctrl-D leaves.")
+            lines = _pipe()  # the interrupt has ended the other one
+            continue
+        if line is None:
+            say("")
+            return
+        yield line
 
 
 def _terminal(words: Sequence[str]) -> Iterator[str]:
