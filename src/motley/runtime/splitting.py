@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from motley.gguf import ModelSpec
 from motley.models import BatchShape, DecoderParams, GraphOptions, build_graph
+from motley.ownership import MIRRORED
 from motley.runtime.crew import Crew
 from motley.split.apart import demands_of
 from motley.split.infer import SplitGraph, infer
@@ -52,8 +53,14 @@ class ModelSplit:
         return self._splits.get(batch, make)
 
     def share(self, device: int, batch: BatchShape) -> LocalGraph:
-        """One device's graph."""
-        return self._shares.get((device, batch), lambda: localize(self.split(batch), device))
+        """One device's graph. A device alone has the whole graph: nothing is split, so that nothing is inferred."""
+        make = self._whole if len(self.crew) == 1 else lambda batch: localize(self.split(batch), device)
+        return self._shares.get((device, batch), lambda: make(batch))
+
+    def _whole(self, batch: BatchShape) -> LocalGraph:
+        graph = build_graph(self.spec, self.params, batch, self.options)
+        states = self.placement.states
+        return LocalGraph(graph, {node.name: states.get(node.name, MIRRORED) for node in graph.weights})
 
 
 class _Memo(Generic[K, V]):
