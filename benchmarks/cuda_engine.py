@@ -60,11 +60,11 @@ def _packed(kind: str, columns: int) -> torch.Tensor:
 
 def random_spec(n_layers: int) -> RandomSpec:
     tensors: dict[str, tuple[tuple[int, ...], str]] = {}
-    for name, rows, columns in SHAPE.matrices():
-        if not name.startswith("blk.") or int(name.split(".")[1]) < n_layers:
-            tensors[f"{name}.weight"] = (rows, columns), "Q6_K" if name == "output" else "Q4_K"
-    for name in ("output_norm", *(f"blk.{i}.{n}_norm" for i in range(n_layers) for n in ("attn", "ffn"))):
-        tensors[f"{name}.weight"] = (SHAPE.n_embd,), "F32"
+    for tensor in SHAPE.tensors(get_format("Q4_K")):
+        parts = tensor.name.split(".")
+        if parts[0] != "blk" or int(parts[1]) < n_layers:
+            form = "Q6_K" if parts[0] == "output" else tensor.format.name
+            tensors[tensor.name] = tensor.shape, form
     numbers: dict[str, Any] = {
         "general.architecture": "llama",
         "llama.block_count": n_layers,

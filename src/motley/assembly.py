@@ -199,6 +199,7 @@ def load_model(
         undo.callback(runner.close)
         tokenizer = reading.result()
         warm_up = warmer.warm(runner, compiling)
+        warmer.run_first_batches(runner)
         undo.pop_all()
     engine = Engine(
         runner,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -50,6 +51,8 @@ def test_demand_paging_changes_no_answer(load: Load) -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_with_numbers(load: Load) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # what torch keeps of earlier tests is free for a model, too
     n_free = torch.cuda.mem_get_info()[0]
     hog = torch.empty(n_free - 300 * MIB, dtype=torch.uint8, device="cuda:0")
     try:

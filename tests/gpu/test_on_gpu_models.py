@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "engine"))
+from by_hand import stepped_by_hand
 
 from motley import LLM
 from motley.backends.cuda import staging
@@ -89,8 +94,11 @@ def test_planning_ahead_is_not_seen_in_answers(load: Load, monkeypatch: pytest.M
 
 
 def streams(llm: LLM, prompts: list[str]) -> list[Any]:
-    """Requests that run side by side, and end one after the other."""
-    return [
-        llm.stream(prompt, max_tokens=20 + 3 * i, temperature=0.0, ignore_eos=True)
-        for i, prompt in enumerate(prompts)
-    ]
+    """Requests that run side by side, and end one after the other. All are there before the first step: prompts that
+    come one by one make other batches, whose products round otherwise.
+    """
+    with stepped_by_hand(llm):
+        return [
+            llm.stream(prompt, max_tokens=20 + 3 * i, temperature=0.0, ignore_eos=True)
+            for i, prompt in enumerate(prompts)
+        ]

@@ -87,6 +87,12 @@ class Shape:
                 yield matrix(f"{block}.ffn_down_shexp", self.n_embd, experts.n_ff_shared)
             yield from self._expert_vectors(block, experts)
 
+    def matrices(self) -> Iterator[tuple[str, int, int]]:
+        """The name without ".weight", the rows and the columns of each matrix; experts are none."""
+        for tensor in self.tensors(get_format("F32")):
+            if len(tensor.shape) == 2:
+                yield tensor.name.removesuffix(".weight"), *tensor.shape
+
     def _vectors(self, block: str, n_q: int, n_kv: int) -> Iterator[RandomTensor]:
         before_ffn = "post_attention_norm" if self.architecture in ("glm4moe", "gpt-oss") else "ffn_norm"
         for norm in ("attn_norm", before_ffn):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -24,9 +24,10 @@ from motley.engine.samplers import ChainSampler
 from motley.engine.sampling import Sampler, check_best, shortlist
 from motley.grammar import Matcher
 
-# The GPU sampler takes 1.8 to 3.2 ms for one row, and hardly more for many. For few rows with a small top-k it is
-# faster to copy the candidates to the host. One H200, vocabulary of 128,256: benchmarks/results/cuda-notes.md.
-_FEW_ROWS, _SHORT_LIST = 8, 256
+if TYPE_CHECKING:
+    from motley.backends.gpu import RowSettings
+
+_MAX_SETTINGS = 4096  # requests whose settings are kept for the GPU
 
 Found = int | BaseException  # a token, or the error of its request
 
@@ -114,40 +115,44 @@ class GpuChooser:
 
         self._sampler = DeviceSampler(device)
         self._host = HostChooser()
-        self._few_rows = _FEW_ROWS
+        self._settings: dict[int, tuple[Sampler, RowSettings]] = {}  # of samplers, by id(sampler)
 
     def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
-        is_short = len(rows) <= self._few_rows and all(_has_short_list(row) for row in rows)
-        if is_short or any(isinstance(row.sampler, ChainSampler) for row in rows):
+        if any(isinstance(row.sampler, ChainSampler) for row in rows):
             return self._host.choose(logits, rows)
-        from motley.backends.gpu import RowSettings
-
-        settings = [
-            RowSettings(
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                typical_p=params.typical_p,
-                repeat=params.repeat_penalty,
-                frequency=params.frequency_penalty,
-                presence=params.presence_penalty,
-                key=row.sampler.key,
-                index=row.index,
-                edits=_edits(row),
-            )
-            for row in rows
-            for params in (row.sampler.params,)
-        ]
-        pending = self._sampler.launch(logits, settings)
+        pending = self._sampler.launch(
+            logits,
+            [self._settings_of(row.sampler) for row in rows],
+            [row.index for row in rows],
+            {i: edits for i, row in enumerate(rows) if (edits := _edits(row))},
+        )
         return Pending(
             lambda: [_or_error(_token, number) for number in pending.ids()], self._sampler.chosen(len(rows))
         )
 
+    def _settings_of(self, sampler: Sampler) -> RowSettings:
+        """What the GPU needs to know of a sampler. Kept, as a request asks for many tokens."""
+        known = self._settings.get(id(sampler))
+        if known is not None and known[0] is sampler:
+            return known[1]
+        from motley.backends.gpu import RowSettings
 
-def _has_short_list(row: ChoiceRow) -> bool:
-    params = row.sampler.params
-    return not params.is_greedy and 0 < params.top_k <= _SHORT_LIST
+        if len(self._settings) >= _MAX_SETTINGS:
+            self._settings.clear()
+        params = sampler.params
+        settings = RowSettings(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            typical_p=params.typical_p,
+            repeat=params.repeat_penalty,
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+            key=sampler.key,
+        )
+        self._settings[id(sampler)] = sampler, settings
+        return settings
 
 
 def _edits(row: ChoiceRow) -> dict[int, tuple[int, float]]:

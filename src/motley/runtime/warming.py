@@ -1,15 +1,16 @@
 """Compiles kernels before the first request, so that no request waits for the compiler.
 
 Inert batches (`inert_batch`: nothing is stored, no context is read) go through the runner without kernel launches, one
-for each class of batch sizes for which kernels differ. The kernels that they would have compiled are then compiled on
-all cores. A manifest beside the compiled kernels records that this is done: later processes skip it.
+for each class of batch sizes for which kernels differ. The kernels that they would have compiled are compiled on all
+cores meanwhile. A manifest beside the compiled kernels records that this is done: later processes skip it.
+At last the batches of a first request are run: kernels and libraries are loaded, plans made, and a decode is captured.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,7 +66,10 @@ class KernelWarmer:
         self._cache = cache
         experts = split.params.experts
         self._extra = {} if experts is None else {N_EXPERT_USED: experts.n_used}
+        n_batch = min(n_batch, n_parallel * split.options.n_ctx)  # no batch is larger
         self._shapes = list(rehearsals(n_batch, n_parallel))
+        self._n_batch = n_batch
+        self._is_gpu = False
         self._manifest: Manifest | None = None
         self._compiler: Compiler | None = None
         gpus = sorted({backend.device for backend in backends if backend.device.type == "cuda"}, key=str)
@@ -75,6 +79,7 @@ class KernelWarmer:
 
         if not compiling.can_compile_ahead():
             return
+        self._is_gpu = not split.crew.hosts
         targets = sorted({compiling.Target.of(gpu) for gpu in gpus})
         manifest = compiling.Manifest(targets, _description(split, cache), self._shapes)
         if not manifest.exists and len(targets) == 1:  # several kinds of GPU: compiled at first use
@@ -93,14 +98,15 @@ class KernelWarmer:
 
         started = time.perf_counter()
         jobs: dict[Job, None] = {}
+        n_sent = 0
         try:
-            with recording(jobs):
-                for shape, longest in self._shapes:
+            for shape, longest in self._shapes:
+                with recording(jobs):
                     batch = inert_batch(shape, longest, self._cache, self._extra)
                     _rehearse_sampling(runner.run(batch, [0] * shape.n_tokens, ()))
-            if progress is not None:
-                progress(0, len(jobs))
-            done = self._compiler.run(list(jobs), progress)
+                self._compiler.submit(list(jobs)[n_sent:])
+                n_sent = len(jobs)
+            done = self._compiler.finish(progress)
         except DeviceError as error:
             return WarmUp(seconds=time.perf_counter() - started, failures=(error.message,))
         finally:
@@ -111,15 +117,27 @@ class KernelWarmer:
         kernels = tuple((each.name, each.seconds) for each in done)
         return WarmUp(kernels, time.perf_counter() - started, failures)
 
+    def run_first_batches(self, runner: Runner) -> None:
+        """Run the batches of a first request on GPUs: a prompt, and a decode, launched once and then captured."""
+        if not self._is_gpu:
+            return
+        shapes = [(BatchShape(self._n_batch, 1), self._n_batch)] + [(BatchShape(1, 1), 1)] * 2
+        for shape, longest in shapes:
+            batch = inert_batch(shape, longest, self._cache, self._extra)
+            _rehearse_sampling(runner.run(batch, [0] * shape.n_tokens, ()))
+
 
 def rehearsals(n_batch: int, n_parallel: int) -> Iterator[tuple[BatchShape, int]]:
-    """Batch shapes that together use every kernel, each with the number of rows of its longest sequence."""
+    """Batch shapes that together use every kernel, each with the number of rows of its longest sequence.
+
+    Prompts come first, the longest before the others: their kernels take the compiler the most time.
+    """
+    prompts = [n for n in _PROMPT_ROWS if n <= n_batch]
+    yield from ((BatchShape(n, 1), n) for n in dict.fromkeys([n_batch, *prompts]) if n > _FEW_ROWS)
     decodes = [n for n in _DECODE_ROWS if n <= min(n_parallel, n_batch)]
     yield from ((BatchShape(n, n), 1) for n in dict.fromkeys([*decodes, min(n_parallel, n_batch)]))
     if n_parallel == 1 and n_batch > 1:  # a prompt of few tokens, whose rows are attended one by one
         yield BatchShape(2, 1), 2
-    prompts = [n for n in _PROMPT_ROWS if n <= n_batch]
-    yield from ((BatchShape(n, 1), n) for n in dict.fromkeys([*prompts, n_batch]) if n > _FEW_ROWS)
     if n_batch > _FEW_ROWS + 1 and n_parallel > 1:  # a prompt in one batch with a decoding request
         yield BatchShape(_FEW_ROWS + 2, 2), _FEW_ROWS + 1
 
@@ -150,8 +168,9 @@ def _rehearse_sampling(logits: torch.Tensor) -> None:
     from motley.backends.gpu import DeviceSampler, RowSettings
 
     if logits.device.type == "cuda":
-        row_settings = RowSettings(0.8, 40, edits={0: (1, 0.0)})
-        DeviceSampler(logits.device).launch(logits, [row_settings] * len(logits))
+        n = len(logits)
+        edits = {0: {0: (1, 0.0)}}
+        DeviceSampler(logits.device).launch(logits, [RowSettings(0.8, 40)] * n, [0] * n, edits)
 
 
 def _description(split: ModelSplit, cache: CachePlan) -> list[object]:
@@ -165,4 +184,12 @@ def _description(split: ModelSplit, cache: CachePlan) -> list[object]:
     heads = [sorted(set(heads.values())) for heads in cache.heads]
     windows = [group.window for group in cache.groups]
     kinds = config.k_type.name, config.v_type.name, config.block_size
-    return [sorted(weights), kinds, cache.head_dim, heads, windows, repr(split.options), split.crew.mode]
+    return [
+        sorted(weights),
+        kinds,
+        cache.head_dim,
+        heads,
+        windows,
+        repr(replace(split.options, n_ctx=0)),
+        split.crew.mode,
+    ]

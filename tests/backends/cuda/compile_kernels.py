@@ -35,6 +35,7 @@ from motley.backends.cuda.kernels.prefill import max_span_rows, prefill
 from motley.backends.cuda.kernels.rope_and_store import RopeTable, rope_and_store
 from motley.backends.cuda.kernels.route import route, route_weights
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
+from motley.backends.cuda.kernels.scale_rows import scale_rows
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
 from motley.backends.cuda.planes import WeightPlanes, to_planes
@@ -153,13 +154,14 @@ def product_cases(kind: str) -> Iterator[Case]:
         yield name, partial(matmul, matrix, rows, out, torch.empty_like(out))
     dense = torch.empty(64, COLUMNS, dtype=torch.float16)
     yield f"unpack_by_value({kind})", partial(unpack_by_value, weight, dense)
+    yield "scale_rows", partial(scale_rows, dense, torch.empty(64), torch.empty(64, COLUMNS))
     ids = torch.zeros(4, dtype=torch.int32)
     yield f"unpack_rows({kind})", partial(unpack_rows, weight, ids, torch.empty(4, COLUMNS))
 
 
 def sampling_cases() -> Iterator[Case]:
-    sampler, row_settings = DeviceSampler(torch.device("cpu")), RowSettings(0.8, 40, edits={3: (1, 0.5)})
-    yield "sample", partial(sampler.launch, torch.zeros(2, 128256), [row_settings, row_settings])
+    sampler, settings = DeviceSampler(torch.device("cpu")), [RowSettings(0.8, 40)] * 2
+    yield "sample", partial(sampler.launch, torch.zeros(2, 128256), settings, [0, 1], {1: {3: (1, 0.5)}})
 
 
 def expert_cases(kind: str) -> Iterator[Case]:

@@ -72,15 +72,18 @@ def rehearse(n_parallel: int, batches: list[list[int]]) -> tuple[dict[Job, None]
     with recording(known):
         for shape, longest in rehearsals(N_BATCH, n_parallel):
             logits = runner.run(inert_batch(shape, longest, fit.plan), [0] * shape.n_tokens, ())
-            sampler.launch(logits, [RowSettings(0.8, 40, edits={0: (1, 0.0)})] * len(logits))
+            n = len(logits)
+            sampler.launch(logits, [RowSettings(0.8, 40)] * n, [0] * n, {0: {0: (1, 0.0)}})
     print(f"{len(known)} kernels")
     unknown = 0
     for rows in batches:
         met: dict[Job, None] = {}
         with recording(met):
             logits = runner.run(placed(rows), [1] * sum(rows), ())
-            settings = [RowSettings(0.7, 0, 0.9, edits={i: (1, 0.5)}) for i in range(len(logits))]
-            sampler.launch(logits, settings)
+            n = len(logits)
+            sampler.launch(
+                logits, [RowSettings(0.7, 0, 0.9)] * n, range(n), {i: {i: (1, 0.5)} for i in range(n)}
+            )
         for job in met.keys() - known.keys():
             print(f"a batch of {rows} compiles {job.name}: {job.data}")
             unknown += 1

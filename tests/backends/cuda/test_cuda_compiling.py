@@ -77,6 +77,14 @@ def test_an_inert_batch_leaves_the_cache_as_it_is(tmp_path: Path) -> None:
         logits = runner.run(inert_batch(shape, longest, fit.plan), [0] * shape.n_tokens, ())
         assert logits.shape == (shape.n_outputs, spec.tensors["token_embd.weight"].shape[0])
     assert all(bool((plane == 3).all()) for plane in planes)
+    n_plans = runner.n_plans
+    warmer = KernelWarmer(split, [CudaBackend("cpu")], fit.plan, n_batch=12, n_parallel=2)
+    warmer.run_first_batches(runner)
+    assert runner.n_plans == n_plans  # there is no GPU
+    warmer._is_gpu = True
+    warmer.run_first_batches(runner)  # a prompt, which has its plan, and a token
+    assert runner.n_plans == n_plans + 1
+    assert all(bool((plane == 3).all()) for plane in planes)
     runner.close()
 
 

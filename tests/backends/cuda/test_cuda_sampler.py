@@ -23,7 +23,7 @@ from draws import follow, probabilities
 from motley.backends.cuda.kernels import noise as noise_kernel
 from motley.backends.cuda.kernels import sample as kernels
 from motley.backends.cuda.kernels.noise import noise_of, noise_of_run
-from motley.backends.cuda.sampler import CHUNK, DeviceSampler, RowSettings
+from motley.backends.cuda.sampler import CHUNK, PART, DeviceSampler, RowSettings
 from motley.engine import noise
 from motley.engine.choosing import ChoiceRow, Found, GpuChooser, HostChooser, MaskingChooser
 from motley.engine.masking import mask_rows, masked
@@ -61,8 +61,8 @@ class InterpretedChooser(GpuChooser):
 
     def __init__(self) -> None:
         self._sampler = DeviceSampler(torch.device("cpu"))
-        self._few_rows = 0  # none is left to the host
         self._host = HostChooser()
+        self._settings = {}
 
 
 def random_rows(n_rows: int, seed: int, spread: float = 2.0, n_vocab: int = VOCAB) -> torch.Tensor:
@@ -121,6 +121,14 @@ def test_it_chooses_what_the_cpu_chooses(seed: int) -> None:
     assert found == expected
 
 
+def test_candidates_of_several_parts_of_a_row_are_joined() -> None:
+    settings = [OFF | each for each in ({"top_k": 30, "top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.6})]
+    logits = random_rows(len(settings), 5, spread=3.0, n_vocab=PART + 700)
+    logits[:, : PART // 8] += 2.0  # most candidates are in the first part
+    expected, found = both(logits, turns_of(settings, 2))
+    assert found == expected
+
+
 def test_all_ways_to_find_candidates_are_used_here() -> None:
     settings = [
         RowSettings(s["temperature"], **{k: v for k, v in s.items() if k != "temperature"}) for s in SETTINGS
@@ -163,13 +171,22 @@ def test_more_candidates_than_are_collected_are_all_seen() -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("setting", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {}, {"typical_p": 0.9}])
+@pytest.mark.parametrize("setting", [{"top_p": 0.8}, {"min_p": 0.1}, {}, {"typical_p": 0.9}])
 def test_equal_logits_are_all_candidates_and_the_odds_are_right(setting: dict[str, Any]) -> None:
     logits = torch.full((30, 8), -math.inf)
     logits[:, :4] = 1.0
     drawn = InterpretedChooser().choose(logits, turns_of([OFF | setting] * 30)).tokens()
     probs = np.array([0.25] * 4 + [0.0] * 4)
-    assert follow(drawn, probs)  # top-k keeps ties together
+    assert follow(drawn, probs)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 7])
+def test_of_equal_logits_top_k_takes_the_first(top_k: int) -> None:
+    """Rows of 16 distinct logits again and again: more tokens than top-k share the largest one."""
+    logits = random_rows(6, 4, n_vocab=16).repeat(1, 160)
+    logits[3:, 200:210] += 4.0
+    expected, found = both(logits, turns_of([OFF | {"top_k": top_k, "temperature": 1.5}] * 6))
+    assert found == expected
 
 
 @pytest.mark.parametrize("setting", [OFF, OFF | {"top_k": 4, "top_p": 0.9999999}])

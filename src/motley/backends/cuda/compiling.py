@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,31 +110,46 @@ class Compiler:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
         environment = os.environ | own
+        self._n_jobs = 0
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    def run(self, jobs: Sequence[Job], on_done: OnDone | None = None) -> list[Compiled]:
-        """Compile all jobs. A failed job has an `error`; its kernel is compiled at launch, with the full message."""
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Give jobs to the processes; they begin at once. A failed job is compiled at launch, with the full message."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            for job in jobs:
+                self._process.stdin.write(job.message() + "\n")
+                self._n_jobs += 1
+            self._process.stdin.flush()
+
+    def finish(self, on_done: OnDone | None = None) -> list[Compiled]:
+        """Wait for all submitted jobs. A failed job has an `error`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         results: list[Compiled] = []
         with contextlib.suppress(BrokenPipeError):
-            for job in jobs:
-                self._process.stdin.write(job.message() + "\n")
             self._process.stdin.close()
+        if on_done is not None:
+            on_done(0, self._n_jobs)
         for line in self._process.stdout:
             if not line.startswith("["):  # other output of the process
                 continue
             results.append(Compiled(*json.loads(line)))
             if on_done is not None:
-                on_done(len(results), len(jobs))
-        if self._process.wait() != 0 and len(results) < len(jobs):
+                on_done(len(results), self._n_jobs)
+        if self._process.wait() != 0 and len(results) < self._n_jobs:
             raise DeviceError(
                 f"the process that compiles kernels has ended with {self._process.returncode}",
                 hint="they will be compiled one by one when they are first used",
             )
         return results
+
+    def run(self, jobs: Iterable[Job], on_done: OnDone | None = None) -> list[Compiled]:
+        """Compile all jobs: `submit` and `finish`."""
+        self.submit(jobs)
+        return self.finish(on_done)
 
     def close(self) -> None:
         """Stop the process if it is still running."""

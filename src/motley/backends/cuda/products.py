@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from motley.backends.cuda.kernels.rows import Rows
+from motley.backends.cuda.kernels.scale_rows import scale_rows
 from motley.backends.cuda.kernels.unpack import unpack_by_value
 from motley.backends.cuda.planes import WeightPlanes
 
@@ -40,6 +41,4 @@ def library_product(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tenso
 def unpacked_product(weight: WeightPlanes, x: Rows, residual: torch.Tensor | None) -> torch.Tensor:
     dense = torch.empty(weight.n_rows, weight.n_columns, dtype=torch.float16, device=x.values.device)
     unpack_by_value(weight, dense)
-    product = F.linear(x.values, dense)
-    out = product * x.scale[:, None]  # float32
-    return out if residual is None else out.add_(residual)
+    return scale_rows(F.linear(x.values, dense), x.scale, residual)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +15,21 @@ import torch
 import triton
 
 from motley.backends.cuda.kernels import sample as kernels
-from motley.backends.cuda.kernels.sample import CAPACITY, CHUNK, CHUNKS_AT_ONCE, EDIT_WORDS, ROW_WORDS
+from motley.backends.cuda.kernels.sample import CAPACITY, CHUNK, CHUNKS_AT_ONCE, EDIT_WORDS, PART, ROW_WORDS
 
 Edits = Mapping[int, tuple[int, float]]  # by token: its count in the penalty window, and its bias
 
+_NO_EDITS: Mapping[int, Edits] = MappingProxyType({})
 _EDITS_AT_ONCE = 128
-_BLOCK = 1024  # candidates that a program reads at a time
+_BLOCK, _LARGE_BLOCK = (
+    1024,
+    4096,
+)  # candidates that a program reads at a time; the second with few numbers for each
 
 
 @dataclass(frozen=True)
 class RowSettings:
-    """Sampling parameters of one row. The field names are those of `motley.engine.SamplingParams`."""
+    """Sampling parameters of a request. The field names are those of `motley.engine.SamplingParams`."""
 
     temperature: float
     top_k: int = 0
@@ -34,8 +40,6 @@ class RowSettings:
     frequency: float = 0.0
     presence: float = 0.0
     key: int = 0  # 64-bit key of the request's random numbers
-    index: int = 0  # position of the token in its answer
-    edits: Edits = field(default_factory=dict)
 
     def mode(self, n_vocab: int) -> int:
         """How `kernels.sample` finds this row's candidates."""
@@ -49,7 +53,24 @@ class RowSettings:
             return kernels.WHOLE_ROW
         if self.min_p > 0:
             return kernels.BY_MIN_P
-        return kernels.BY_GUESS if has_top_p else kernels.UNFILTERED
+        return kernels.BY_DRAWS if has_top_p else kernels.UNFILTERED
+
+    @cached_property
+    def _packed(self) -> dict[int, bytes]:
+        return {}
+
+    def words(self, n_vocab: int) -> bytes:
+        """ROW_WORDS words as the kernels read them, without the token's index. Packed once for all tokens."""
+        if n_vocab not in self._packed:
+            words = np.zeros(ROW_WORDS, np.uint32)
+            words.view(np.float32)[:7] = (
+                self.temperature, self.top_p, math.log(self.min_p) if self.min_p > 0 else -math.inf,
+                self.typical_p, self.repeat, self.frequency, self.presence,
+            )  # fmt: skip
+            words[7] = self.top_k if self.top_k < n_vocab else 0
+            words[8], words[9], words[11] = self.key & 0xFFFFFFFF, self.key >> 32, self.mode(n_vocab)
+            self._packed[n_vocab] = words.tobytes()
+        return self._packed[n_vocab]
 
 
 class DeviceSampler:
@@ -60,36 +81,60 @@ class DeviceSampler:
         self._is_gpu = device.type == "cuda"
         self._copied: torch.cuda.Event | None = None
         self._n_rows = self._n_chunks = 0
+        self._has_filters = False  # whether a row of the last batch has any
         self._allocate_numbers(1024)
 
-    def launch(self, logits: torch.Tensor, settings: Sequence[RowSettings]) -> Pending:
-        """Start sampling a token for each row of `logits` (rows, vocab) float32. Edits change the logits in place."""
-        with torch.cuda.device(self._device) if self._is_gpu else nullcontext():  # for kernel launches
-            return self._launch(logits, settings)
+    def launch(
+        self,
+        logits: torch.Tensor,
+        settings: Sequence[RowSettings],
+        indexes: Sequence[int],
+        edits: Mapping[int, Edits] = _NO_EDITS,
+    ) -> Pending:
+        """Start sampling a token for each row of `logits` (rows, vocab) float32.
 
-    def _launch(self, logits: torch.Tensor, settings: Sequence[RowSettings]) -> Pending:
-        assert logits.shape[0] == len(settings)
+        `indexes`: of the rows' tokens in their answers. `edits`: by row, if it has any; they change its logits.
+        """
+        with torch.cuda.device(self._device) if self._is_gpu else nullcontext():  # for kernel launches
+            return self._launch(logits, settings, indexes, edits)
+
+    def _launch(
+        self,
+        logits: torch.Tensor,
+        settings: Sequence[RowSettings],
+        indexes: Sequence[int],
+        edits_by_row: Mapping[int, Edits],
+    ) -> Pending:
+        assert logits.shape[0] == len(settings) == len(indexes)
         assert logits.dtype == torch.float32
         assert logits.stride(1) == 1
         n_rows, n_vocab = logits.shape
-        n_edits = self._stage(settings, n_vocab)
-        self._make_room(n_rows, triton.cdiv(n_vocab, CHUNK))
+        n_chunks, n_parts = triton.cdiv(n_vocab, CHUNK), triton.cdiv(n_vocab, PART)
+        chunks = triton.next_power_of_2(n_chunks)
+        n_edits = self._stage(settings, indexes, edits_by_row, n_vocab)
+        self._make_room(n_rows, n_chunks, n_parts)
         rows, edits = self._there, self._there[n_rows * ROW_WORDS :]
         if n_edits:
             kernels._edit[(triton.cdiv(n_edits, _EDITS_AT_ONCE),)](
                 logits, logits.stride(0), rows, edits, n_edits, N=_EDITS_AT_ONCE, num_warps=1
             )
-        n_chunks = triton.cdiv(n_vocab, CHUNK)
         kernels._survey[(n_rows, triton.cdiv(n_chunks, CHUNKS_AT_ONCE))](
             logits, logits.stride(0), n_vocab, rows,
             self._peaks, self._masses, self._scores, self._chunk_ids, n_chunks,
             CHUNK=CHUNK, N=CHUNKS_AT_ONCE, num_warps=4,
         )  # fmt: skip
+        if self._has_filters:
+            kernels._collect[(n_rows, n_parts)](
+                logits, logits.stride(0), n_vocab, rows, self._peaks, n_chunks,
+                self._values, self._value_ids, self._counts,
+                CHUNK=CHUNK, CHUNKS=chunks, PART=PART, CAPACITY=CAPACITY, BLOCK=_BLOCK, num_warps=4,
+            )  # fmt: skip
         kernels._choose[(n_rows,)](
             logits, logits.stride(0), n_vocab, rows,
             self._peaks, self._masses, self._scores, self._chunk_ids, n_chunks,
-            self._values, self._value_ids, self._chosen,
-            CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(n_chunks), CAPACITY=CAPACITY, BLOCK=_BLOCK, num_warps=8,
+            self._values, self._value_ids, self._counts, n_parts, self._chosen,
+            CHUNKS=chunks, PARTS=triton.next_power_of_2(n_parts), CAPACITY=CAPACITY, BLOCK=_BLOCK,
+            LARGE=_LARGE_BLOCK, num_warps=8,
         )  # fmt: skip
         self._chosen_here[:n_rows].copy_(self._chosen[:n_rows], non_blocking=True)
         if self._is_gpu:
@@ -101,18 +146,28 @@ class DeviceSampler:
         """The last batch's ids on the device, int32. The next batch can use them without a copy to the host."""
         return self._chosen[:n_rows]
 
-    def _stage(self, settings: Sequence[RowSettings], n_vocab: int) -> int:
+    def _stage(
+        self,
+        settings: Sequence[RowSettings],
+        indexes: Sequence[int],
+        edits: Mapping[int, Edits],
+        n_vocab: int,
+    ) -> int:
         """Copy all rows' parameters and edits to the device. Returns the number of edits."""
-        n_edits = sum(len(wanted.edits) for wanted in settings)
-        n_words = ROW_WORDS * len(settings) + EDIT_WORDS * n_edits
+        n_rows, n_edits = len(settings), sum(map(len, edits.values()))
+        n_words = ROW_WORDS * n_rows + EDIT_WORDS * n_edits
         if n_words > len(self._here):
             self._allocate_numbers(2 * n_words)
         if self._copied is not None:
             self._copied.synchronize()  # the last batch's copy from pinned memory is complete
         words: npt.NDArray[np.int32] = self._here.numpy()
-        _write_rows(words[: ROW_WORDS * len(settings)].reshape(-1, ROW_WORDS), settings, n_vocab)
+        packed = b"".join([wanted.words(n_vocab) for wanted in settings])
+        rows = words[: ROW_WORDS * n_rows].reshape(-1, ROW_WORDS)
+        rows[:] = np.frombuffer(packed, np.int32).reshape(-1, ROW_WORDS)
+        rows.view(np.uint32)[:, 10] = [index & 0xFFFFFFFF for index in indexes]
+        self._has_filters = bool((rows[:, 11] > kernels.BY_DRAWS).any())
         if n_edits:
-            _write_edits(words[ROW_WORDS * len(settings) : n_words].reshape(-1, EDIT_WORDS), settings)
+            _write_edits(words[ROW_WORDS * n_rows : n_words].reshape(-1, EDIT_WORDS), edits)
         self._there[:n_words].copy_(self._here[:n_words], non_blocking=True)
         return n_edits
 
@@ -120,16 +175,19 @@ class DeviceSampler:
         self._here = torch.zeros(n_words, dtype=torch.int32, pin_memory=self._is_gpu)
         self._there = torch.zeros(n_words, dtype=torch.int32, device=self._device)
 
-    def _make_room(self, n_rows: int, n_chunks: int) -> None:
+    def _make_room(self, n_rows: int, n_chunks: int, n_parts: int) -> None:
         """Allocate the kernels' output buffers, for the largest batch so far."""
         if n_rows <= self._n_rows and n_chunks <= self._n_chunks:
             return
         self._n_rows, self._n_chunks = max(n_rows, self._n_rows), max(n_chunks, self._n_chunks)
+        n_parts = max(n_parts, triton.cdiv(self._n_chunks * CHUNK, PART))
         size = self._n_rows * self._n_chunks
         self._peaks, self._masses, self._scores = (torch.empty(size, device=self._device) for _ in range(3))
         self._chunk_ids = torch.empty(size, dtype=torch.int32, device=self._device)
-        self._values = torch.empty(self._n_rows * CAPACITY, device=self._device)
-        self._value_ids = torch.empty(self._n_rows * CAPACITY, dtype=torch.int32, device=self._device)
+        n_places = self._n_rows * n_parts
+        self._values = torch.empty(n_places * CAPACITY, device=self._device)
+        self._value_ids = torch.empty(n_places * CAPACITY, dtype=torch.int32, device=self._device)
+        self._counts = torch.empty(n_places, dtype=torch.int32, device=self._device)
         self._chosen = torch.empty(self._n_rows, dtype=torch.int32, device=self._device)
         self._chosen_here = torch.empty(self._n_rows, dtype=torch.int32, pin_memory=self._is_gpu)
 
@@ -148,25 +206,12 @@ class Pending:
         return self._ids.tolist()
 
 
-def _write_rows(words: npt.NDArray[np.int32], settings: Sequence[RowSettings], n_vocab: int) -> None:
-    numbers = words.view(np.float32)
-    for row, wanted in enumerate(settings):
-        numbers[row, :7] = (
-            wanted.temperature, wanted.top_p, math.log(wanted.min_p) if wanted.min_p > 0 else -math.inf,
-            wanted.typical_p, wanted.repeat, wanted.frequency, wanted.presence,
-        )  # fmt: skip
-        low, high = wanted.key & 0xFFFFFFFF, wanted.key >> 32
-        words.view(np.uint32)[row, 7:12] = (
-            wanted.top_k if wanted.top_k < n_vocab else 0, low, high, wanted.index & 0xFFFFFFFF, wanted.mode(n_vocab)
-        )  # fmt: skip
-
-
-def _write_edits(words: npt.NDArray[np.int32], settings: Sequence[RowSettings]) -> None:
+def _write_edits(words: npt.NDArray[np.int32], edits: Mapping[int, Edits]) -> None:
     start = 0
-    for row, wanted in enumerate(settings):
-        stop = start + len(wanted.edits)
+    for row, own in edits.items():
+        stop = start + len(own)
         words[start:stop, 0] = row
-        words[start:stop, 1] = list(wanted.edits)
-        words[start:stop, 2] = [count for count, _ in wanted.edits.values()]
-        words.view(np.float32)[start:stop, 3] = [bias for _, bias in wanted.edits.values()]
+        words[start:stop, 1] = list(own)
+        words[start:stop, 2] = [count for count, _ in own.values()]
+        words.view(np.float32)[start:stop, 3] = [bias for _, bias in own.values()]
         start = stop

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from motley.backends.cuda.kernels.bits import INTERPRETED
+from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
 from motley.backends.cuda.kernels.pipeline import launch
 from motley.backends.cuda.kernels.tiles import (
     TILE,
@@ -184,6 +185,7 @@ def _attend(
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BS: tl.constexpr,
     G: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
     CHUNKS: tl.constexpr = (GROUP + G - 1) // G
     row, head, split = tl.program_id(2), tl.program_id(0) // CHUNKS, tl.program_id(1)
     done = tl.program_id(0) % CHUNKS * G  # query heads of the group that other programs take
@@ -192,6 +194,7 @@ def _attend(
     first = tl.load(firsts + table)  # the position that the table starts with
     lowest = tl.maximum(position - window + 1, first)
     start, stop = (lowest - first) // BS, (position - first) // BS + 1  # blocks of the table
+    wait()  # tables are there before the first kernel of a batch starts; queries, keys and values are not
     share = tl.maximum(tl.cdiv(stop - start, n_splits), min_blocks)
     begin, end = start + split * share, tl.minimum(start + (split + 1) * share, stop)
     if begin >= end:
@@ -327,5 +330,6 @@ def attend(
         window or 2**30, scale * LOG2E, n_splits, out.min_blocks,
         K_KIND=keys.kind, V_KIND=values.kind, GROUP=group, DIM=dim, BS=block_size, G=min(group, MOST_QUERIES),
         PLAIN=INTERPRETED, num_warps=tuning.warps, num_stages=tuning.stages, **limits,
+        **overlapping(),
     )  # fmt: skip
     return out

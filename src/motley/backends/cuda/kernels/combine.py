@@ -14,6 +14,7 @@ import triton.language as tl
 
 from motley.backends.cuda.kernels.attention import Shares, Tables, with_sink
 from motley.backends.cuda.kernels.hadamard import rotated
+from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
 from motley.backends.cuda.kernels.rows import HALVES, PLAIN, Rows, convert, store_rows
 from motley.backends.cuda.kernels.tiles import TILE
 
@@ -24,6 +25,8 @@ def _combine(
     DIM: tl.constexpr, ROTATION: tl.constexpr, LOG_ROTATION: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
     HEADS: tl.constexpr, ROTATE: tl.constexpr, FORM: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, position = tl.load(firsts + tl.load(row_table + row)), tl.load(row_position + row)
     start = (tl.maximum(position - window + 1, first) - first) // BS
@@ -88,5 +91,6 @@ def combine(
         DIM=dim, ROTATION=rotation, LOG_ROTATION=rotation.bit_length() - 1, BS=block_size,
         SPLITS=n_at_once,
         HEADS=n_heads, ROTATE=rotate, FORM=out.form, HAS_SINKS=sinks is not None, num_warps=n_warps,
+        **overlapping(),
     )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
 from motley.backends.cuda.kernels.rows import Rows, store_rows, tile_of
 from motley.backends.cuda.support import GATE_FUNCTIONS
 
@@ -17,6 +18,8 @@ from motley.backends.cuda.support import GATE_FUNCTIONS
 def _gated(
     x, values, scale, total, BLOCKS: tl.constexpr, BB: tl.constexpr, FORM: tl.constexpr, FUNCTION: tl.constexpr
 ):  # fmt: skip
+    let_next_start()
+    wait()
     row, b = tl.program_id(0).to(tl.int64), tl.program_id(1) * BB + tl.arange(0, BB)
     k, inside = b[:, None] * 32 + tl.arange(0, 32)[None, :], (b < BLOCKS)[:, None]
     gate = tl.load(x + row * 2 * BLOCKS * 32 + k, inside, other=0.0)
@@ -39,6 +42,6 @@ def gated(x: torch.Tensor, function: str, out: Rows) -> Rows:
     blocks, warps = tile_of(out.form, n_blocks)
     _gated[(out.n_rows, triton.cdiv(n_blocks, blocks))](
         x, out.bytes_or_values, out.scale, out.total,
-        BLOCKS=n_blocks, BB=blocks, FORM=out.form, FUNCTION=function, num_warps=warps,
+        BLOCKS=n_blocks, BB=blocks, FORM=out.form, FUNCTION=function, num_warps=warps, **overlapping(),
     )  # fmt: skip
     return out

@@ -25,6 +25,7 @@ from motley.backends.cuda.kernels.bits import (
     multiply_add,
     nibbles_as_halves,
 )
+from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
 from motley.backends.cuda.kernels.pipeline import launch
 from motley.backends.cuda.kernels.rows import HALVES, Rows
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
@@ -121,6 +122,8 @@ def _matmul(
     BLOCKS: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
     SPLITS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait()
     row, token = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]
     m, is_token = token[None, :], (token < n_tokens)[None, :]
@@ -202,6 +205,6 @@ def matmul(
         x.values, x.scale, x.total, out if residual is None else residual, out, weight.n_rows, n_tokens,
         BLOCKS=weight.n_columns // BLOCK, KIND=weight.kind, BM=tokens, BN=tile.rows, BB=tile.blocks,
         SPLITS=splits, HAS_RESIDUAL=residual is not None, PLAIN=INTERPRETED,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **overlapping(),
     )  # fmt: skip
     return out

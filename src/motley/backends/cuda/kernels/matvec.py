@@ -25,6 +25,7 @@ from motley.backends.cuda.kernels.bits import (
     levels_of,
     low_half,
 )
+from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
 from motley.backends.cuda.kernels.rows import INT8, Rows
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
 
@@ -40,7 +41,11 @@ def row_products(
     codes, high, scale, xq, xs, xt, n, quads,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Products of rows n (BN, 1) of a packed matrix with one vector: (BN,)."""
+    """Products of rows n (BN, 1) of a packed matrix with one vector: (BN,).
+
+    Weights are loaded before the vector, which the kernel before may still compute (`overlap`).
+    """
+    N_WORDS: tl.constexpr = 8 if KIND == "Q8_0" else 4
     acc = tl.zeros([BN, BB], tl.float32)
     zero = tl.zeros([BN, BB], tl.int32)
     for first in range(0, BLOCKS, BB):
@@ -48,24 +53,27 @@ def row_products(
         # plane, also of float16, where it would prefer eight and then exchange them through shared memory.
         b = first + quads * 4 + tl.arange(0, BB)[None, :]  # (1, BB)
         inside = b < BLOCKS
-        s = tl.load(xs + b, inside, other=0.0)
         w = tl.load(scale + n * BLOCKS + b, inside, other=0)
         if KIND == "Q6_K":
             h0 = tl.load(high + n * 2 * BLOCKS + b, inside, other=0)
             h1 = tl.load(high + (n * 2 + 1) * BLOCKS + b, inside, other=0)
+        words = ()
+        for j in tl.static_range(N_WORDS):
+            words = words + (tl.load(codes + (n * N_WORDS + j) * BLOCKS + b, inside, other=0),)  # type: ignore[assignment]
+        wait()
+        s = tl.load(xs + b, inside, other=0.0)
         d, e = zero, zero  # of the low and the high half of blocks
         for j in tl.static_range(4):
             x_low = tl.load(xq + j * BLOCKS + b, inside, other=0)
             x_high = tl.load(xq + (j + 4) * BLOCKS + b, inside, other=0)
             if KIND == "Q8_0":
-                low = tl.load(codes + (n * 8 + j) * BLOCKS + b, inside, other=0)
-                upper = tl.load(codes + (n * 8 + j + 4) * BLOCKS + b, inside, other=0)
+                low, upper = words[j], words[j + 4]  # type: ignore[var-annotated]
             else:
-                word = tl.load(codes + (n * 4 + j) * BLOCKS + b, inside, other=0)
+                word = words[j]  # type: ignore[var-annotated]
                 if has_levels(KIND):
                     low, upper = levels_of(word, KIND, False, PLAIN), levels_of(word, KIND, True, PLAIN)
                 else:
-                    low, upper = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
+                    low, upper = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F  # type: ignore[assignment]
             if KIND == "Q6_K":
                 low, upper = _with_high_bits(low, h0, 2 * j), _with_high_bits(upper, h1, 2 * j)
                 e = dp4a(upper, x_high + zero, e, PLAIN)
@@ -92,6 +100,7 @@ def _matvec(
     BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]  # (BN, 1)
     total = row_products(codes, high, scale, xq, xs, xt, n, quads, BLOCKS, KIND, BN, BB, PLAIN)
@@ -134,6 +143,6 @@ def matvec(
         weight.codes, weight.codes if weight.high is None else weight.high, weight.scale,
         x.values, x.scale, x.total, out if residual is None else residual, out, weight.n_rows, 0,
         BLOCKS=weight.n_columns // BLOCK, KIND=weight.kind, BN=tile.rows, BB=tile.blocks,
-        HAS_RESIDUAL=residual is not None, PLAIN=INTERPRETED, num_warps=tile.warps,
+        HAS_RESIDUAL=residual is not None, PLAIN=INTERPRETED, num_warps=tile.warps, **overlapping(),
     )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
 from motley.backends.cuda.kernels.rows import Rows, store_rows
 
 
@@ -17,14 +18,17 @@ def _rms_norm(
     x, weight, values, scale, total, row_ids, eps, BLOCKS: tl.constexpr, BB: tl.constexpr, FORM: tl.constexpr,
     CHOOSES: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
     row, b = tl.program_id(0).to(tl.int64), tl.arange(0, BB)
+    k, inside = b[:, None] * 32 + tl.arange(0, 32)[None, :], (b < BLOCKS)[:, None]
+    scales = tl.load(weight + k, inside, other=0.0)
+    wait()
     source = row
     if CHOOSES:
         source = tl.load(row_ids + row).to(tl.int64)
-    k, inside = b[:, None] * 32 + tl.arange(0, 32)[None, :], (b < BLOCKS)[:, None]
     v = tl.load(x + source * BLOCKS * 32 + k, inside, other=0.0)
     mean = tl.sum(tl.sum(v * v, 1), 0) / (BLOCKS * 32)
-    v = v * tl.rsqrt(mean + eps) * tl.load(weight + k, inside, other=0.0)
+    v = v * tl.rsqrt(mean + eps) * scales
     store_rows(v, values, scale, total, row, b, BLOCKS, FORM)
 
 
@@ -40,6 +44,6 @@ def rms_norm(
     _rms_norm[(out.n_rows,)](
         x, weight, out.bytes_or_values, out.scale, out.total, x if row_ids is None else row_ids, eps,
         BLOCKS=n_blocks, BB=blocks, FORM=out.form, CHOOSES=row_ids is not None,
-        num_warps=max(1, min(16, blocks // 8)),
+        num_warps=max(1, min(16, blocks // 8)), **overlapping(),
     )  # fmt: skip
     return out

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from motley.backends.cuda.kernels.hadamard import rotated
+from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
 from motley.backends.cuda.kernels.quantize import store_head
 from motley.backends.cuda.kernels.tiles import CachePlanes
 
@@ -46,6 +47,8 @@ def _rope_and_store(
     DIM: tl.constexpr, BS: tl.constexpr, N_DIMS: tl.constexpr, HALVES: tl.constexpr,
     ROTATION: tl.constexpr, LOG_ROTATION: tl.constexpr, ROTATE_K: tl.constexpr, ROTATE_V: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, slot = tl.load(positions + row), tl.load(slots + row).to(tl.int64)
     TILES: tl.constexpr = (DIM + 31) // 32
@@ -118,6 +121,6 @@ def rope_and_store(
         K_KIND=keys.kind, V_KIND=values.kind, Q_HEADS=n_heads, KV_HEADS=n_kv_heads, DIM=dim,
         BS=keys.block_size, N_DIMS=rope.n_dims, HALVES=rope.halves, ROTATION=rotation,
         LOG_ROTATION=rotation.bit_length() - 1,
-        ROTATE_K=rotate_k, ROTATE_V=rotate_v, num_warps=1,
+        ROTATE_K=rotate_k, ROTATE_V=rotate_v, num_warps=1, **overlapping(),
     )  # fmt: skip
     return q_out

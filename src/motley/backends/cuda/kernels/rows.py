@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
+
 INT8, HALVES, PLAIN = "int8", "halves", "plain"
 
 
@@ -103,6 +105,8 @@ def store_rows(x, values, scale, total, row, b, BLOCKS: tl.constexpr, FORM: tl.c
 
 @triton.jit
 def _convert(x, values, scale, total, BLOCKS: tl.constexpr, BB: tl.constexpr, FORM: tl.constexpr):
+    let_next_start()
+    wait()
     row, b = tl.program_id(0).to(tl.int64), tl.program_id(1) * BB + tl.arange(0, BB)
     flat = (row * BLOCKS + b)[:, None] * 32 + tl.arange(0, 32)[None, :]
     v = tl.load(x + flat, (b < BLOCKS)[:, None], other=0.0)
@@ -124,6 +128,6 @@ def convert(x: torch.Tensor, out: Rows) -> Rows:
     blocks, warps = tile_of(out.form, n_blocks)
     _convert[(out.n_rows, triton.cdiv(n_blocks, blocks))](
         x, out.bytes_or_values, out.scale, out.total,
-        BLOCKS=n_blocks, BB=blocks, FORM=out.form, num_warps=warps,
+        BLOCKS=n_blocks, BB=blocks, FORM=out.form, num_warps=warps, **overlapping(),
     )  # fmt: skip
     return out

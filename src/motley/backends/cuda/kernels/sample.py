@@ -7,12 +7,15 @@ determined four at a time, from sums over the candidates. The draw is the argmax
 
     edit      bias and penalties, in place on the logits: one entry for each (row, token) that has any
     survey    for each chunk of 256 tokens: its largest logit and its mass; without filters also its best draw
-    choose    one program per row: collects candidates, finds the thresholds, draws
+    collect   for each part of 8192 tokens: its candidates, in the order of their ids
+    choose    one program per row: all its candidates at once in registers, thresholds, the draw
 
 Candidates are the tokens at or above a lower bound of all tokens that pass the filters: the k-th largest of the chunks'
-largest logits (k tokens are at or above it), or min-p's bound. Without such a bound one is guessed and checked: the
-mass above the guess must be at least top-p's mass. If the check fails, or if there are too many candidates, the whole
-row is used: slower, with the same result.
+largest logits (k tokens are at or above it), or min-p's bound. If there are too many, or if there is no such bound, the
+row's program goes over the whole row again and again: a hundred times slower, with the same result.
+With top-p alone no threshold is needed. The best draw of all tokens is the best of those that pass, if it passes: if
+the mass of the tokens above it is less than top-p's. Otherwise it was too unlikely, so that all tokens that pass are
+above it, and the best draw of these is next. That is rarely needed: a draw fails with a probability of 1 - top-p.
 Sums are float32, in a fixed order: the same row gives the same token, in any batch.
 """
 
@@ -25,19 +28,18 @@ from motley.backends.cuda.kernels.noise import noise_of, noise_of_run
 
 CHUNK = 256  # tokens per chunk; the largest logit of each chunk is stored
 CHUNKS_AT_ONCE = 8  # chunks per program of `survey`
+PART = 8192  # tokens that a program of `collect` goes over
 CAPACITY = 1024  # maximum number of collected candidates
-GUESS = 256  # number of chunks whose largest logit is above the guessed bound
 ROW_WORDS = 16  # words of a row's parameters: see `sampler`
 EDIT_WORDS = 4
 NONE_LEFT, NOT_FINITE = -1, -2  # in place of a token id: every logit is -inf; a logit is NaN or +inf
 
 # How candidates are found.
-GREEDY, UNFILTERED, BY_PEAKS, BY_MIN_P, BY_GUESS, WHOLE_ROW = range(6)
+GREEDY, UNFILTERED, BY_DRAWS, BY_PEAKS, BY_MIN_P, WHOLE_ROW = range(6)
 
 _COUNT, _MASS, _TYPICAL = (tl.constexpr(i) for i in range(3))
-_GREEDY, _UNFILTERED = tl.constexpr(GREEDY), tl.constexpr(UNFILTERED)
+_GREEDY, _BY_DRAWS = tl.constexpr(GREEDY), tl.constexpr(BY_DRAWS)
 _BY_PEAKS, _BY_MIN_P, _WHOLE_ROW = (tl.constexpr(i) for i in (BY_PEAKS, BY_MIN_P, WHOLE_ROW))
-_BY_GUESS, _GUESS = tl.constexpr(BY_GUESS), tl.constexpr(GUESS)
 _ROW, _EDIT = tl.constexpr(ROW_WORDS), tl.constexpr(EDIT_WORDS)
 _NONE_LEFT, _NOT_FINITE = tl.constexpr(NONE_LEFT), tl.constexpr(NOT_FINITE)
 _LAST_ID = tl.constexpr(2**31 - 1)
@@ -85,9 +87,9 @@ def _survey(
     tl.store(masses + at, tl.sum(tl.exp(x - base), 1), ok)
     words = rows + row * _ROW
     mode = tl.load(words + 11)
-    if mode <= _UNFILTERED:
+    if mode <= _BY_DRAWS:
         score = x - base
-        if mode == _UNFILTERED:
+        if mode != _GREEDY:
             k0, k1 = (
                 tl.load(words + 8).to(tl.uint32, bitcast=True),
                 tl.load(words + 9).to(tl.uint32, bitcast=True),
@@ -161,32 +163,122 @@ def _mass(source, n, least, top, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _collect(row_logits, n_vocab, peaks, n_chunks, bound, values, ids, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-             CAPACITY: tl.constexpr):  # fmt: skip
-    """Store the candidates at or above `bound`, by id. Returns their number, which may exceed CAPACITY."""
-    n = tl.full([], 0, tl.int32)
-    PER: tl.constexpr = BLOCK // CHUNK
-    for start in range(0, n_vocab, BLOCK):
-        chunk = start // CHUNK + tl.arange(0, PER)
-        highest = tl.max(tl.load(peaks + chunk, chunk < n_chunks, other=-float("inf")), 0)
-        if highest >= bound:
-            token = start + tl.arange(0, BLOCK)
-            x = tl.load(row_logits + token, token < n_vocab, other=-float("inf"))
-            is_one = (x >= bound) & (x > -float("inf"))
-            place = n + tl.cumsum(is_one.to(tl.int32), 0) - 1
-            ok = is_one & (place < CAPACITY)
-            tl.store(values + place, x, ok)
-            tl.store(ids + place, token, ok)
-            n += tl.sum(is_one.to(tl.int32), 0)
-    return n
+def _bound(peaks, n_chunks, words, CHUNKS: tl.constexpr):
+    """A lower bound of the logits of all tokens that pass the row's filters."""
+    mode, c = tl.load(words + 11), tl.arange(0, CHUNKS)
+    peak = tl.load(peaks + c, c < n_chunks, other=-float("inf"))
+    top = tl.max(peak, 0)
+    bound = top + _number(words, 2) - 1e-3  # min-p's; the exact test follows later
+    if mode == _BY_PEAKS:
+        key = _ordered(peak)
+        low = _largest(key, tl.where(peak > -float("inf"), 1.0, 0.0), tl.load(words + 7).to(tl.float32))
+        bound = tl.min(tl.where(key >= low, peak, float("inf")), 0)
+    return bound
 
 
 @triton.jit
-def _survivor(source, ids, n, is_short, words, top, total, BLOCK: tl.constexpr):
-    """The token drawn from the candidates source[0 … n]; with `is_short` (1), their token ids are in `ids`.
+def _collect(
+    logits, stride, n_vocab, rows, peaks, n_chunks, values, ids, counts,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PART: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the candidates of one part of a row, by id, and their number, which may exceed CAPACITY."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    words = rows + row * _ROW
+    mode = tl.load(words + 11)
+    if mode <= _BY_DRAWS or mode == _WHOLE_ROW:
+        return
+    bound = _bound(peaks + row * n_chunks, n_chunks, words, CHUNKS)
+    PER: tl.constexpr = BLOCK // CHUNK
+    place = row * tl.num_programs(1) + part
+    values += place.to(tl.int64) * CAPACITY
+    ids += place.to(tl.int64) * CAPACITY
+    row_logits = logits + row.to(tl.int64) * stride
+    # Of tokens at the bound itself, top-k takes the first by id: more of them than k are not needed.
+    max_equal = tl.where(mode == _BY_PEAKS, tl.load(words + 7), n_vocab)
+    n, n_equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for start in range(part * PART, tl.minimum((part + 1) * PART, n_vocab), BLOCK):
+        chunk = start // CHUNK + tl.arange(0, PER)
+        highest = tl.max(tl.load(peaks + row * n_chunks + chunk, chunk < n_chunks, other=-float("inf")), 0)
+        if highest >= bound:
+            token = start + tl.arange(0, BLOCK)
+            x = tl.load(row_logits + token, token < n_vocab, other=-float("inf"))
+            is_equal = (x == bound).to(tl.int32)
+            rank = n_equal + tl.cumsum(is_equal, 0)
+            is_one = ((x > bound) | ((x == bound) & (rank <= max_equal))) & (x > -float("inf"))
+            n_equal += tl.sum(is_equal, 0)
+            at = n + tl.cumsum(is_one.to(tl.int32), 0) - 1
+            ok = is_one & (at < CAPACITY)
+            tl.store(values + at, x, ok)
+            tl.store(ids + at, token, ok)
+            n += tl.sum(is_one.to(tl.int32), 0)
+    tl.store(counts + place, n)
+
+
+@triton.jit
+def _largest(key, weight, target):
+    """The largest T so that the weights of keys at or above T sum to `target`; if all do not, T keeps all."""
+    low = tl.full([], -(2**31), tl.int32)
+    for digit in range(8):
+        step = low + (tl.arange(0, 16) << (28 - 4 * digit))
+        reached = tl.sum(tl.where(key[None, :] >= step[:, None], weight[None, :], 0.0), 1)
+        # Sums decrease from step to step, and the first one is known to reach the target.
+        n_enough = tl.maximum(tl.sum((reached >= target).to(tl.int32), 0), 1)
+        low += (n_enough - 1) << (28 - 4 * digit)
+    return low
+
+
+@triton.jit
+def _joined(values, ids, counts, n_parts, PARTS: tl.constexpr, CAPACITY: tl.constexpr):
+    """The candidates of all parts (CAPACITY,), -inf where there are no more, and their token ids."""
+    p, i = tl.arange(0, PARTS), tl.arange(0, CAPACITY)
+    count = tl.load(counts + p, p < n_parts, other=0)
+    end = tl.cumsum(count, 0)
+    is_before = end[None, :] <= i[:, None]  # (candidates, parts)
+    part = tl.sum(is_before.to(tl.int32), 1)
+    start = tl.max(tl.where(is_before, end[None, :], 0), 1)
+    is_one = i < tl.sum(count, 0)
+    at = part * CAPACITY + i - start
+    x = tl.load(values + at, is_one, other=-float("inf"))
+    return x, tl.load(ids + at, is_one, other=0)
+
+
+@triton.jit
+def _drawn(x, token, words, top, total):
+    """The token drawn from candidates x by ascending id, all in registers; -inf is no candidate.
 
     `total`: the mass that top-p refers to if it is larger than the candidates' mass; otherwise 0.
     """
+    top_k, typical_p, top_p = tl.load(words + 7), _number(words, 3), _number(words, 1)
+    log_min_p, t = _number(words, 2), tl.maximum(_number(words, 0), 1e-30)
+    key, ok = _ordered(x), x > -float("inf")
+    if top_k > 0:  # of equal logits, the first by id
+        least = _largest(key, tl.where(ok, 1.0, 0.0), top_k.to(tl.float32))
+        is_equal = (ok & (key == least)).to(tl.int32)
+        n_above = tl.sum((ok & (key > least)).to(tl.int32), 0)
+        ok &= (key > least) | ((key == least) & (tl.cumsum(is_equal, 0) <= top_k - n_above))
+    below = tl.where(ok, x - top, 0.0)
+    if typical_p < 1:
+        weight = tl.where(ok, tl.exp(below), 0.0)
+        mass = tl.sum(weight, 0)
+        log_total = tl.log(mass)
+        entropy = log_total - tl.sum(weight * below, 0) / mass
+        nearness = _ordered(-_distance(x, top, log_total, entropy))
+        ok &= nearness >= _largest(nearness, weight, tl.maximum(typical_p, 1e-37) * mass)
+    if top_p < 1:
+        weight = tl.where(ok, tl.exp(below), 0.0)
+        target = tl.maximum(top_p, 1e-37) * tl.maximum(tl.sum(weight, 0), total)
+        ok &= key >= _largest(key, weight, target)
+    best_left = tl.max(tl.where(ok, x, -float("inf")), 0)  # typical may have removed the largest logit
+    ok &= x >= best_left + log_min_p
+    k0, k1 = tl.load(words + 8).to(tl.uint32, bitcast=True), tl.load(words + 9).to(tl.uint32, bitcast=True)
+    index = tl.load(words + 10).to(tl.uint32, bitcast=True)
+    score = tl.where(ok, (x - best_left) / t + noise_of(token, k0, k1, index), -float("inf"))
+    return tl.min(tl.where((score == tl.max(score, 0)) & ok, token, _LAST_ID), 0)
+
+
+@triton.jit
+def _survivor(source, n, words, top, BLOCK: tl.constexpr):
+    """The token drawn from a whole row, source[0 … n]."""
     top_k, typical_p, top_p = tl.load(words + 7), _number(words, 3), _number(words, 1)
     log_min_p, t = _number(words, 2), tl.maximum(_number(words, 0), 1e-30)
     least, nearest = tl.full([], -(2**31), tl.int32), tl.full([], -(2**31), tl.int32)
@@ -206,7 +298,7 @@ def _survivor(source, ids, n, is_short, words, top, total, BLOCK: tl.constexpr):
             x = tl.load(source + i, i < n, other=-float("inf"))
             ok = (_ordered(x) >= least) & (_ordered(-_distance(x, top, log_total, entropy)) >= nearest)
             mass += tl.where(ok & (x > -float("inf")), tl.exp(x - top), 0.0)
-        target = tl.maximum(top_p, 1e-37) * tl.maximum(tl.sum(mass, 0), total)
+        target = tl.maximum(top_p, 1e-37) * tl.sum(mass, 0)
         least = tl.maximum(
             least, _threshold(source, n, target, least, nearest, top, log_total, entropy, _MASS, BLOCK)
         )
@@ -222,13 +314,39 @@ def _survivor(source, ids, n, is_short, words, top, total, BLOCK: tl.constexpr):
     for start in range(0, n, BLOCK):
         i = start + tl.arange(0, BLOCK)
         x = tl.load(source + i, i < n, other=-float("inf"))
-        token = tl.load(ids + i, (i < n) & (is_short > 0), other=0)
-        token = tl.where(is_short > 0, token, i)
         ok = (_ordered(x) >= least) & (_ordered(-_distance(x, top, log_total, entropy)) >= nearest)
         ok &= (x >= best_left + log_min_p) & (x > -float("inf"))
-        score = tl.where(ok, (x - best_left) / t + noise_of(token, k0, k1, index), -float("inf"))
+        score = tl.where(ok, (x - best_left) / t + noise_of(i, k0, k1, index), -float("inf"))
         here = tl.max(score, 0)
-        first = tl.min(tl.where((score == here) & ok, token, _LAST_ID), 0)
+        first = tl.min(tl.where((score == here) & ok, i, _LAST_ID), 0)
+        chosen = tl.where(here > best, first, chosen)
+        best = tl.maximum(best, here)
+    return chosen
+
+
+@triton.jit
+def _mass_above(source, n, bound, top, BLOCK: tl.constexpr):
+    """Σ e^(x - top) of the tokens of a row whose logit is larger than `bound`."""
+    mass = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        x = tl.load(source + i, i < n, other=-float("inf"))
+        mass += tl.where(x > bound, tl.exp(x - top), 0.0)
+    return tl.sum(mass, 0)
+
+
+@triton.jit
+def _best_above(source, n, words, bound, top, BLOCK: tl.constexpr):
+    """The draw from the tokens of a row whose logit is larger than `bound`."""
+    k0, k1 = tl.load(words + 8).to(tl.uint32, bitcast=True), tl.load(words + 9).to(tl.uint32, bitcast=True)
+    index, t = tl.load(words + 10).to(tl.uint32, bitcast=True), tl.maximum(_number(words, 0), 1e-30)
+    best, chosen = tl.full([], -float("inf"), tl.float32), tl.full([], 2**31 - 1, tl.int32)
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        x = tl.load(source + i, i < n, other=-float("inf"))
+        score = tl.where(x > bound, (x - top) / t + noise_of_run(start, k0, k1, index, BLOCK), -float("inf"))
+        here = tl.max(score, 0)
+        first = tl.min(tl.where((score == here) & (x > bound), i, _LAST_ID), 0)
         chosen = tl.where(here > best, first, chosen)
         best = tl.maximum(best, here)
     return chosen
@@ -236,51 +354,43 @@ def _survivor(source, ids, n, is_short, words, top, total, BLOCK: tl.constexpr):
 
 @triton.jit
 def _choose(
-    logits, stride, n_vocab, rows, peaks, masses, scores, chunk_ids, n_chunks, values, ids, out,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, n_vocab, rows, peaks, masses, scores, chunk_ids, n_chunks, values, ids, counts, n_parts, out,
+    CHUNKS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, LARGE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     words = rows + row * _ROW
-    mode, top_k = tl.load(words + 11), tl.load(words + 7)
-    peaks += row * n_chunks
+    mode = tl.load(words + 11)
     c = tl.arange(0, CHUNKS)
-    peak = tl.load(peaks + c, c < n_chunks, other=-float("inf"))
+    peak = tl.load(peaks + row * n_chunks + c, c < n_chunks, other=-float("inf"))
     top = tl.max(peak, 0)
+    source = logits + row.to(tl.int64) * stride
+    mass = tl.load(masses + row * n_chunks + c, c < n_chunks, other=0.0)
+    total = tl.sum(tl.where(peak > -float("inf"), mass * tl.exp(peak - top), 0.0), 0)
     chosen = tl.full([], 0, tl.int32)
     if top == float("inf"):
         chosen = tl.full([], _NOT_FINITE, tl.int32)
     elif top == -float("inf"):
         chosen = tl.full([], _NONE_LEFT, tl.int32)
-    elif mode <= _UNFILTERED:
+    elif mode <= _BY_DRAWS:
         t = tl.where(mode == _GREEDY, 1.0, tl.maximum(_number(words, 0), 1e-30))
         own = tl.load(scores + row * n_chunks + c, c < n_chunks, other=0.0)
         score = tl.where(peak > -float("inf"), (peak - top) / t + own, -float("inf"))
         token = tl.load(chunk_ids + row * n_chunks + c, c < n_chunks, other=_LAST_ID)
         chosen = tl.min(tl.where(score == tl.max(score, 0), token, _LAST_ID), 0)
+        if mode == _BY_DRAWS:
+            target = tl.maximum(_number(words, 1), 1e-37) * total
+            bound = tl.load(source + chosen)
+            while _mass_above(source, n_vocab, bound, top, LARGE) >= target:
+                chosen = _best_above(source, n_vocab, words, bound, top, LARGE)
+                bound = tl.load(source + chosen)
     else:
-        source, n, is_short = logits + row.to(tl.int64) * stride, n_vocab, tl.full([], 0, tl.int32)
-        total = tl.full([], 0.0, tl.float32)
-        if mode < _WHOLE_ROW:
-            bound = top + _number(words, 2) - 1e-3  # min-p's bound; the exact test follows later
-            if mode != _BY_MIN_P:
-                n_above = tl.where(mode == _BY_PEAKS, top_k, tl.minimum(_GUESS, n_chunks)).to(tl.float32)
-                low = tl.full([], -(2**31), tl.int32)
-                low = _threshold(peaks, n_chunks, n_above, low, low, top, 0.0, 0.0, _COUNT, CHUNKS)
-                bound = tl.min(tl.where(_ordered(peak) >= low, peak, float("inf")), 0)
-            values += row * CAPACITY
-            ids += row * CAPACITY
-            n_found = _collect(source, n_vocab, peaks, n_chunks, bound, values, ids, CHUNK, BLOCK, CAPACITY)
-            tl.debug_barrier()  # the next loads read values stored by other threads of the program
-            if mode != _BY_PEAKS:
-                mass = tl.load(masses + row * n_chunks + c, c < n_chunks, other=0.0)
-                total = tl.sum(tl.where(peak > -float("inf"), mass * tl.exp(peak - top), 0.0), 0)
-            is_enough = n_found <= CAPACITY
-            if is_enough & (mode == _BY_GUESS):
-                mass, _ = _mass(values, n_found, tl.full([], -(2**31), tl.int32), top, BLOCK)
-                is_enough = mass >= _number(words, 1) * total
-            if is_enough:
-                source, n, is_short = values, n_found, is_short + 1
-            else:
-                total *= 0.0
-        chosen = _survivor(source, ids, n, is_short, words, top, total, BLOCK)
+        is_short = mode < _WHOLE_ROW
+        p, mine = tl.arange(0, PARTS), row * n_parts
+        n_found = tl.sum(tl.load(counts + mine + p, (p < n_parts) & is_short, other=0), 0)
+        if is_short & (n_found <= CAPACITY):
+            first = mine.to(tl.int64) * CAPACITY
+            x, token = _joined(values + first, ids + first, counts + mine, n_parts, PARTS, CAPACITY)
+            chosen = _drawn(x, token, words, top, tl.where(mode == _BY_MIN_P, total, 0.0))
+        else:
+            chosen = _survivor(source, n_vocab, words, top, BLOCK)
     tl.store(out + row, chosen)
