@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import multiprocessing
 import pickle
@@ -118,6 +119,7 @@ def in_a_child(llm: LLM, name: str, answers: Any) -> None:
         "chat": lambda: llm.chat([{"role": "user", "content": "Hi"}], max_tokens=1),
         "stream": lambda: list(llm.stream("One", max_tokens=1)),
         "logits": lambda: llm.logits("One"),
+        "async": lambda: asyncio.run(llm.agenerate("One", max_tokens=1)),
         "save": lambda: llm.save_session("never.bin", "One"),
         "load": lambda: llm.load_session("never.bin"),
         "figures": llm.kv_stats,
@@ -130,7 +132,9 @@ def in_a_child(llm: LLM, name: str, answers: Any) -> None:
         answers.put("it worked")
 
 
-@pytest.mark.parametrize("name", ["generate", "list", "chat", "stream", "logits", "save", "load", "figures"])
+@pytest.mark.parametrize(
+    "name", ["generate", "list", "chat", "stream", "logits", "async", "save", "load", "figures"]
+)
 def test_everything_tells_a_forked_child_at_once(llm: LLM, name: str) -> None:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
