@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import Result
@@ -21,6 +22,13 @@ def test_the_report_names_what_is_there(motley: Motley) -> None:
     for subject in ("motley", "python", "torch", "native kernels", "bundled model", "cpu", "cache folder"):
         assert found[subject]["state"] == "ok"
     assert motley("doctor").stdout.count("\n") >= len(found)
+
+
+def test_a_full_cache_folder_is_a_problem(motley: Motley, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
+    found = {each["subject"]: each for each in json.loads(motley("doctor", "--json").stdout)}
+    assert found["cache folder"]["state"] == "problem"
+    assert "XDG_CACHE_HOME" in found["cache folder"]["advice"]
 
 
 def test_what_is_missing_comes_with_advice(motley: Motley, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from motley.cli.console import printable, reporting_errors, stdout
 from motley.units import show_bytes
 
 OK, MISSING, PROBLEM = "ok", "missing", "problem"
+_MIN_FREE = 64 << 20  # bytes: compiled kernels take tens of MiB
 _STYLES = {OK: "green", MISSING: "yellow", PROBLEM: "bold red"}
 # Optional packages: the module, the extra that brings it, and what it is for.
 _EXTRAS = (
@@ -158,11 +159,13 @@ def _folders() -> Iterator[Finding]:
     folder = caches
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    if os.access(folder, os.W_OK):
-        yield Finding("cache folder", OK, f"{caches}, {show_bytes(shutil.disk_usage(folder).free)} free")
-    else:
-        advice = "XDG_CACHE_HOME names another one"
+    advice = "XDG_CACHE_HOME names another one"
+    if not os.access(folder, os.W_OK):
         yield Finding("cache folder", PROBLEM, f"{caches} cannot be written", advice)
+        return
+    free = shutil.disk_usage(folder).free
+    state = OK if free >= _MIN_FREE else PROBLEM
+    yield Finding("cache folder", state, f"{caches}, {show_bytes(free)} free", "" if state == OK else advice)
 
 
 def _show(findings: list[Finding]) -> None:
