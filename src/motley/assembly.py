@@ -36,8 +36,8 @@ from motley.runtime.defaults import ContextChoice, batch_sizes, choose_context, 
 from motley.runtime.expert_fitting import experts_notice, settle_experts, with_cpu_experts
 from motley.runtime.hosts.opening import Opening
 from motley.runtime.hosts.protocol import read_secret
-from motley.runtime.hosts.remote import Hosts
 from motley.runtime.hosts.wire import choose_wire
+from motley.runtime.hosts.workers import Hosts
 from motley.runtime.notices import notices
 from motley.runtime.warming import KernelWarmer, WarmUp
 from motley.text import Tokenizer

@@ -22,7 +22,7 @@ import pytest
 from worker_process import WorkerProcess
 
 from motley import LLM
-from motley.runtime.hosts import remote
+from motley.runtime.hosts import calling, remote
 
 N_MOMENTS = int(os.environ.get("MOTLEY_MOMENTS", "50"))
 SPACE, HERE, THERE = "motley-test", "motley-a", "motley-b"
@@ -151,6 +151,6 @@ def test_garbage_on_the_port_for_a_while(network: None, secret: Path) -> None:
                     connection.sendall(rng.randbytes(rng.randint(0, 200)))
                     connection.recv(100)
         assert worker.is_alive
-        assert remote.describe_host(worker.address, secret.read_bytes())
+        assert calling.describe_host(worker.address, secret.read_bytes())
     finally:
         worker.kill()

@@ -78,19 +78,22 @@ def test_logits_and_texts_are_those_of_one_process(
 def test_the_same_without_shared_memory(
     mode: str, random_llama: Path, workers: list[WorkerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All collectives over Gloo, as between machines."""
+    """Collectives over direct lines, as between machines; then over Gloo alone."""
     found = []
-    for shared_memory in ("1", "0"):
+    for shared_memory, direct_lines in (("1", "1"), ("0", "1"), ("0", "0")):
         monkeypatch.setenv("MOTLEY_SHARED_MEMORY", shared_memory)
+        monkeypatch.setenv("MOTLEY_DIRECT_LINES", direct_lines)
         names = devices("cpu,cpu@a,cpu@b", workers)
         with LLM(random_llama, devices=names, split_mode=mode, **OPTIONS) as llm:
             hosts = llm._loaded.runner._hosts
             assert hosts is not None
             is_shared = hosts.link.mesh._shared is not None
             assert is_shared == (shared_memory == "1" and SharedGroup.n_bytes(3) > 0)
+            assert (hosts.link.mesh._lines is not None) == (not is_shared and direct_lines == "1")
             found.append(answers(llm))
-    assert np.array_equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
+    for logits, texts in found[1:]:
+        assert np.array_equal(logits, found[0][0])
+        assert texts == found[0][1]
 
 
 @pytest.mark.parametrize(("wire", "tolerance"), [("f16", 2e-2), ("q8", 0.5)])

@@ -31,9 +31,10 @@ from motley.kvcache.types import get_cache_type
 from motley.models import N_EXPERT_USED, BatchShape
 from motley.runtime.batch import PlacedBatch
 from motley.runtime.hosts import opening, protocol
+from motley.runtime.hosts.cache_bytes import PlaneSizes
+from motley.runtime.hosts.calling import connect, describe_host
 from motley.runtime.hosts.messages import (
     Limits,
-    PlaneSizes,
     StepReader,
     StepWriter,
     emptied_message,
@@ -41,7 +42,6 @@ from motley.runtime.hosts.messages import (
     shifts_message,
 )
 from motley.runtime.hosts.protocol import Channel, Kind, ProtocolError, answer, call, read_secret
-from motley.runtime.hosts.remote import connect, describe_host
 from motley.runtime.hosts.serving import WorkerServer
 from motley.runtime.hosts.wire import WIRES, choose_wire, decode, encode, wire_bytes
 
@@ -121,10 +121,10 @@ def test_another_secret_is_told_on_both_sides() -> None:
 def test_another_protocol_is_told_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     ours.sendall(struct.pack("<8sH32s", b"MOTLEYHS", 7, bytes(32)))
-    with pytest.raises(ProtocolError, match="speaks protocol 7, this is 1"):
+    with pytest.raises(ProtocolError, match="speaks protocol 7, this is 2"):
         answer(theirs, SECRET)
     magic, number, _ = struct.unpack("<8sH32s", ours.recv(42))
-    assert (magic, number) == (b"MOTLEYHS", 1)  # so the other side can say the same
+    assert (magic, number) == (b"MOTLEYHS", protocol.PROTOCOL)  # so the other side can say the same
 
 
 def test_each_bit_of_a_message_counts() -> None:
@@ -327,8 +327,8 @@ def test_wires_are_chosen_by_distance() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[WorkerServer]:
-    server = WorkerServer(secret=SECRET, n_threads=1)
+def server(tmp_path: Path) -> Iterator[WorkerServer]:
+    server = WorkerServer(secret=SECRET, cache=tmp_path, n_threads=1)
     thread = threading.Thread(target=server.serve)
     thread.start()
     yield server
@@ -343,6 +343,10 @@ def refusal(server: WorkerServer, **changes: Any) -> str:
     try:
         channel.send_json(Kind.OPEN, **(asked("/no/model.gguf").as_json() | changes))
         kind, payload = channel.receive()
+        if kind == Kind.FETCH:  # the worker has no such file
+            assert payload == b""
+            channel.send(Kind.PIECE, b'{"files": []}')
+            kind, payload = channel.receive()
         assert kind == Kind.REFUSED
         return str(json.loads(payload)["message"])
     finally:
@@ -381,11 +385,12 @@ def asked(model: str) -> opening.Opening:
 
 
 def test_openings_are_refused_with_a_reason(server: WorkerServer, random_llama: Path) -> None:
-    assert "no /no/model.gguf" in refusal(server)
+    assert "model files that cannot be right" in refusal(server)
     assert "is another model" in refusal(server, model=str(random_llama))
     assert "rank 0 has motley 0.0.0" in refusal(server, software="motley 0.0.0")
     assert "devices is not" in refusal(server, devices="cpu")
     assert "other fields" in refusal(server, more=1)
+    assert "no fingerprint" in refusal(server, fingerprint="../f")
     for change in (
         {"rank": 0},
         {"rank": 2},
@@ -432,14 +437,16 @@ def test_garbage_leaves_a_worker_alive(server: WorkerServer) -> None:
     attacks: list[Callable[[socket.socket], None]] = [
         lambda s: s.sendall(b"GET / HTTP/1.1\r\n\r\n" * 4),
         lambda s: s.sendall(rng.randbytes(rng.randint(0, 300))),
-        lambda s: s.sendall(struct.pack("<8sH32s", b"MOTLEYHS", 1, bytes(32)) + rng.randbytes(100)),
+        lambda s: s.sendall(
+            struct.pack("<8sH32s", b"MOTLEYHS", protocol.PROTOCOL, bytes(32)) + rng.randbytes(100)
+        ),
         lambda s: s.sendall(struct.pack("<8sH32s", b"MOTLEYHS", 9, bytes(32))),
         lambda s: None,
     ]
     for number in range(100):
         with socket.create_connection((host, int(port)), timeout=60) as connection:
             attacks[number % len(attacks)](connection)
-    assert "no /no/model.gguf" in refusal(server)
+    assert "model files that cannot be right" in refusal(server)
 
 
 def test_garbage_after_the_handshake_leaves_a_worker_alive(server: WorkerServer) -> None:
@@ -452,7 +459,7 @@ def test_garbage_after_the_handshake_leaves_a_worker_alive(server: WorkerServer)
     channel._connection.sendall(struct.pack("<II", 1, 2**32 - 1))  # four gigabytes are announced
     with pytest.raises((EOFError, OSError)):
         channel.receive()
-    assert "no /no/model.gguf" in refusal(server)
+    assert "model files that cannot be right" in refusal(server)
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from motley.cli import options
 from motley.cli.console import reporting_errors, stdout
+from motley.runtime.hosts.calling import describe_host
 from motley.runtime.hosts.protocol import read_secret
-from motley.runtime.hosts.remote import describe_host
 from motley.runtime.inventory import DeviceInfo, inventory
 from motley.units import show_bytes
 

@@ -30,19 +30,28 @@ Models = Annotated[
         help="Folder with model files. Default: the same path as on the other machine.",
     ),
 ]
+Cache = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        metavar="FOLDER",
+        help="Folder for parts of models that are sent. Default: ~/.cache/motley/parts.",
+    ),
+]
 
 
 def worker(
     listen: Listen = "127.0.0.1:29400",
     secret_file: options.SecretFile = None,
     models: Models = None,
+    cache: Cache = None,
     threads: options.Threads = None,
     debug: options.Debug = False,
 ) -> None:
     """Lend this machine's devices to a Motley on this or another machine.
 
-    It stays up and serves one crew after the other. The model file must be here, too: at the same path, or in the
-    folder --models.
+    It stays up and serves one crew after the other. If the model file is not here, at the same path or in the folder
+    --models, the other machine sends the parts that this one needs, which are kept in the folder --cache.
 
     \b
     [bold]motley worker --listen 10.0.0.2:29400 --secret-file secret[/]
@@ -52,7 +61,7 @@ def worker(
     """
     with reporting_errors(debug):
         logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
-        server = WorkerServer(listen, read_secret(secret_file), models=models, n_threads=threads)
+        server = WorkerServer(listen, read_secret(secret_file), models=models, cache=cache, n_threads=threads)
         say(f"worker: listening on {server.address}")
         try:
             server.serve()

@@ -17,7 +17,7 @@ from motley.kvcache.manager import CacheManager
 from motley.models import N_EXPERT_USED, BatchShape, ExpertParams
 from motley.runtime.batch import Batch, PlacedBatch
 from motley.runtime.caching import CachePlan
-from motley.runtime.hosts.remote import Hosts
+from motley.runtime.hosts.workers import Hosts
 from motley.runtime.loading import Progress
 from motley.runtime.splitting import ModelSplit
 from motley.runtime.worker import CacheBytes, Planes, Worker

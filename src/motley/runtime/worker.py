@@ -18,7 +18,8 @@ from motley.runtime.batch import PlacedBatch
 from motley.runtime.caching import CachePlan
 from motley.runtime.device import DeviceRunner
 from motley.runtime.group import CollectiveKernel, Communicator, ThreadGroup
-from motley.runtime.hosts.mesh import MeshLine, MeshLink, PeerLostError
+from motley.runtime.hosts.link import MeshLine, MeshLink
+from motley.runtime.hosts.mesh import PeerLostError
 from motley.runtime.loading import Progress, load_weights, weight_bytes
 from motley.runtime.splitting import ModelSplit
 

@@ -1,6 +1,7 @@
 """Connections between the processes of a crew, and collectives over them.
 
-Tensors travel over Gloo's point-to-point messages, one for each pair of processes and collective. Every process gets
+Tensors travel in shared memory (shared.py); between machines short ones over direct lines (lines.py) and long ones over
+Gloo's point-to-point messages, one for each pair of processes and collective. Every process gets
 the parts of all devices and sums them in the order of devices: the same bits as in one process. Nothing that is
 received is interpreted: the number of bytes of each message follows from the plan.
 """
@@ -8,12 +9,9 @@ received is interpreted: the number of bytes of each message follows from the pl
 from __future__ import annotations
 
 import math
-import os
 import socket
-import stat
-import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +24,9 @@ from motley.backends import Rendezvous, have_native_collectives
 from motley.errors import DeviceError
 from motley.graph import Shape
 from motley.runtime.crew import is_loopback
-from motley.runtime.group import PartSizes, ThreadGroup
+from motley.runtime.group import PartSizes
+from motley.runtime.hosts.gloo import Lookup, MailStore, Publish, sockets_of
+from motley.runtime.hosts.lines import MAX_BYTES, LineClosedError, Pair, open_lines
 from motley.runtime.hosts.shared import SharedGroups, open_shared
 from motley.runtime.hosts.wire import decode, encode, wire_bytes
 
@@ -35,37 +35,6 @@ _CONNECT_SECONDS = 30
 _MAX_IN_FLIGHT = 4  # sends that may still be under way
 _EXCHANGE_TAG, _FIRST_MESSAGE_TAG = 1, 2
 _ENDED = "the connection to another process has ended"
-
-Publish = Callable[[str, bytes], None]  # a key and its value, to all other processes
-Lookup = Callable[[str], bytes]  # waits for another process's value
-
-
-class MailStore(dist.Store):  # type: ignore[misc, name-defined]
-    """The store by which Gloo's processes find each other. Its values travel over the control connections."""
-
-    def __init__(self, publish: Publish, lookup: Lookup) -> None:
-        super().__init__()
-        self._publish, self._lookup = publish, lookup
-        self.values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: Any) -> None:
-        self.values[key] = value.encode() if isinstance(value, str) else bytes(value)
-        self._publish(key, self.values[key])
-
-    def get(self, key: str) -> bytes:
-        if key not in self.values:
-            self.values[key] = self._lookup(key)
-        return self.values[key]
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self.get(key)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def has_extended_api(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -112,10 +81,11 @@ class Mesh:
             raise DeviceError(
                 f"the processes of the crew cannot reach each other: {_first_line(error)}"
             ) from error
-        self._sockets = _sockets_of(store.values.values())
+        self._sockets = sockets_of(store.values.values())
         self._shared = None
         if wire == "f32" and is_loopback(address):
             self._shared = open_shared(rank, owners, publish, lookup)
+        self._lines = None if self._shared is not None else open_lines(rank, owners, address, publish, lookup)
         # Where native programs do collectives without this object, if those of all devices can.
         self.rendezvous: Rendezvous | None = None
         if self._shared is not None and have_native_collectives(backends):
@@ -128,6 +98,8 @@ class Mesh:
         """
         if self._shared is not None:
             self._shared.abort()
+        if self._lines is not None:
+            self._lines.abort()
         for own in self._sockets:
             with suppress(OSError):
                 own.shutdown(socket.SHUT_RDWR)
@@ -137,6 +109,8 @@ class Mesh:
         for own in self._sockets:
             own.close()
         self._sockets = []
+        if self._lines is not None:
+            self._lines.close()
         self._in_flight.clear()
         self._posted = None
 
@@ -151,20 +125,61 @@ class Mesh:
         """
         if self._shared is not None:
             return self._exchange_shared(self._shared, own, sizes)
-        posted = self._take_posted(sizes)
         wire = self._wire_of(sizes)
+        counts = [self._n_items(rank, sizes) for rank in range(len(self._peers) + 1)]
+        item_bytes = 1 if wire else sizes.dtype.itemsize
+        is_short = self._lines is not None and max(counts) * item_bytes <= MAX_BYTES
+        posted = None if is_short else self._take_posted(sizes)
         given = [_flat(part, sizes.dtype) for part in own if part is not None]
         coded = [encode(wire, part) for part in given] if wire else given
         data = torch.cat(coded) if coded else torch.empty(0, dtype=sizes.dtype)
+        if posted is None:
+            found = self._exchange_short(data, sizes, counts)
+            return self._in_order(sizes, wire, {self.rank: data, **found}) if self._reads(sizes) else []
         if data.numel():
             for rank in self._receivers(sizes):
                 self._send(data, rank, _EXCHANGE_TAG)
         for work in posted.works:
             _wait(work)
         self._post_follower(sizes)
-        if sizes.reader is not None and self.owners[sizes.reader] != self.rank:
+        if not self._reads(sizes):
             return []
         return self._in_order(sizes, wire, {self.rank: data, **posted.buffers})
+
+    def _exchange_short(
+        self, data: torch.Tensor, sizes: PartSizes, counts: Sequence[int]
+    ) -> dict[int, torch.Tensor]:
+        """The parts of other processes, by rank, over direct lines. `counts`: of the items of each process."""
+        receivers = self._receivers(sizes)
+        sources = self._peers if self._reads(sizes) else []
+        found = {rank: torch.empty(counts[rank], dtype=data.dtype) for rank in sources}
+        sent = _bytes_of(data)
+        self._transfer(
+            {self._first_pair(rank): sent for rank in receivers},
+            {self._first_pair(rank): _bytes_of(part) for rank, part in found.items()},
+        )
+        return found
+
+    def _transfer(self, sends: Mapping[Pair, memoryview], receives: Mapping[Pair, memoryview]) -> None:
+        assert self._lines is not None
+        try:
+            self._lines.transfer(sends, receives)
+        except LineClosedError as error:
+            raise PeerLostError(f"{_ENDED}: {error}") from error
+
+    def _first_pair(self, rank: int) -> Pair:
+        """The first devices of this process and of another one: their line is for collectives, too."""
+        return self.owners.index(self.rank), self.owners.index(rank)
+
+    def _reads(self, sizes: PartSizes) -> bool:
+        """Whether this process needs the result of a collective."""
+        return sizes.reader is None or self.owners[sizes.reader] == self.rank
+
+    def _n_items(self, rank: int, sizes: PartSizes) -> int:
+        """The values that a process sends, or the bytes if they are coded."""
+        wire = self._wire_of(sizes)
+        counts = [math.prod(shape) for _, shape in self._shapes_of(rank, sizes)]
+        return sum(wire_bytes(wire, n) for n in counts) if wire else sum(counts)
 
     def _exchange_shared(
         self, shared: SharedGroups, own: Sequence[torch.Tensor | None], sizes: PartSizes
@@ -186,7 +201,9 @@ class Mesh:
                 raise PeerLostError(_ENDED)
             return
         data = encode(self._wire, data) if self._is_coded(tensor.dtype) else data.clone()
-        if data.numel():
+        if self._lines is not None and data.nbytes <= MAX_BYTES:
+            self._transfer({(source, target): _bytes_of(data)}, {})
+        elif data.numel():
             self._send(data, self.owners[target], self._tag(source, target))
 
     def receive(self, source: int, target: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -198,7 +215,9 @@ class Mesh:
             return found
         n_items = wire_bytes(self._wire, n_values) if is_coded else n_values
         buffer = torch.empty(n_items, dtype=torch.uint8 if is_coded else dtype)
-        if n_items:
+        if self._lines is not None and buffer.nbytes <= MAX_BYTES:
+            self._transfer({}, {(target, source): _bytes_of(buffer)})
+        elif n_items:
             _wait(self._gloo.recv([buffer], self.owners[source], self._tag(source, target)))
         return (decode(self._wire, buffer, n_values) if is_coded else buffer).view(shape)
 
@@ -243,11 +262,10 @@ class Mesh:
         works: list[Any] = []
         buffers: dict[int, torch.Tensor] = {}
         wire = self._wire_of(sizes)
-        if sizes.reader is not None and self.owners[sizes.reader] != self.rank:
+        if not self._reads(sizes):
             return _Posted(sizes, works, buffers)
         for rank in self._peers:
-            counts = [math.prod(shape) for _, shape in self._shapes_of(rank, sizes)]
-            n_items = sum(wire_bytes(wire, n) for n in counts) if wire else sum(counts)
+            n_items = self._n_items(rank, sizes)
             buffers[rank] = torch.empty(n_items, dtype=torch.uint8 if wire else sizes.dtype)
             if n_items:
                 works.append(self._gloo.recv([buffers[rank]], rank, _EXCHANGE_TAG))
@@ -280,6 +298,11 @@ def _flat(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return part.detach().to("cpu", dtype).flatten()
 
 
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    data: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(data)
+
+
 def _wait(work: Any) -> None:
     """Waits for a message. PeerLostError if its connection has ended."""
     try:
@@ -290,110 +313,6 @@ def _wait(work: Any) -> None:
 
 class PeerLostError(DeviceError):
     """Another process has ended its connection: the consequence of a loss or failure elsewhere."""
-
-
-class MeshLine:
-    """One device's communicator in a crew of several processes (group.Communicator)."""
-
-    def __init__(self, group: ThreadGroup, index: int, members: Sequence[int], link: MeshLink) -> None:
-        """`index`: the device's number among the devices of this process, which are `members` of the crew."""
-        self._inner = group.lines[index]
-        self._index = index
-        self._members = members
-        self._link = link
-        self.device = members[index]
-        self.n_devices = len(link.owners)
-
-    @property
-    def rendezvous(self) -> tuple[Rendezvous, int] | None:
-        """Where native programs do collectives without this object, and the device's number there."""
-        found = self._link.rendezvous
-        return None if found is None else (found, self.device)
-
-    def exchange(self, part: torch.Tensor | None, sizes: PartSizes) -> Sequence[torch.Tensor | None]:
-        """The first device of the process exchanges the parts of all its devices; the others wait for it."""
-        if len(self._members) == 1:
-            return self._link.mesh.exchange([part], sizes)
-        own = self._inner.exchange(part)
-        if self._index == 0:
-            self._link.parts = self._link.mesh.exchange(own, sizes)
-        self._inner.exchange(None)
-        return self._link.parts
-
-    def send(self, tensor: torch.Tensor, target: int) -> None:
-        if target in self._members:
-            self._inner.send(tensor, self._members.index(target))
-        else:
-            self._link.mesh.send(tensor, self.device, target)
-
-    def receive(self, source: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        if source in self._members:
-            return self._inner.receive(self._members.index(source))
-        return self._link.mesh.receive(source, self.device, shape, dtype)
-
-
-class MeshLink:
-    """The mesh that the devices of a process use at present. After a loss there is another one, for the same plans."""
-
-    def __init__(self, owners: Sequence[int]) -> None:
-        self.owners = tuple(owners)
-        self.parts: Sequence[torch.Tensor | None] = ()  # of the latest exchange
-        self._mesh: Mesh | None = None
-
-    @property
-    def mesh(self) -> Mesh:
-        if self._mesh is None:
-            raise DeviceError("the crew is not connected", hint="a worker was lost")
-        return self._mesh
-
-    @property
-    def rendezvous(self) -> Rendezvous | None:
-        """The mesh's; another one after each connection."""
-        return None if self._mesh is None else self._mesh.rendezvous
-
-    def connect(self, mesh: Mesh) -> None:
-        assert mesh.owners == self.owners
-        self._mesh = mesh
-
-    def abort(self) -> None:
-        """Makes devices that wait for other processes fail. May be called by any thread."""
-        mesh = self._mesh
-        if mesh is not None:
-            mesh.abort()
-
-    def disconnect(self) -> None:
-        mesh, self._mesh = self._mesh, None
-        if mesh is not None:
-            mesh.close()
-
-
-def _sockets_of(addresses: Any) -> list[socket.socket]:
-    """Duplicates of the connected sockets of this process from or to the listeners whose addresses Gloo published."""
-    found = []
-    for name in os.listdir("/dev/fd"):
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            own = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue
-        if any(end in address for end in _ends(own) for address in addresses):
-            found.append(own)
-        else:
-            own.close()
-    return found
-
-
-def _ends(own: socket.socket) -> list[bytes]:
-    """Port and address of both ends of a connection, as they are in Gloo's addresses."""
-    if own.family not in (socket.AF_INET, socket.AF_INET6):
-        return []
-    gap = b"" if own.family == socket.AF_INET else bytes(4)  # IPv6: the flow
-    try:
-        ends = own.getsockname(), own.getpeername()
-    except OSError:  # not connected
-        return []
-    return [struct.pack(">H", port) + gap + socket.inet_pton(own.family, host) for host, port, *_ in ends]
 
 
 def _first_line(error: BaseException) -> str:

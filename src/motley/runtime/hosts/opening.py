@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
@@ -25,6 +25,7 @@ from motley.runtime.crew import Crew, Device, device_cores
 from motley.runtime.exchange import fingerprint
 from motley.runtime.hosts.messages import Limits
 from motley.runtime.hosts.protocol import ProtocolError
+from motley.runtime.hosts.streaming import StreamedModel
 from motley.runtime.hosts.wire import WIRES
 from motley.runtime.loading import weight_bytes
 from motley.runtime.splitting import ModelSplit
@@ -200,13 +201,34 @@ def layout_hash(split: ModelSplit, plan: CachePlan) -> str:
 class WorkerModel:
     """A model as a worker runs it: the same split and cache plan as on rank 0, computed here from the opening."""
 
-    def __init__(self, opening: Opening, models: Path | None) -> None:
-        """`models`: a folder in which the model file is looked for first."""
-        self.spec: ModelSpec = read_spec(_find_model(opening.model, models))
+    def __init__(
+        self, opening: Opening, models: Path | None, stream: Callable[[], StreamedModel] | None = None
+    ) -> None:
+        """`models`: a folder in which the model file is looked for first. `stream`: gets the worker's parts of it from
+        rank 0; default: a missing file is an error.
+        """
+        path = _find_model(opening.model, models)
+        if path is None and stream is None:
+            raise ModelError(
+                f"there is no {opening.model} on this host",
+                hint="copy the model file here; --models names the folder",
+            )
+        streamed = stream() if path is None and stream is not None else None
+        try:
+            self.spec: ModelSpec = read_spec(path) if path is not None else _some(streamed).read_spec()
+            self._open(opening, streamed)
+        finally:
+            if streamed is not None:
+                streamed.close()
+
+    def _open(self, opening: Opening, streamed: StreamedModel | None) -> None:
         params = read_params(self.spec)
         options = GraphOptions(opening.n_ctx, k_rotation=opening.k_rotation, v_rotation=opening.v_rotation)
         self.split = ModelSplit(self.spec, params, opening.crew, options)
-        if fingerprint(self.split) != opening.fingerprint:
+        if streamed is not None:  # it has a fingerprint in its path, and no samples of all weights
+            smallest = BatchShape(1, 1)
+            streamed.bring_weights(self.spec, [(d, self.split.share(d, smallest)) for d in opening.members])
+        elif fingerprint(self.split) != opening.fingerprint:
             raise ModelError(
                 f"{self.spec.path} is another model than rank 0's {opening.model}",
                 hint="copy the model file from rank 0's host",
@@ -281,17 +303,16 @@ class WorkerModel:
             )
 
 
-def _find_model(path: str, models: Path | None) -> Path:
-    """The model file on this host: of the same name in `models`, or at the same path."""
+def _some(streamed: StreamedModel | None) -> StreamedModel:
+    assert streamed is not None, "there is no file, so it is streamed"
+    return streamed
+
+
+def _find_model(path: str, models: Path | None) -> Path | None:
+    """The model file on this host: of the same name in `models`, or at the same path. None: there is none."""
     given = Path(path)
     places = [given] if models is None else [models / given.name, given]
-    for place in places:
-        if place.is_file():
-            return place
-    raise ModelError(
-        f"there is no {' and no '.join(map(str, places))} on this host",
-        hint="copy the model file here; --models names the folder",
-    )
+    return next((place for place in places if place.is_file()), None)
 
 
 def describe(error: BaseException) -> dict[str, str]:

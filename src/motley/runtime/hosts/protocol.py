@@ -27,7 +27,7 @@ from typing import Any
 
 from motley.errors import ConfigError, DeviceError
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_JSON = 64 << 10  # bytes
 MAX_MESSAGE = 64 << 20
 MIN_SECRET = 16  # bytes
@@ -56,12 +56,14 @@ class Kind(IntEnum):
     PING = 12
     DESCRIBE = 13  # asks which devices a worker has
     CLOSE = 14  # rank 0 needs the worker no more
+    PIECE = 15  # bytes of the model file: the answer to FETCH
     READY = 64  # the answer to OPEN and CONNECT
     REFUSED = 65  # JSON: message, hint. The answer to OPEN
     PROGRESS = 66  # JSON: bytes of weights that are loaded, bytes in all
     RESULT = 67  # the answer to GATHER, SCATTER, MEMORY, REQUIRE_SHIFT, DESCRIBE
     FAILED = 68  # JSON: message, hint. The crew has ended
     PONG = 69
+    FETCH = 70  # asks for bytes of the model file, see streaming.py
 
 
 class ProtocolError(DeviceError):

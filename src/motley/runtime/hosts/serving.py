@@ -12,17 +12,19 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from motley.errors import ConfigError, DeviceError, MotleyError
 from motley.runtime.crew import is_loopback, join_address, parse_address
 from motley.runtime.hosts.addresses import AddressBook, read_address, write_address
-from motley.runtime.hosts.mesh import Mesh, MeshLink, PeerLostError
-from motley.runtime.hosts.messages import DeviceBytes, StepReader, split_bytes
+from motley.runtime.hosts.cache_bytes import DeviceBytes, split_bytes
+from motley.runtime.hosts.link import MeshLink
+from motley.runtime.hosts.mesh import Mesh, PeerLostError
+from motley.runtime.hosts.messages import StepReader
 from motley.runtime.hosts.opening import Opening, WorkerModel, describe
 from motley.runtime.hosts.protocol import Channel, Kind, ProtocolError, answer, read_json
+from motley.runtime.hosts.streaming import Fetch, Progress, Receive, StreamedModel, default_cache
 from motley.runtime.inventory import inventory
 from motley.runtime.worker import Worker
 
@@ -43,9 +45,12 @@ class WorkerServer:
         secret: bytes = b"",
         *,
         models: Path | None = None,
+        cache: Path | None = None,
         n_threads: int | None = None,
     ) -> None:
-        """`listen`: address and port; port 0: a free one. `models`: a folder with model files."""
+        """`listen`: address and port; port 0: a free one. `models`: a folder with model files. `cache`: a folder for
+        parts of models that rank 0 sends.
+        """
         host, port = parse_address(listen)
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -59,6 +64,7 @@ class WorkerServer:
             raise ConfigError(f"cannot listen at {listen}: {error.strerror or error}") from error
         self._secret = secret
         self._models = models
+        self._cache = cache or default_cache()
         self._n_threads = n_threads
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._busy = threading.Lock()  # held while a crew is served
@@ -142,13 +148,19 @@ class WorkerServer:
             self._busy.release()
 
     def load(
-        self, opening: Opening, progress: Callable[[int, int], None]
+        self, opening: Opening, progress: Progress, fetch: Fetch, receive: Receive
     ) -> tuple[WorkerModel, Worker, MeshLink]:
-        """The loaded model of an opening; the one that is loaded already, if it is the same."""
+        """The loaded model of an opening; the one that is loaded already, if it is the same.
+
+        `fetch`, `receive`: for parts of a model that is not on this host.
+        """
         if self._kept is not None and self._kept[0] == opening:
             return self._kept[1:]
         self.forget()
-        model = WorkerModel(opening, self._models)
+        if not opening.fingerprint.isalnum():
+            raise ProtocolError("an opening whose fingerprint is no fingerprint")
+        folder = self._cache / opening.fingerprint
+        model = WorkerModel(opening, self._models, lambda: StreamedModel(folder, fetch, receive, progress))
         link = MeshLink(opening.owners)
         worker = Worker(
             model.split, model.backends, model.plan, n_threads=self._n_threads, progress=progress, link=link
@@ -171,6 +183,7 @@ class _Session:
         self._channel = channel
         self._opening = opening
         self._messages: _Messages = queue.SimpleQueue()
+        self._pieces: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # of the model; None: no more
         self._book = AddressBook()
         self._link: MeshLink | None = None
         self._is_over = False  # rank 0 said goodbye
@@ -192,7 +205,9 @@ class _Session:
 
     def _serve(self) -> None:
         try:
-            model, worker, link = self._server.load(self._opening, self._show_progress)
+            model, worker, link = self._server.load(
+                self._opening, self._show_progress, self._fetch, self._receive_piece
+            )
         except BaseException as error:
             self._channel.send_json(Kind.REFUSED, **describe(error))
             if isinstance(error, MotleyError):
@@ -239,6 +254,8 @@ class _Session:
                         self._channel.send(Kind.PONG)
                     case Kind.ADDRESS:
                         self._book.put(*read_address(payload))
+                    case Kind.PIECE:
+                        self._pieces.put(payload)
                     case Kind.CLOSE:
                         self._is_over = True
                         return
@@ -255,10 +272,20 @@ class _Session:
         """Nothing may wait for rank 0 or its crew from now on. Called by both threads."""
         self._book.close()
         self._messages.put(None)
+        self._pieces.put(None)
         if self._link is not None:
             self._link.abort()
             if threading.current_thread().name != "motley-control":
                 self._link.disconnect()
+
+    def _fetch(self, request: bytes) -> None:
+        self._channel.send(Kind.FETCH, request)
+
+    def _receive_piece(self) -> bytes:
+        piece = self._pieces.get()
+        if piece is None:
+            raise EOFError("the connection was closed")
+        return piece
 
     def _show_progress(self, done: int, total: int) -> None:
         self._channel.send_json(Kind.PROGRESS, done=done, total=total)
