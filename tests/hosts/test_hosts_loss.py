@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from worker_process import WorkerProcess
 
 from motley import LLM
@@ -49,12 +51,19 @@ def open_llm(path: Path, worker: WorkerProcess, mode: str = "tensor", **options:
 
 
 def at_token(llm: LLM, n: int, act: Callable[[], object]) -> Any:
-    """The answer to the test's prompt; `act` is called when it has `n` tokens."""
-    stream = llm.stream(TOKENS[:30], **GREEDY)
-    for pieces, _ in enumerate(stream, 1):
-        if pieces == n:
+    """The answer to the test's prompt; `act` is called before the step for its `n`-th token, by the engine's thread."""
+    runner = llm._loaded.runner
+    run, n_runs = runner.run, 0
+
+    def counted(*given: Any) -> torch.Tensor:
+        nonlocal n_runs
+        n_runs += 1
+        if n_runs == n:
             act()
-    return stream.result()
+        return run(*given)
+
+    with patch.object(runner, "run", counted):
+        return llm.generate(TOKENS[:30], **GREEDY)
 
 
 def back_again(running: list[WorkerProcess]) -> None:

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 _SECONDS = 120  # to start: a loaded machine imports torch slowly
 
@@ -47,6 +49,14 @@ class WorkerProcess:
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
+        end = time.monotonic() + _SECONDS
+        while number == signal.SIGSTOP and self._state != "T":  # its threads stop a moment later
+            assert time.monotonic() < end, "it does not stop"
+
+    @property
+    def _state(self) -> str:
+        """One letter, as the system gives it: T is stopped."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGCONT)
