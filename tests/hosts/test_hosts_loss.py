@@ -21,7 +21,7 @@ from motley.runtime.hosts import remote
 TOKENS: list[int] = np.random.default_rng(5).integers(1, 250, 60).tolist()
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_parallel": 2, "n_batch": 48, "kv_block_size": 16, "n_threads": 1}
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 40}
-SECONDS = 120
+SECONDS = 300
 
 
 @pytest.fixture(scope="module")
