@@ -10,6 +10,7 @@ from motley.graph import Graph, Tensor
 from motley.graph.ops import SIGMOID, SOFTMAX
 from motley.models import gemma3, glm4moe, gpt_oss, llama, phi3, qwen2, qwen3, qwen3moe, qwen3next
 from motley.models.builder import (
+    HIDDEN,
     N_EXPERT_USED,
     BatchShape,
     GraphOptions,
@@ -61,8 +62,10 @@ def read_params(spec: ModelSpec) -> DecoderParams:
 
 
 def build_graph(spec: ModelSpec, params: DecoderParams, batch: BatchShape, options: GraphOptions) -> Graph:
-    """The model's graph for batches of one shape, as if for one device."""
-    return Graph.of(ARCHITECTURES[spec.architecture](ModelBuilder(spec, params, batch, options)))
+    """The model's graph for batches of one shape, as if for one device. Outputs: logits, and hidden states if kept."""
+    builder = ModelBuilder(spec, params, batch, options)
+    logits = ARCHITECTURES[spec.architecture](builder)
+    return Graph.of(logits) if builder.hidden is None else Graph.of(logits, builder.hidden)
 
 
 def check_tensors(spec: ModelSpec, params: DecoderParams) -> str | None:
@@ -77,6 +80,7 @@ def check_tensors(spec: ModelSpec, params: DecoderParams) -> str | None:
 
 __all__ = [
     "ARCHITECTURES",
+    "HIDDEN",
     "N_EXPERT_USED",
     "BatchShape",
     "DecoderParams",

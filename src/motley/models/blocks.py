@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from motley.graph import Tensor
 from motley.graph.ops import Activation, Add, Mul, Reshape, Rope, Slice
@@ -95,6 +96,31 @@ def no_window(layer: LayerBuilder) -> int | None:
     return None
 
 
+def decoder_layer(
+    layer: LayerBuilder,
+    x: Tensor,
+    *,
+    rope: Rope,
+    has_qk_norm: bool = False,
+    window: Callable[[LayerBuilder], int | None] = no_window,
+    ffn_norm: str = "ffn_norm",
+    feed_forward: Callable[[LayerBuilder, Tensor], Tensor] = gated_ffn,
+) -> Tensor:
+    """Norm → attention → add, norm → FFN → add: the common layer; x (tokens, embd) → (tokens, embd)."""
+    normed = layer.norm(x, "attn_norm")
+    attended = self_attention(layer, normed, rope=rope, has_qk_norm=has_qk_norm, window=window(layer))
+    x = residual(layer, x, attended, "after_attention")
+    return residual(layer, x, feed_forward(layer, layer.norm(x, ffn_norm)), "output")
+
+
+def all_layers(builder: ModelBuilder, run_layer: Callable[[LayerBuilder, Tensor], Tensor]) -> Tensor:
+    """Embedding, layer after layer, output. → logits"""
+    x = builder.embedding()
+    for index in range(builder.n_layers):
+        x = run_layer(builder.layer(index), x)
+    return builder.logits(x)
+
+
 def decoder(
     builder: ModelBuilder,
     *,
@@ -104,12 +130,15 @@ def decoder(
     ffn_norm: str = "ffn_norm",
     feed_forward: Callable[[LayerBuilder, Tensor], Tensor] = gated_ffn,
 ) -> Tensor:
-    """Norm → attention → add, norm → FFN → add, layer after layer: the common decoder. → logits"""
-    x = builder.embedding()
-    for index in range(builder.n_layers):
-        layer = builder.layer(index)
-        normed = layer.norm(x, "attn_norm")
-        attended = self_attention(layer, normed, rope=rope, has_qk_norm=has_qk_norm, window=window(layer))
-        x = residual(layer, x, attended, "after_attention")
-        x = residual(layer, x, feed_forward(layer, layer.norm(x, ffn_norm)), "output")
-    return builder.logits(x)
+    """The common decoder: all layers are `decoder_layer`. → logits"""
+    return all_layers(
+        builder,
+        partial(
+            decoder_layer,
+            rope=rope,
+            has_qk_norm=has_qk_norm,
+            window=window,
+            ffn_norm=ffn_norm,
+            feed_forward=feed_forward,
+        ),
+    )

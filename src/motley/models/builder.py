@@ -28,6 +28,7 @@ from motley.models.params import DecoderParams, tensor_info
 Ranges = tuple[tuple[int, int], ...]
 
 N_EXPERT_USED = "n_expert_used"  # an input of graphs that have experts
+HIDDEN = "hidden"  # an input of multi-token prediction layers: the model's hidden states
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class BatchShape:
     n_layers: int = 0  # number of layers that run, from the first; 0: all
     n_experts: int = 0  # maximum per token; 0: the file's number
     wants_hidden: bool = False  # the output is the hidden state after the final norm, instead of logits
+    keeps_hidden: bool = False  # a second output: the hidden states after the final norm, of all tokens
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class ModelBuilder:
         self.positions = Input((batch.n_tokens,), I32)(name="positions")
         self.output_rows = Input((batch.n_outputs,), I32)(name="output_rows")
         self.n_layers = batch.n_layers or params.n_layers
+        self.hidden: Tensor | None = None  # the second output, if the batch keeps hidden states
         self._weights: dict[str, Tensor] = {}
         self._n_expert_used: Tensor | None = None
         self._hadamard: Tensor | None = None  # all heads have the same size, so one matrix is enough
@@ -136,13 +139,24 @@ class ModelBuilder:
 
         If the batch wants the hidden state, it ends after the norm. (outputs, embd)
         """
-        p = self.params
-        x = GetRows()(x, self.output_rows, name="output_hidden")
-        norm = self.weight("output_norm.weight", p.n_embd, role=Role(OUTPUT))
-        x = RmsNorm(p.norm_eps)(x, norm, name="output_norm")
+        norm = self.weight("output_norm.weight", self.params.n_embd, role=Role(OUTPUT))
+        x = self.output_hidden(x, norm)
         if self.batch.wants_hidden:
             return x
         source = "output.weight" if "output.weight" in self.spec.tensors else "token_embd.weight"  # tied
+        return self.head(x, source)
+
+    def output_hidden(self, x: Tensor, norm: Tensor) -> Tensor:
+        """The output rows of x after the final norm; of all rows the graph keeps them, if the batch says so."""
+        final = RmsNorm(self.params.norm_eps)
+        if not self.batch.keeps_hidden:
+            return final(GetRows()(x, self.output_rows, name="output_hidden"), norm, name="output_norm")
+        self.hidden = final(x, norm, name="output_norm")
+        return GetRows()(self.hidden, self.output_rows, name="output_hidden")
+
+    def head(self, x: Tensor, source: str) -> Tensor:
+        """Logits of x, which is after the final norm, by the output matrix `source`."""
+        p = self.params
         weight = self.weight("output.weight", p.n_vocab, p.n_embd, role=Role(VOCABULARY), source=source)
         return self._soft_capped(MatMul()(x, weight, name="logits"))
 
@@ -163,7 +177,7 @@ class LayerBuilder:
         self.index = index
 
     def label(self, name: str) -> str:
-        return f"blk.{self.index}.{name}"
+        return f"blk.{self.params.first_block + self.index}.{name}"
 
     def role(self, group: str = WHOLE, axis: int = 0, *units: str) -> Role:
         """The role of a weight of this layer."""

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from motley.graph import Tensor
 from motley.graph.ops import HALVES
-from motley.models.blocks import decoder, gated_ffn
+from motley.models.blocks import all_layers, decoder_layer, gated_ffn
 from motley.models.builder import LayerBuilder, ModelBuilder
 from motley.models.experts import expert_ffn
+from motley.models.nextn import build_nextn
 
 
 def build(builder: ModelBuilder) -> Tensor:
-    return decoder(
-        builder,
-        rope=builder.params.rope(HALVES),
-        has_qk_norm=builder.layer(0).has("attn_q_norm.weight"),  # only the largest model has it
+    return build_nextn(builder, _layer) if builder.params.is_nextn else all_layers(builder, _layer)
+
+
+def _layer(layer: LayerBuilder, x: Tensor) -> Tensor:
+    return decoder_layer(
+        layer,
+        x,
+        rope=layer.params.rope(HALVES),
+        has_qk_norm=layer.has("attn_q_norm.weight"),  # only the largest model has it
         ffn_norm="post_attention_norm",
         feed_forward=_feed_forward,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from motley.errors import ModelError
 from motley.gguf import ModelSpec, TensorInfo
@@ -82,6 +82,24 @@ class DecoderParams:
     logit_softcap: float | None = None  # a tanh limits logits to ± this value
     experts: ExpertParams | None = None
     delta: DeltaParams | None = None
+    n_nextn: int = 0  # multi-token prediction layers, which the file has after the others
+    first_block: int = 0  # number of the first layer in the file
+    is_nextn: bool = False  # the model is a multi-token prediction layer: see `nextn`
+
+    @property
+    def nextn(self) -> DecoderParams:
+        """Of the first multi-token prediction layer, as a model of its own. It is like the last layer of the model."""
+        assert self.n_nextn, "the file has none"
+        experts = None if self.experts is None else replace(self.experts, n_dense_layers=0)
+        return replace(
+            self,
+            n_layers=1,
+            experts=experts,
+            delta=None,
+            n_nextn=0,
+            first_block=self.n_layers,
+            is_nextn=True,
+        )
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -134,6 +152,7 @@ class DecoderParams:
             logit_softcap=read_number(spec, softcap_key) if md.float(softcap_key, default=0.0) else None,
             experts=_experts(spec, score) if score else None,
             delta=_delta(spec, is_cyclic=delta == CYCLIC) if delta else None,
+            n_nextn=md.int(f"{arch}.nextn_predict_layers", default=0),
         )
 
     def rope(self, style: str, *, rounds: bool = True) -> Rope:

@@ -8,24 +8,26 @@ from __future__ import annotations
 from motley.graph import Tensor
 from motley.graph.ops import HALVES, Activation, Mul, Reshape, Slice
 from motley.graph.roles import GATED_QUERIES, HEADS, KEYS, QUERIES
-from motley.models.blocks import gated_ffn, residual
+from motley.models.blocks import all_layers, gated_ffn, residual
 from motley.models.builder import LayerBuilder, ModelBuilder
 from motley.models.delta import delta_net
 from motley.models.experts import expert_ffn
+from motley.models.nextn import build_nextn
 
 
 def build(builder: ModelBuilder) -> Tensor:
-    delta = builder.params.delta
-    assert delta is not None, "read with the model's other numbers"
-    feed_forward = expert_ffn if builder.params.experts is not None else gated_ffn
-    x = builder.embedding()
-    for index in range(builder.n_layers):
-        layer = builder.layer(index)
-        normed = layer.norm(x, "attn_norm")
-        mix = delta_net if index in delta.layers else _gated_attention
-        x = residual(layer, x, mix(layer, normed), "after_attention")
-        x = residual(layer, x, feed_forward(layer, layer.norm(x, "post_attention_norm")), "output")
-    return builder.logits(x)
+    return build_nextn(builder, _layer) if builder.params.is_nextn else all_layers(builder, _layer)
+
+
+def _layer(layer: LayerBuilder, x: Tensor) -> Tensor:
+    p = layer.params
+    feed_forward = expert_ffn if p.experts is not None else gated_ffn
+    is_delta = (
+        p.delta is not None and layer.index in p.delta.layers
+    )  # a multi-token prediction layer has attention
+    mix = delta_net if is_delta else _gated_attention
+    x = residual(layer, x, mix(layer, layer.norm(x, "attn_norm")), "after_attention")
+    return residual(layer, x, feed_forward(layer, layer.norm(x, "post_attention_norm")), "output")
 
 
 def _gated_attention(layer: LayerBuilder, x: Tensor) -> Tensor:

@@ -29,10 +29,11 @@ class Batch:
 
     chunks: tuple[Chunk, ...]
     wants_hidden: bool = False  # the output rows are hidden states instead of logits
+    keeps_hidden: bool = False  # the hidden states of all rows are a second output
 
     @staticmethod
-    def of(chunks: Iterable[Chunk], *, wants_hidden: bool = False) -> Batch:
-        batch = Batch(tuple(chunks), wants_hidden)
+    def of(chunks: Iterable[Chunk], *, wants_hidden: bool = False, keeps_hidden: bool = False) -> Batch:
+        batch = Batch(tuple(chunks), wants_hidden, keeps_hidden)
         assert len({c.sequence for c in batch.chunks}) == len(batch.chunks), "a sequence has two chunks"
         assert all(0 <= c.n_outputs <= c.n_tokens for c in batch.chunks), "more outputs than tokens"
         assert len({c.n_layers for c in batch.chunks}) <= 1, "chunks run different layers"

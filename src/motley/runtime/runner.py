@@ -14,7 +14,7 @@ from motley.errors import CacheError, MotleyError
 from motley.kvcache.batching import Extent, group_batches
 from motley.kvcache.groups import BlockCopy, BlockShift
 from motley.kvcache.manager import CacheManager
-from motley.models import N_EXPERT_USED, BatchShape, ExpertParams
+from motley.models import HIDDEN, N_EXPERT_USED, BatchShape, ExpertParams
 from motley.runtime.batch import Batch, PlacedBatch
 from motley.runtime.caching import CachePlan
 from motley.runtime.hosts.workers import Hosts
@@ -43,6 +43,7 @@ class Runner:
         self._is_demand_paged = cache.config.demand_paged
         self._has_states = cache.states is not None
         self.n_runs = 0  # number of runs so far: logits are valid until it changes
+        self.hidden: torch.Tensor | None = None  # (tokens, embd) of the latest batch that keeps them
         self._backends = list(backends)
         self._hosts = hosts
         own = {device: backends[device] for device in split.crew.members(0)}
@@ -67,24 +68,38 @@ class Runner:
             inputs[N_EXPERT_USED] = batch.n_experts(self._experts.n_used)
             max_experts = _max_experts(max(inputs[N_EXPERT_USED], default=0), self._experts)
         return PlacedBatch(
-            BatchShape(batch.n_tokens, batch.n_outputs, batch.n_layers, max_experts, batch.wants_hidden),
+            BatchShape(
+                batch.n_tokens,
+                batch.n_outputs,
+                batch.n_layers,
+                max_experts,
+                batch.wants_hidden,
+                batch.keeps_hidden,
+            ),
             {name: _int32(numbers) for name, numbers in inputs.items()},
             tuple(group_batches(manager, extents)),
         )
 
     def run(
-        self, batch: PlacedBatch, tokens: Sequence[int] | torch.Tensor, copies: Sequence[BlockCopy]
+        self,
+        batch: PlacedBatch,
+        tokens: Sequence[int] | torch.Tensor,
+        copies: Sequence[BlockCopy],
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits (outputs, vocab) of the batch's output rows, on their device, or hidden states (outputs, embd) if it
         wants them. Valid until the next run.
 
         `tokens`: of all chunks, concatenated; if `can_chain`, an int32 tensor on the device is allowed too, even before
         the device has computed it. `copies` are made first. A GPU may still be computing when this returns.
+        `hidden`: an input of multi-token prediction layers. If the batch keeps hidden states, `self.hidden` has them.
         """
         assert len(tokens) == batch.shape.n_tokens, (len(tokens), batch.shape)
         self.n_runs += 1
         given = tokens if isinstance(tokens, torch.Tensor) else _int32(tokens)
         inputs = {"tokens": given, **batch.inputs}
+        if hidden is not None:
+            inputs[HIDDEN] = hidden
         shape = self._padded(batch.shape)
         if self._hosts is None:
             outputs = self.local.run(shape, batch, inputs, copies)
@@ -92,6 +107,7 @@ class Runner:
             with self._hosts.guarded():
                 self._hosts.run(shape, batch, inputs, copies)
                 outputs = self.local.run(shape, batch, inputs, copies)
+        self.hidden = outputs[0][1][: batch.shape.n_tokens] if batch.shape.keeps_hidden else None
         return outputs[0][0][: batch.shape.n_outputs]
 
     @property

@@ -44,7 +44,13 @@ from motley.plan import Linear, Norm, Single, Stage
 from motley.split.collectives import AllGather, AllReduce, Broadcast, Place, Receive, ReduceScatter, Shard
 
 TOKENS, OUTPUTS = 1, 2  # as csrc/row_counts.hpp counts kinds of rows; 0: all that there are
-INPUT_KINDS = {"tokens": TOKENS, "positions": TOKENS, "n_expert_used": TOKENS, "output_rows": OUTPUTS}
+INPUT_KINDS = {
+    "tokens": TOKENS,
+    "positions": TOKENS,
+    "n_expert_used": TOKENS,
+    "hidden": TOKENS,
+    "output_rows": OUTPUTS,
+}
 
 
 @dataclass(frozen=True)
