@@ -10,11 +10,19 @@ from dataclasses import dataclass
 
 from motley.backends import Backend, backend_for, backend_for_heads, get_backend
 from motley.engine import Engine
-from motley.engine.drafting import Drafter, Forced, Lookup, Speculator
-from motley.engine.drafting.choice import DRAFT_MAX, MAX_DRAFT, default_choice, read_choice
+from motley.engine.drafting import Forced, Lookup, Speculator
+from motley.engine.drafting.choice import DRAFT_MAX, MAX_DRAFT, default_choice, names_drafter, read_choice
 from motley.engine.drafting.draft_model import DraftModel
 from motley.engine.drafting.early_exit import EarlyExit
-from motley.engine.drafting.loading import DraftOptions, load_draft_model, without_draft
+from motley.engine.drafting.loading import (
+    Companion,
+    DraftOptions,
+    draft_companion,
+    load_companion,
+    nextn_companion,
+    without_companion,
+)
+from motley.engine.drafting.mtp import NextnLayer
 from motley.engine.effort import Efforts
 from motley.engine.engine import ON_LOSS, WAIT
 from motley.errors import ConfigError, DeviceError
@@ -116,13 +124,13 @@ class LoadedModel:
     cache: CacheManager
     runner: Runner
     engine: Engine
-    draft: DraftModel | None = None
+    companions: tuple[DraftModel | NextnLayer, ...] = ()  # models that draft for it
 
     def close(self) -> None:
-        """Frees the memory of the model and of its draft model."""
+        """Frees the memory of the model and of those that draft for it."""
         self.runner.close()
-        if self.draft is not None:
-            self.draft.close()
+        for companion in self.companions:
+            companion.close()
 
 
 def load_model(
@@ -160,9 +168,14 @@ def load_model(
     n_exit = _exit_layers(params, options)
     has_draft = options.draft_model is not None
     chosen_spec = options.spec or default_choice(has_draft)
-    read_choice(chosen_spec, ["grammar", "lookup", *["draft"] * has_draft, *["exit"] * bool(n_exit)])
+    wants_nextn = names_drafter(chosen_spec, "mtp") and params.n_nextn > 0
+    optional = {"draft": has_draft, "exit": n_exit > 0, "mtp": wants_nextn}
+    read_choice(chosen_spec, ["grammar", "lookup", *(name for name, has in optional.items() if has)])
     given = crew
-    planned = _plan_beside_draft(crew, spec, params, options)
+    companions = [nextn_companion(spec, params, crew)] if wants_nextn else []
+    if options.draft_model is not None:
+        companions.append(draft_companion(options.draft_model, spec))
+    planned = _plan_beside(companions, crew, spec, params, options)
     crew, backends, context = planned.crew, planned.backends, planned.context
     n_batch, n_parallel = planned.n_batch, planned.n_parallel
     n_ctx, split, fit = context.n_ctx, context.split, context.fit
@@ -173,14 +186,12 @@ def load_model(
         salt=repr(split.options).encode(),
         find_prefixes=cache.find_prefixes,
     )
-    draft: DraftModel | None = None
+    loaded: list[DraftModel | NextnLayer] = []
     with ExitStack() as undo:
-        if options.draft_model is not None:
+        for companion in companions:
             on = given if len(given) == len(crew) else crew
-            draft = load_draft_model(
-                options.draft_model, spec, on, backends, cache, _draft_options(options, planned)
-            )
-            undo.callback(draft.close)
+            loaded.append(load_companion(companion, on, backends, cache, _draft_options(options, planned)))
+            undo.callback(loaded[-1].close)
         # A large vocabulary takes most of a second: time in which other threads read the weights.
         reading = undo.enter_context(ThreadPoolExecutor(1)).submit(Tokenizer.from_spec, spec)
         warmer = KernelWarmer(split, backends, fit.plan, n_batch=n_batch, n_parallel=n_parallel)
@@ -212,7 +223,7 @@ def load_model(
         efforts=efforts,
         on_loss=options.on_loss,
         speculator=Speculator(
-            _drafters(runner, manager, n_exit, draft),
+            [Forced(), Lookup(), *loaded, *([EarlyExit(runner, manager, n_exit)] if n_exit else [])],
             spec=chosen_spec,
             draft_max=options.draft_max or DRAFT_MAX,
             draft_min=options.draft_min or 0,
@@ -230,7 +241,19 @@ def load_model(
         for detail in runs.details
     )
     return LoadedModel(
-        spec, tokenizer, n_ctx, chosen, said, details, warm_up, split, fit, manager, runner, engine, draft
+        spec,
+        tokenizer,
+        n_ctx,
+        chosen,
+        said,
+        details,
+        warm_up,
+        split,
+        fit,
+        manager,
+        runner,
+        engine,
+        tuple(loaded),
     )
 
 
@@ -286,26 +309,28 @@ def _plan(crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options) 
     return _Planned(settled, backends, context, n_batch, n_parallel, notices)
 
 
-def _plan_beside_draft(crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options) -> _Planned:
-    """The plan for the crew, with the memory that a draft model leaves, if there is one."""
-    if options.draft_model is None:
+def _plan_beside(
+    companions: Sequence[Companion],
+    crew: Crew,
+    spec: ModelSpec,
+    params: DecoderParams,
+    options: Options,
+) -> _Planned:
+    """The plan for the crew, with the memory that models that draft leave."""
+    if not companions:
         return _plan_on_crew(crew, spec, params, options)
     names = [device.name for device in crew.devices]
     n_batch, n_parallel = batch_sizes(options.n_batch, options.n_parallel, names)
     shared = DraftOptions(options.n_ctx, n_batch, n_parallel, options.n_threads, options.kv_rotation)
-    left = without_draft(
-        options.draft_model,
-        spec,
-        crew,
-        [backend_for(name, options.backend) for name in names],
-        options.cache,
-        shared,
-    )
+    backends = [backend_for(name, options.backend) for name in names]
+    for companion in companions:
+        crew = without_companion(companion, crew, backends, options.cache, shared)
     try:
-        return _plan_on_crew(left, spec, params, options)
+        return _plan_on_crew(crew, spec, params, options)
     except DeviceError as error:
+        beside = " and ".join(companion.name for companion in companions)
         raise DeviceError(
-            f"too little memory for the model beside its draft model: {error.message}", hint=error.hint
+            f"too little memory for the model beside its {beside}: {error.message}", hint=error.hint
         ) from error
 
 
@@ -313,16 +338,6 @@ def _draft_options(options: Options, planned: _Planned) -> DraftOptions:
     return DraftOptions(
         options.n_ctx, planned.n_batch, planned.n_parallel, options.n_threads, options.kv_rotation
     )
-
-
-def _drafters(runner: Runner, cache: CacheManager, n_exit: int, draft: DraftModel | None) -> list[Drafter]:
-    """All drafters that the model can have. `n_exit`: layers of early-exit drafts; 0: none."""
-    drafters: list[Drafter] = [Forced(), Lookup()]
-    if draft is not None:
-        drafters.append(draft)
-    if n_exit:
-        drafters.append(EarlyExit(runner, cache, n_exit))
-    return drafters
 
 
 def _exit_layers(params: DecoderParams, options: Options) -> int:

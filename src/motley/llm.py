@@ -358,9 +358,10 @@ class LLM:
         for device in self._call(self._loaded.runner.memory):
             for purpose, n_bytes in device.items():
                 totals[purpose] = totals.get(purpose, 0) + n_bytes
-        if (draft := self._loaded.draft) is not None:  # activations are shared
+        for draft in self._loaded.companions:  # activations are shared
             devices = self._call(draft.runner.memory)
-            totals["draft_model"] = sum(memory["weights"] + memory["kv_cache"] for memory in devices)
+            n_bytes = sum(memory["weights"] + memory["kv_cache"] for memory in devices)
+            totals["draft_model"] = totals.get("draft_model", 0) + n_bytes
         return totals
 
     def device_memory(self) -> dict[str, dict[str, int]]:

@@ -65,8 +65,7 @@ def test_texts_are_the_same_with_models_that_draft(bundled: Path, crew: str, spe
         counts = [count for request in found for count in request.drafts.values()]
         assert sum(count.accepted for count in counts) > 10
         assert sum(r.n_steps for r in found) < sum(r.n_steps for r in without)
-        draft = llm._loaded.draft
-        assert draft is not None
+        (draft,) = llm._loaded.companions
         draft._cache.check_integrity()
 
 
@@ -140,7 +139,7 @@ def test_drafters_that_a_model_does_not_have_are_refused(bundled: Path) -> None:
     with LLM(bundled, **OPTIONS) as llm:
         for spec, why in (
             ("draft", "there is no draft model"),
-            ("mtp", "not available yet"),
+            ("mtp", "the model has no multi-token prediction layer"),
             ("lookahead", "not available yet"),
             ("telepathy", "there is no drafter 'telepathy'"),
             ("off,lookup", "off stands alone"),
@@ -178,7 +177,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(bundled: Path, tmp_pat
 
 def test_too_little_memory_for_both_models_is_refused(bundled: Path) -> None:
     LLM(bundled, device_memory="17MiB", **OPTIONS).close()
-    with pytest.raises(DeviceError, match="beside its draft model"):
+    with pytest.raises(DeviceError, match="beside its draft model motley-draft"):
         LLM(bundled, draft_model=bundled_draft_path(), device_memory="17MiB", **OPTIONS)
     with pytest.raises(DeviceError, match="draft model"):
         LLM(bundled, draft_model=bundled_draft_path(), device_memory="1MiB", **OPTIONS)

@@ -294,7 +294,8 @@ Spec = Annotated[
         "--spec",
         "--spec-type",
         text="Guess the next tokens and check several in one step; the text stays the same. auto: lookup, while it "
-        "helps; off; or comma-separated: lookup (in the text itself), draft (needs -md), exit (the first layers). "
+        "helps; off; or comma-separated: lookup (in the text itself), draft (needs -md), exit (the first layers), "
+        "mtp (the file's prediction layer). "
         "Default: auto, and draft with -md.",
         panel=_SPECULATION,
         metavar="NAMES",

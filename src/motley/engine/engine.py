@@ -272,6 +272,9 @@ class Engine:
             if not step.work:
                 return step, [], _NO_TOKENS, _NO_LOGITS
             logits = self.runner.run(batch, step.tokens(), step.copies)
+            if self.runner.hidden is not None:
+                rows = [(request, request.n_computed, n_tokens) for request, n_tokens in step.work]
+                self.speculator.observe(rows, self.runner.hidden)
         else:
             step, logits = running.step, running.logits
         self.scheduler.complete(step)
@@ -406,7 +409,8 @@ class Engine:
             chunks.append(
                 Chunk(request.sequence, start, n_tokens, n_outputs, effort.n_experts, effort.n_layers)
             )
-        return self.runner.place(Batch.of(chunks), self.cache)
+        keeps_hidden = any(self.speculator.watches(request) for request, _ in step.work)
+        return self.runner.place(Batch.of(chunks, keeps_hidden=keeps_hidden), self.cache)
 
     def _accept(
         self, ready: Sequence[Request], tokens: Sequence[Found], logprobs: Mapping[int, TokenLogprobs]

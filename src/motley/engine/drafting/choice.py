@@ -26,9 +26,9 @@ _ALIASES = {
 }
 _NOT_YET = {
     "lookahead": "lookahead drafts are not available yet",
-    "mtp": "drafts by a model's own next-token layers (MTP) are not available yet",
 }
 _NEEDS = {
+    "mtp": "the model has no multi-token prediction layer (nextn), or was loaded without it (--spec mtp, LLM(spec=…))",
     "draft": "there is no draft model (-md, --model-draft, draft_model=…)",
     "exit": "the model has no layer to leave out",
 }
@@ -37,6 +37,13 @@ _NEEDS = {
 def default_choice(has_draft: bool) -> str:
     """What holds unless the user chooses: a draft model that was given is used."""
     return f"{','.join(AUTO_DRAFTERS)},draft" if has_draft and DEFAULT == AUTO else DEFAULT
+
+
+def names_drafter(text: str | None, drafter: str) -> bool:
+    """Whether a choice names a drafter."""
+    return drafter in [
+        _ALIASES.get(name, name) for name in (part.strip().lower() for part in (text or "").split(","))
+    ]
 
 
 def read_choice(text: str, has: Collection[str]) -> tuple[str, ...]:
@@ -60,5 +67,5 @@ def read_choice(text: str, has: Collection[str]) -> tuple[str, ...]:
 def _refused(text: str, why: str) -> RequestError:
     return RequestError(
         f"speculation {text!r:.60} is not possible: {why}",
-        hint="--spec (speculative) must be auto, off, or a comma-separated list of grammar, lookup, draft and exit",
+        hint="--spec (speculative) must be auto, off, or a list of grammar, lookup, draft, exit and mtp, by comma",
     )

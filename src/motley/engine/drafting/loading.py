@@ -1,4 +1,4 @@
-"""Loads a draft model on the devices of the model that it drafts for."""
+"""Loads what drafts for a model, on its devices: a draft model, or the model's own multi-token prediction layer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from motley.backends import Backend
 from motley.engine.drafting.draft_model import DraftModel
+from motley.engine.drafting.mtp import NextnLayer
 from motley.errors import ConfigError, DeviceError, MotleyError
 from motley.gguf import ModelSpec, read_spec
 from motley.kvcache.manager import CacheManager
@@ -34,23 +35,47 @@ class DraftOptions:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Companion:
+    """A model that drafts for another one."""
+
+    name: str  # for messages
     spec: ModelSpec
     params: DecoderParams
+
+
+def draft_companion(path: str | os.PathLike[str], target: ModelSpec) -> Companion:
+    """The draft model in a file. ConfigError if it has another vocabulary."""
+    spec = read_spec(path)
+    require_same_vocabulary(spec, target)
+    return Companion(f"draft model {spec.path.name}", spec, read_params(spec))
+
+
+def nextn_companion(spec: ModelSpec, params: DecoderParams, crew: Crew) -> Companion:
+    """The model's multi-token prediction layer. ConfigError where it cannot run."""
+    assert params.n_nextn, "refused before"
+    if crew.hosts or any(device.is_gpu for device in crew.devices):
+        raise ConfigError(
+            "multi-token prediction layers (--spec mtp) run on CPU devices of one host only, so far",
+            hint="leave out mtp, or use --device cpu",
+        )
+    return Companion("multi-token prediction layer", spec, params.nextn)
+
+
+@dataclass(frozen=True)
+class _Plan:
     context: ContextChoice
     taken: list[int]  # bytes on each device
 
 
-def without_draft(
-    path: str | os.PathLike[str],
-    target: ModelSpec,
+def without_companion(
+    companion: Companion,
     crew: Crew,
     backends: Sequence[Backend],
     cache: CacheConfig,
     options: DraftOptions,
 ) -> Crew:
-    """The crew with the memory that the draft model leaves. Loads nothing. ConfigError for another vocabulary."""
-    taken = _plan(path, target, crew, backends, cache, options).taken
+    """The crew with the memory that the companion leaves. Loads nothing."""
+    taken = _plan(companion, crew, backends, cache, options).taken
     devices = []
     names = [device.name for device in crew.devices]
     for index, (device, backend, n_bytes) in enumerate(zip(crew.devices, backends, taken, strict=True)):
@@ -59,35 +84,34 @@ def without_draft(
             limit = backend.free_bytes()
         if limit is not None and limit <= n_bytes:
             raise DeviceError(
-                f"device {crew.label(index)} may use {show_bytes(limit)}, and the draft model alone takes "
+                f"device {crew.label(index)} may use {show_bytes(limit)}, and the {companion.name} alone takes "
                 f"{show_bytes(n_bytes)}",
-                hint="leave out -md, or raise --device-memory",
+                hint="leave out -md or --spec mtp, or raise --device-memory",
             )
         devices.append(device if limit is None else replace(device, memory=limit - n_bytes))
     return replace(crew, devices=tuple(devices))
 
 
-def load_draft_model(
-    path: str | os.PathLike[str],
-    target: ModelSpec,
+def load_companion(
+    companion: Companion,
     crew: Crew,
     backends: Sequence[Backend],
     cache: CacheConfig,
     options: DraftOptions,
-) -> DraftModel:
-    """The draft model, loaded on the model's own backends: both share threads and activation memory."""
-    plan = _plan(path, target, crew, backends, cache, options)
-    fitting = plan.context.fit.plan
-    runner = Runner(plan.context.split, backends, fitting, n_threads=options.n_threads)
-    manager = CacheManager(fitting.group_specs(), cache.block_size, find_prefixes=False)
+) -> DraftModel | NextnLayer:
+    """The companion, loaded on the model's own backends: both share threads and activation memory."""
+    context = _plan(companion, crew, backends, cache, options).context
+    runner = Runner(context.split, backends, context.fit.plan, n_threads=options.n_threads)
+    manager = CacheManager(context.fit.plan.group_specs(), cache.block_size, find_prefixes=False)
+    if companion.params.is_nextn:
+        return NextnLayer(runner, manager, n_ctx=context.n_ctx, n_batch=options.n_batch)
     return DraftModel(
-        runner, manager, n_ctx=plan.context.n_ctx, n_vocab=plan.params.n_vocab, n_batch=options.n_batch
+        runner, manager, n_ctx=context.n_ctx, n_vocab=companion.params.n_vocab, n_batch=options.n_batch
     )
 
 
 def _plan(
-    path: str | os.PathLike[str],
-    target: ModelSpec,
+    companion: Companion,
     crew: Crew,
     backends: Sequence[Backend],
     cache: CacheConfig,
@@ -97,9 +121,7 @@ def _plan(
         raise ConfigError(
             "a draft model on devices of several hosts is not available yet", hint="leave out -md"
         )
-    spec = read_spec(path)
-    require_same_vocabulary(spec, target)
-    params = read_params(spec)
+    spec, params = companion.spec, companion.params
     own = replace(cache, max_tokens=None, max_bytes=_cache_bytes(crew, backends), find_prefixes=False)
     try:
         context = choose_context(
@@ -114,12 +136,12 @@ def _plan(
         require_host_memory(crew, context.fit.plan)
     except MotleyError as error:
         raise DeviceError(
-            f"the draft model {spec.path.name} cannot be loaded beside the model: {error.message}",
-            hint=error.hint or "leave out -md, or give the devices more memory",
+            f"the {companion.name} cannot be loaded beside the model: {error.message}",
+            hint=error.hint or "leave out -md or --spec mtp, or give the devices more memory",
         ) from error
     needs = device_needs(context.split, backends, BatchShape(1, 1))
     taken = [need.weights + context.fit.plan.n_bytes(device) for device, need in enumerate(needs)]
-    return _Plan(spec, params, context, taken)
+    return _Plan(context, taken)
 
 
 def require_same_vocabulary(draft: ModelSpec, target: ModelSpec) -> None:

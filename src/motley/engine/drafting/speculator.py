@@ -6,10 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from motley.engine.drafting.choice import read_choice
 from motley.engine.drafting.control import AdaptiveControl, Control
 from motley.engine.drafting.draft import Ask, Draft, Drafter
 from motley.engine.drafting.forced import Forced
+from motley.engine.drafting.mtp import NextnLayer
 from motley.engine.request import Request, Speculation
 from motley.engine.scheduler import Scheduler
 
@@ -42,6 +45,7 @@ class Speculator:
         self._drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.names = tuple(drafter.name for drafter in self._drafters)
         self._control = control or AdaptiveControl({d.name: d.priors for d in drafters}, bucket)
+        self._nextn = next((each for each in drafters if isinstance(each, NextnLayer)), None)
         self._costly = frozenset(drafter.name for drafter in drafters if not drafter.is_free)
         self._n_vocab = n_vocab
         self._max_rows = max_rows
@@ -60,6 +64,8 @@ class Speculator:
 
     def propose(self, scheduler: Scheduler) -> dict[Request, Draft]:
         """Drafts for requests that wait for their next token, as long as they make tokens come faster."""
+        if self._nextn is not None:
+            self._catch_up(scheduler.running)
         # Every step comes here, mostly in vain, so requests without drafts must cost some microseconds only.
         running = scheduler.running
         if not self._drafters or len(running) > _MAX_REQUESTS:
@@ -94,6 +100,32 @@ class Speculator:
         request.n_vain = 0 if is_used else request.n_vain + 1
         if request.n_vain > _MAX_VAIN and self._costly.isdisjoint(request.speculation.drafters):
             request.drafts_from = request.n_generated + _REST
+
+    def watches(self, request: Request) -> bool:
+        """Whether a drafter needs the hidden states of the request's tokens."""
+        return self._nextn is not None and self._nextn.name in request.speculation.drafters
+
+    def observe(self, rows: Sequence[tuple[Request, int, int]], hidden: torch.Tensor) -> None:
+        """Takes hidden states of a step. `rows`: requests, the position of their first token and their tokens."""
+        end = 0
+        for request, start, n_tokens in rows:
+            end += n_tokens
+            if self._nextn is not None and self.watches(request):
+                self._nextn.observe(request, start, hidden[end - n_tokens : end])
+
+    def _catch_up(self, requests: Sequence[Request]) -> None:
+        assert self._nextn is not None
+        try:
+            self._nextn.catch_up(requests)
+        except BaseException as error:
+            self._leave_out(self._nextn, error)
+
+    def _leave_out(self, drafter: Drafter, error: BaseException) -> None:
+        """Goes on without a drafter that has failed."""
+        self._drafters = [other for other in self._drafters if other is not drafter]
+        if drafter is self._nextn:
+            self._nextn = None
+        _log.warning("drafter %s failed and is not used any more", drafter.name, exc_info=error)
 
     def _room(self, scheduler: Scheduler) -> int:
         """How many drafted tokens the next step may have, in all."""
@@ -134,8 +166,7 @@ class Speculator:
         try:
             found = drafter.draft(asks)
         except BaseException as error:
-            self._drafters = [other for other in self._drafters if other is not drafter]
-            _log.warning("drafter %s failed and is not used any more", drafter.name, exc_info=error)
+            self._leave_out(drafter, error)
             if drafter.writes_cache:
                 raise
             return {}
