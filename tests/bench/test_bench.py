@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from motley import LLM
 from motley.bench import Measurement, Workload, bandwidth, measure, random_model, shapes, write_random_model
+from motley.bundled import bundled_draft_path
 from motley.cli import app
 from motley.errors import ConfigError
 from motley.runtime import crew
@@ -212,3 +213,26 @@ def test_what_cannot_be_measured_is_refused(path: Path) -> None:
         assert message in result.output
     with pytest.raises(ConfigError, match="unknown shape"):
         write_random_model(path, "llama-1000b")
+
+
+def test_drafters_are_compared_with_none(path: Path, bundled: Path) -> None:
+    words = ["bench", str(bundled), "-p", "0", "-n", "12", "-r", "1", "--json"]
+    found = CliRunner().invoke(app, [*words, "--spec", "lookup,draft", "-md", str(bundled_draft_path())])
+    assert found.exit_code == 0, found.output
+    (row,) = json.loads(found.stdout)["speculation"]
+    assert row["drafters"] == "lookup,draft"
+    assert row["tokens_per_second"] > 0 < row["tokens_per_second_without"]
+    assert row["ratio"] == pytest.approx(row["tokens_per_second"] / row["tokens_per_second_without"])
+    shown = CliRunner().invoke(app, [*words[:-1], "--spec", "auto"])
+    assert shown.exit_code == 0
+    assert "speculation" in shown.stdout
+    assert "speculation" not in json.loads(CliRunner().invoke(app, words).stdout)
+    for wrong, why in (
+        (["--spec", "telepathy"], "there is no drafter 'telepathy'"),
+        (["--spec", "draft"], "there is no draft model"),
+        (["-md", str(path)], "-md is for --spec"),
+        (["--spec", "draft", "-md", str(path)], "another vocabulary"),
+    ):
+        refused = CliRunner().invoke(app, [*words, *wrong])
+        assert refused.exit_code != 0
+        assert why in refused.output + refused.stderr

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -16,9 +17,11 @@ from motley import __version__
 from motley.bench import (
     SHAPES,
     Measurement,
+    SpecMeasurement,
     Workload,
     environment,
     measure,
+    measure_speculation,
     random_model_path,
     read_bandwidth,
     write_random_model,
@@ -79,7 +82,18 @@ Layers = Annotated[
     int | None,
     typer.Option("--layers", metavar="N", min=1, help="With --shape: the number of layers. Default: all."),
 ]
+BenchSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--spec",
+        metavar="NAMES",
+        help="Also decode a text with these drafters (auto, lookup, draft, exit, mtp) and without, and compare.",
+    ),
+]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Decode speed over depth, as SVG.")]
+
+
+_PROMPT_ROOM = 256  # tokens of context for the prompt of --spec
 
 
 @dataclass(frozen=True)
@@ -113,6 +127,29 @@ class Row:
 
 
 @dataclass(frozen=True)
+class DraftedRow:
+    """One row of the table of speculation."""
+
+    weights: str
+    cache: str
+    measurement: SpecMeasurement
+
+    def as_json(self) -> dict[str, Any]:
+        m = self.measurement
+        return {
+            "weights": self.weights or None,
+            "cache": self.cache,
+            "drafters": m.drafters,
+            "n_tokens": m.n_tokens,
+            "tokens_per_second": median(m.with_drafts),
+            "tokens_per_second_without": median(m.without),
+            "ratio": m.ratio,
+            "tokens_per_step": m.tokens_per_step,
+            "drafts": {name: asdict(count) for name, count in m.drafts.items()},
+        }
+
+
+@dataclass(frozen=True)
 class Trial:
     """The settings that are measured for each model."""
 
@@ -120,6 +157,8 @@ class Trial:
     workloads: list[Workload]
     repetitions: int
     n_batch: int
+    spec: str | None = None  # drafters to measure
+    draft_model: Path | None = None
 
 
 @with_groups
@@ -135,6 +174,8 @@ def bench(
     k_types: KTypes = None,
     v_types: VTypes = None,
     repetitions: Repetitions = 3,
+    spec: BenchSpec = None,
+    model_draft: options.ModelDraft = None,
     chosen: CrewOptions = CrewOptions(),
     plot: Plot = None,
     as_json: options.Json = False,
@@ -163,17 +204,26 @@ def bench(
             _workloads(n_prompt, n_gen, depths),
             repetitions,
             batch_sizes(chosen.n_batch, 1, [device.name for device in crew.devices])[0],
+            spec,
+            model_draft,
         )
+        if model_draft is not None and spec is None:
+            raise ConfigError("-md is for --spec", hint="for example --spec draft -md small.gguf")
         bandwidth = read_bandwidth(crew, chosen.threads)
-        rows = _measure(files, trial, chosen, bandwidth)
+        rows, drafted = _measure(files, trial, chosen, bandwidth)
         name = shape or next(iter(files.values())).name
         if plot is not None:
             write_file(plot, draw(_series(rows), name))
     if as_json:
         head = {"model": name, "motley": __version__, **environment(crew), "bandwidth": bandwidth}
-        typer.echo(json.dumps(head | {"rows": [r.as_json() for r in rows]}))
+        found = {"rows": [r.as_json() for r in rows]}
+        if drafted:
+            found["speculation"] = [row.as_json() for row in drafted]
+        typer.echo(json.dumps(head | found))
     else:
         stdout().print(_table(rows, name, bandwidth))
+        if drafted:
+            stdout().print(_drafted_table(drafted))
 
 
 def _workloads(n_prompt: str, n_gen: str, depths: str) -> list[Workload]:
@@ -209,10 +259,19 @@ def _files(shape: str | None, layers: int | None, weights: str, model: Path) -> 
     return paths
 
 
-def _measure(files: dict[str, Path], trial: Trial, chosen: CrewOptions, bandwidth: float) -> list[Row]:
-    n_ctx = chosen.ctx_size or max(w.depth + w.n_tokens for w in trial.workloads)
-    cache = {"n_ctx": n_ctx, "n_batch": trial.n_batch, "n_parallel": 1, "prefix_cache": False}
-    rows = []
+def _measure(
+    files: dict[str, Path], trial: Trial, chosen: CrewOptions, bandwidth: float
+) -> tuple[list[Row], list[DraftedRow]]:
+    n_deepest = max(w.depth + w.n_tokens + _PROMPT_ROOM * (trial.spec is not None) for w in trial.workloads)
+    cache: dict[str, Any] = {
+        "n_ctx": chosen.ctx_size or n_deepest,
+        "n_batch": trial.n_batch,
+        "n_parallel": 1,
+        "prefix_cache": False,
+        "spec": trial.spec or "off",
+        "draft_model": trial.draft_model,
+    }
+    rows, drafted = [], []
     with steps_bar("Measuring", len(files) * len(trial.pairs) * len(trial.workloads)) as advance:
         for weights, path in files.items():
             for k_type, v_type in trial.pairs:
@@ -225,7 +284,11 @@ def _measure(files: dict[str, Path], trial: Trial, chosen: CrewOptions, bandwidt
                         row = Row(weights, k_type, v_type, measurement, bandwidth)
                         rows.append(row)
                         advance(f"{weights} {row.cache} {workload.name}: {measurement.rate:.1f} t/s")
-    return rows
+                    if trial.spec is not None:
+                        for n in {w.n_tokens for w in trial.workloads if not w.is_prompt}:
+                            found = measure_speculation(llm, trial.spec, n, trial.repetitions)
+                            drafted.append(DraftedRow(weights, row.cache, found))
+    return rows, drafted
 
 
 def _series(rows: list[Row]) -> list[Series]:
@@ -260,6 +323,24 @@ def _table(rows: list[Row], name: str, bandwidth: float) -> Table:
             )
         first = [row.weights] if names_weights else []
         table.add_row(*first, row.cache, m.workload.name, f"{m.rate:.2f}", f"{m.spread:.2f}", *read)
+    return table
+
+
+def _drafted_table(rows: list[DraftedRow]) -> Table:
+    table = Table(
+        title="speculation: a text that repeats itself, greedy", title_justify="left", box=box.SIMPLE_HEAD
+    )
+    for column in ("weights", "KV", "test", "drafters"):
+        table.add_column(column)
+    for column in ("tokens/s without", "with", "ratio", "tokens a step", "accepted"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        m = row.measurement
+        table.add_row(
+            *(row.weights, row.cache, f"tg{m.n_tokens}", m.drafters),
+            *(f"{median(m.without):.2f}", f"{median(m.with_drafts):.2f}", f"{m.ratio:.2f}"),
+            *(f"{m.tokens_per_step:.2f}", m.accepted),
+        )
     return table
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from motley.engine.request import Request
 
@@ -55,4 +55,20 @@ class Drafter(Protocol):
 
     def may_draft(self, request: Request) -> bool:
         """Whether it is likely to have a draft after the request's next token. Takes no time that matters."""
+        ...
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """What a drafter that needs the model's hidden states has besides."""
+
+    @property
+    def name(self) -> str: ...
+
+    def observe(self, request: Request, start: int, hidden: Any) -> None:
+        """Takes hidden states, a tensor (rows, embd), of a request's tokens from position `start` on."""
+        ...
+
+    def catch_up(self, requests: Iterable[Request]) -> None:
+        """Called before each step."""
         ...

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-
-import torch
+from typing import Any
 
 from motley.engine.drafting.choice import read_choice
 from motley.engine.drafting.control import AdaptiveControl, Control
-from motley.engine.drafting.draft import Ask, Draft, Drafter
+from motley.engine.drafting.draft import Ask, Draft, Drafter, Watcher
 from motley.engine.drafting.forced import Forced
-from motley.engine.drafting.mtp import NextnLayer
 from motley.engine.request import Request, Speculation
 from motley.engine.scheduler import Scheduler
 
@@ -45,7 +43,7 @@ class Speculator:
         self._drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.names = tuple(drafter.name for drafter in self._drafters)
         self._control = control or AdaptiveControl({d.name: d.priors for d in drafters}, bucket)
-        self._nextn = next((each for each in drafters if isinstance(each, NextnLayer)), None)
+        self._watchers = {each.name: each for each in drafters if isinstance(each, Watcher)}
         self._costly = frozenset(drafter.name for drafter in drafters if not drafter.is_free)
         self._n_vocab = n_vocab
         self._max_rows = max_rows
@@ -64,8 +62,8 @@ class Speculator:
 
     def propose(self, scheduler: Scheduler) -> dict[Request, Draft]:
         """Drafts for requests that wait for their next token, as long as they make tokens come faster."""
-        if self._nextn is not None:
-            self._catch_up(scheduler.running)
+        for watcher in tuple(self._watchers.values()):
+            self._catch_up(watcher, scheduler.running)
         # Every step comes here, mostly in vain, so requests without drafts must cost some microseconds only.
         running = scheduler.running
         if not self._drafters or len(running) > _MAX_REQUESTS:
@@ -103,29 +101,28 @@ class Speculator:
 
     def watches(self, request: Request) -> bool:
         """Whether a drafter needs the hidden states of the request's tokens."""
-        return self._nextn is not None and self._nextn.name in request.speculation.drafters
+        return any(name in request.speculation.drafters for name in self._watchers)
 
-    def observe(self, rows: Sequence[tuple[Request, int, int]], hidden: torch.Tensor) -> None:
-        """Takes hidden states of a step. `rows`: requests, the position of their first token and their tokens."""
+    def observe(self, rows: Sequence[tuple[Request, int, int]], hidden: Any) -> None:
+        """Takes hidden states of a step. `rows`: requests, the position of their first token, their tokens."""
         end = 0
         for request, start, n_tokens in rows:
             end += n_tokens
-            if self._nextn is not None and self.watches(request):
-                self._nextn.observe(request, start, hidden[end - n_tokens : end])
+            for name, watcher in self._watchers.items():
+                if name in request.speculation.drafters:
+                    watcher.observe(request, start, hidden[end - n_tokens : end])
 
-    def _catch_up(self, requests: Sequence[Request]) -> None:
-        assert self._nextn is not None
+    def _catch_up(self, watcher: Watcher, requests: Sequence[Request]) -> None:
         try:
-            self._nextn.catch_up(requests)
+            watcher.catch_up(requests)
         except BaseException as error:
-            self._leave_out(self._nextn, error)
+            self._leave_out(watcher.name, error)
 
-    def _leave_out(self, drafter: Drafter, error: BaseException) -> None:
+    def _leave_out(self, name: str, error: BaseException) -> None:
         """Goes on without a drafter that has failed."""
-        self._drafters = [other for other in self._drafters if other is not drafter]
-        if drafter is self._nextn:
-            self._nextn = None
-        _log.warning("drafter %s failed and is not used any more", drafter.name, exc_info=error)
+        self._drafters = [other for other in self._drafters if other.name != name]
+        self._watchers.pop(name, None)
+        _log.warning("drafter %s failed and is not used any more", name, exc_info=error)
 
     def _room(self, scheduler: Scheduler) -> int:
         """How many drafted tokens the next step may have, in all."""
@@ -166,7 +163,7 @@ class Speculator:
         try:
             found = drafter.draft(asks)
         except BaseException as error:
-            self._leave_out(drafter, error)
+            self._leave_out(drafter.name, error)
             if drafter.writes_cache:
                 raise
             return {}
