@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from motley import LLM
@@ -159,6 +159,7 @@ def test_dry_ends_a_repetition_even_of_greedy_choices() -> None:
 
 @given(rows, st.integers(1, 50), st.floats(0.05, 0.99), st.floats(0.01, 0.5))
 def test_the_usual_order_is_the_usual_sampler(values: list[float], k: int, p: float, least: float) -> None:
+    assume(len(set(values)) == len(values))  # of equal logits any may be among the best k
     options: dict[str, Any] = {"top_k": k, "top_p": p, "min_p": least, "temperature": 0.7}
     usual = build_sampler(SamplingParams(**(OFF | options)))
     assert not needs_chain_sampler(usual.params)

@@ -125,7 +125,7 @@ def test_texts_are_the_same_if_all_rows_are_chosen_at_once(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where each choice is a launch."""
-    monkeypatch.setattr("motley.engine.engine._is_on_gpu", lambda _logits: True)
+    monkeypatch.setattr("motley.engine.verifying._is_on_gpu", lambda _logits: True)
     with by_hand(small) as llm:
         assert check(llm) == set(range(8))
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from motley.engine.choosing import ChoiceRow, Chooser, Found, Pending, chooser_for
+from motley.engine.admission import Admission
+from motley.engine.choosing import Chooser, Found, Pending, chooser_for
 from motley.engine.drafting import Draft, Speculator
 from motley.engine.effort import Efforts
 from motley.engine.params import SamplingParams
-from motley.engine.request import CANCELLED, ContextShift, Request, TextStream, TokenLogprobs
-from motley.engine.samplers import SamplerFactory
+from motley.engine.request import CANCELLED, Request, TokenLogprobs
 from motley.engine.scheduler import Scheduler, Step
+from motley.engine.verifying import NONE_CHOSEN, Chosen, choose_all, chosen_of, first_rows, row_of
 from motley.errors import CacheError, DeviceError, LostWorkerError, MotleyError, RequestError
-from motley.grammar import GrammarCompiler, Matcher
 from motley.kvcache.manager import CacheManager
 from motley.runtime import Batch, Chunk, PlacedBatch, Runner
 from motley.text import Tokenizer
@@ -37,14 +35,7 @@ class _Running(NamedTuple):
     n_runs: int  # of the runner, this run included
 
 
-class _Tokens(NamedTuple):
-    """A token for each request, or its error, and log-probabilities by row as far as they are asked for."""
-
-    found: list[Found]
-    logprobs: Mapping[int, TokenLogprobs]
-
-
-_NO_TOKENS, _NO_LOGITS = _Tokens([], {}), torch.empty(0, 0)
+_NO_LOGITS = torch.empty(0, 0)
 
 
 class _Planned(NamedTuple):
@@ -81,11 +72,7 @@ class Engine:
         self.speculator = speculator or Speculator()
         self.n_guests = 0  # raw sequences that end by themselves: requests wait until their blocks are free
         self._followers: list[Request] = []  # wait for their leader's first token
-        self._tokenizer = tokenizer
-        self._grammars = GrammarCompiler(tokenizer)
-        self._samplers = SamplerFactory(tokenizer)
-        self._n_ctx = n_ctx
-        self._n_fit = cache.longest_fit(n_ctx, n_batch)  # the most tokens of one sequence
+        self._admission = Admission(tokenizer, cache, n_ctx=n_ctx, n_vocab=n_vocab, n_batch=n_batch)
         self._clock = clock
         self._chooser: Chooser | None = None  # created when the device of the logits is known
         self._ahead: _Planned | None = None  # the look-ahead plan, valid if no request changes
@@ -125,51 +112,22 @@ class Engine:
         `leader`: a request with the same prompt; this one starts after its first token, and the prompt is a prefix hit.
         `shows_special`: control tokens appear in the answer's text.
         """
-        self.check_tokens(prompt)
-        self.check_tokens([0, *params.logit_bias], "logit_bias")
-        if len(prompt) >= self._n_ctx:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, but the context holds {self._n_ctx} and an answer needs room",
-                hint="shorten the prompt or raise the context size (-c / n_ctx)",
-            )
-        matcher = self._matcher(params)
-        ends = frozenset() if params.ignore_eos and matcher is None else self._tokenizer.eog_ids
-        request = Request(
-            prompt=tuple(prompt),
-            sampler=self._samplers.make(params),
-            text=TextStream(
-                self._tokenizer,
-                prompt if continues_prompt else (),
-                params.stop,
-                shows_special=shows_special,
-            ),
-            stop_ids=params.stop_token_ids | ends,
-            max_tokens=self._max_tokens(len(prompt), params),
-            shift=self._context_shift(len(prompt), params) if params.context_shift else None,
-            effort=self.efforts.choose(params.n_expert_used, params.n_layer_exit),
-            checkpoints=self._checkpoints(prompt),
-            matcher=matcher,
-            min_tokens=params.min_tokens,
-            max_seconds=params.max_seconds,
-            cache_prompt=params.cache_prompt,
-            cache_salt=params.cache_salt,
-            leader=leader if params.cache_prompt and self.cache.finds_prefixes else None,
-            logprobs=None if params.logprobs is None else [],
-            speculation=self.speculator.choose(
-                params.speculative, params.draft_max, is_constrained=matcher is not None
-            ),
+        return self._admission.new_request(
+            prompt,
+            params,
+            self.efforts,
+            self.speculator,
+            continues_prompt=continues_prompt,
+            leader=leader,
+            shows_special=shows_special,
         )
-        self.cache.require_fit(request.max_cached_tokens, self.scheduler.n_batch)
-        return request
 
-    def _checkpoints(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """Where the next turn of a chat parts from this prompt at the earliest: after the last message that has ended.
+    def check_length(self, tokens: Sequence[int]) -> None:
+        """Raises if the tokens do not fit into the context and the cache, even without an answer."""
+        self._admission.check_length(tokens)
 
-        What follows it is the beginning of an answer, which templates change later: they remove its reasoning.
-        """
-        ends = self._tokenizer.eog_ids
-        last = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ends), None)
-        return () if last is None else (last + 1,)
+    def check_tokens(self, tokens: Sequence[int], where: str = "the prompt") -> None:
+        self._admission.check_tokens(tokens, where)
 
     def queue(self, request: Request) -> None:
         """Queues a request. It fails if it needs context shift and the model's keys cannot be rotated, and if a worker
@@ -264,13 +222,13 @@ class Engine:
 
     # One step
 
-    def _compute(self) -> tuple[Step, list[Request], _Tokens, torch.Tensor]:
+    def _compute(self) -> tuple[Step, list[Request], Chosen, torch.Tensor]:
         """Runs the next step. Returns it, the requests that get a token, the first token of each, and the logits."""
         running = self._take_running()
         if running is None:
             step, batch = self._plan()
             if not step.work:
-                return step, [], _NO_TOKENS, _NO_LOGITS
+                return step, [], NONE_CHOSEN, _NO_LOGITS
             logits = self.runner.run(batch, step.tokens(), step.copies)
             if self.runner.hidden is not None:
                 rows = [(request, request.n_computed, n_tokens) for request, n_tokens in step.work]
@@ -282,26 +240,26 @@ class Engine:
         for request in ready:
             request.n_steps += 1
         if not ready:
-            return step, [], _NO_TOKENS, logits
+            return step, [], NONE_CHOSEN, logits
         if self._chooser is None:
             self._chooser = chooser_for(logits.device)
         if step.drafts:
             for request, draft in step.drafts.items():
                 request.expect(self._drafts[request].drafter, draft)
-            self._foretold = self._choose_all(step, ready, logits)
-            tokens = self._choose_rows(ready, _first_rows(step, ready), logits)
+            self._foretold = choose_all(self._chooser, step, ready, logits)
+            tokens = self._choose_rows(ready, first_rows(step, ready), logits)
             return step, ready, tokens, logits
-        chosen = self._chooser.choose(logits, [_row(r) for r in ready])
+        chosen = self._chooser.choose(logits, [row_of(r) for r in ready])
         self._ahead = self._plan_ahead()  # a GPU is still computing
         self._begin_ahead(chosen, ready)
-        return step, ready, _tokens(chosen), logits
+        return step, ready, chosen_of(chosen), logits
 
     def _follow_drafts(self, step: Step, ready: Sequence[Request], logits: torch.Tensor) -> None:
         """Gives requests whose first token was the first of their draft their further tokens, position by position.
 
         A row of a draft is valid if all tokens before it were right. The first token that differs is kept, too.
         """
-        drafted = [(r, row) for r, row in zip(ready, _first_rows(step, ready), strict=True) if r.draft]
+        drafted = [(r, row) for r, row in zip(ready, first_rows(step, ready), strict=True) if r.draft]
         try:
             while drafted := [(r, row) for r, row in drafted if r.draft and not r.is_finished]:
                 for request, _ in drafted:
@@ -316,32 +274,12 @@ class Engine:
             self.speculator.note_draft(request, self._drafts[request], request.n_matched, is_rejected)
             request.draft = ()
 
-    def _choose_all(self, step: Step, ready: Sequence[Request], logits: torch.Tensor) -> list[Found] | None:
-        """The tokens of all rows at once, as if all drafts were right: one launch on a GPU instead of one for each
-        position. None on a CPU, and for requests whose constraints or log-probabilities follow the answer.
-        """
-        assert self._chooser is not None
-        if not _is_on_gpu(logits) or any(_row(request).is_special for request in ready):
-            return None
-        rows = []
-        for request in ready:
-            draft = step.drafts.get(request, ())
-            for n in range(len(draft) + 1):
-                rows.append(
-                    replace(
-                        _row(request),
-                        history=[*request.tokens, *draft[:n]],
-                        index=request.n_generated + n,
-                    )
-                )
-        return self._chooser.choose(logits, rows).tokens()
-
-    def _choose_rows(self, requests: Sequence[Request], rows: Sequence[int], logits: torch.Tensor) -> _Tokens:
+    def _choose_rows(self, requests: Sequence[Request], rows: Sequence[int], logits: torch.Tensor) -> Chosen:
         """The next token of each request, from its row of the logits of a step with drafts."""
         assert self._chooser is not None
         if self._foretold is not None:
-            return _Tokens([self._foretold[row] for row in rows], {})
-        return _tokens(self._chooser.choose(logits[rows], [_row(request) for request in requests]))
+            return Chosen([self._foretold[row] for row in rows], {})
+        return chosen_of(self._chooser.choose(logits[rows], [row_of(request) for request in requests]))
 
     def _begin_ahead(self, chosen: Pending, ready: Sequence[Request]) -> None:
         """Launches the look-ahead step with tokens that only the GPU has yet, so that it does not wait for the host."""
@@ -484,68 +422,6 @@ class Engine:
                 hint="close raw sequences",
             )
         )
-
-    # Limits of a request
-
-    def _matcher(self, params: SamplingParams) -> Matcher | None:
-        """A matcher for what the answer must match. Compiles its grammar, in the caller's thread."""
-        constraint = params.constraint()
-        return None if constraint is None else self._grammars.matcher(constraint)
-
-    def check_length(self, tokens: Sequence[int]) -> None:
-        """Raises if the tokens do not fit into the context and the cache, even without an answer."""
-        self.check_tokens(tokens)
-        if len(tokens) > self._n_ctx:
-            raise RequestError(
-                f"{len(tokens)} tokens do not fit into a context of {self._n_ctx}", hint="raise n_ctx (-c)"
-            )
-        self.cache.require_fit(len(tokens), self.scheduler.n_batch)
-
-    def check_tokens(self, tokens: Sequence[int], where: str = "the prompt") -> None:
-        if not tokens:
-            raise RequestError(f"{where} is empty", hint="give at least one token")
-        for token in tokens:
-            if not 0 <= token < self.n_vocab:
-                raise RequestError(f"token id {token} in {where} is outside the vocabulary of {self.n_vocab}")
-
-    def _max_tokens(self, n_prompt: int, params: SamplingParams) -> int | None:
-        """The most tokens of the answer. Default: what fits into the context and the cache."""
-        if params.context_shift:
-            return params.max_tokens
-        if params.max_tokens is None:
-            return max(1, self._n_fit - n_prompt)
-        return min(params.max_tokens, self._n_ctx - n_prompt)
-
-    def _context_shift(self, n_prompt: int, params: SamplingParams) -> ContextShift:
-        n_keep = n_prompt if params.n_keep == -1 else params.n_keep
-        n_ctx = max(self._n_fit, n_prompt + 1)  # the cache refuses a prompt that does not fit
-        if n_ctx - n_keep < 2:
-            raise RequestError(
-                f"{n_keep} tokens are to be kept, but the context holds {n_ctx}: nothing is left to drop",
-                hint="lower n_keep (--keep), or raise the context size (-c / n_ctx) or the cache's limit",
-            )
-        return ContextShift(n_ctx, n_keep)
-
-
-def _row(request: Request) -> ChoiceRow:
-    """The request's next token, to be chosen."""
-    return ChoiceRow(request.sampler, request.tokens, request.n_generated, request.matcher, request.banned)
-
-
-def _tokens(chosen: Pending) -> _Tokens:
-    """The chosen tokens, once they are computed, and their log-probabilities by row."""
-    tokens = chosen.tokens()
-    return _Tokens(tokens, {} if chosen.logprobs is None else chosen.logprobs(tokens))
-
-
-def _is_on_gpu(logits: torch.Tensor) -> bool:
-    return logits.device.type == "cuda"
-
-
-def _first_rows(step: Step, ready: Sequence[Request]) -> list[int]:
-    """The row of the logits for the next token of each request of `ready`; the rows of its draft follow."""
-    counts = [1 + step.n_drafted(request) for request in ready]
-    return [0, *accumulate(counts)][:-1]
 
 
 def as_motley_error(error: BaseException) -> MotleyError:
