@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from motley.backends import Backend, backend_for, backend_for_heads, get_backend
 from motley.engine import Engine
-from motley.engine.drafting import Forced, Lookup, Speculator
+from motley.engine.drafting import Forced, Lookahead, Lookup, Speculator
 from motley.engine.drafting.choice import DRAFT_MAX, MAX_DRAFT, default_choice, names_drafter, read_choice
 from motley.engine.drafting.draft_model import DraftModel
 from motley.engine.drafting.early_exit import EarlyExit
@@ -22,6 +22,7 @@ from motley.engine.drafting.loading import (
     nextn_companion,
     without_companion,
 )
+from motley.engine.drafting.lookahead import LookaheadSizes
 from motley.engine.drafting.mtp import NextnLayer
 from motley.engine.effort import Efforts
 from motley.engine.engine import ON_LOSS, WAIT
@@ -81,6 +82,7 @@ class Options:
     draft_min: int | None = None
     draft_model: str | os.PathLike[str] | None = None
     draft_layers: int | None = None  # of the model itself, for early-exit drafts; None: half of them
+    lookahead: str | None = None  # W,N,G of lookahead drafts
 
     def __post_init__(self) -> None:
         for name, maximum in (
@@ -102,6 +104,7 @@ class Options:
             )
         if not isinstance(self.spec, str | None):
             raise ConfigError(f"spec is {self.spec!r:.60}", hint="it must be text: auto, off, lookup, …")
+        _lookahead_sizes(self.lookahead)
         choose_wire(self.wire, is_one_machine=True)
         if self.on_loss not in ON_LOSS:
             raise ConfigError(f"on_loss is {self.on_loss!r}", hint=f"there are: {', '.join(ON_LOSS)}")
@@ -170,7 +173,9 @@ def load_model(
     chosen_spec = options.spec or default_choice(has_draft)
     wants_nextn = names_drafter(chosen_spec, "mtp") and params.n_nextn > 0
     optional = {"draft": has_draft, "exit": n_exit > 0, "mtp": wants_nextn}
-    read_choice(chosen_spec, ["grammar", "lookup", *(name for name, has in optional.items() if has)])
+    read_choice(
+        chosen_spec, ["grammar", "lookup", "lookahead", *(name for name, has in optional.items() if has)]
+    )
     given = crew
     companions = [nextn_companion(spec, params, crew)] if wants_nextn else []
     if options.draft_model is not None:
@@ -223,7 +228,13 @@ def load_model(
         efforts=efforts,
         on_loss=options.on_loss,
         speculator=Speculator(
-            [Forced(), Lookup(), *loaded, *([EarlyExit(runner, manager, n_exit)] if n_exit else [])],
+            [
+                Forced(),
+                Lookup(),
+                Lookahead(_lookahead_sizes(options.lookahead)),
+                *loaded,
+                *([EarlyExit(runner, manager, n_exit)] if n_exit else []),
+            ],
             spec=chosen_spec,
             draft_max=options.draft_max or DRAFT_MAX,
             draft_min=options.draft_min or 0,
@@ -338,6 +349,12 @@ def _draft_options(options: Options, planned: _Planned) -> DraftOptions:
     return DraftOptions(
         options.n_ctx, planned.n_batch, planned.n_parallel, options.n_threads, options.kv_rotation
     )
+
+
+def _lookahead_sizes(text: str | None) -> LookaheadSizes:
+    if not isinstance(text, str | None):
+        raise ConfigError(f"lookahead is {text!r:.60}", hint='it must be text: W,N,G, for example "7,5,7"')
+    return LookaheadSizes() if text is None else LookaheadSizes.read(text)
 
 
 def _exit_layers(params: DecoderParams, options: Options) -> int:

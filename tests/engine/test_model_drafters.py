@@ -140,7 +140,6 @@ def test_drafters_that_a_model_does_not_have_are_refused(bundled: Path) -> None:
         for spec, why in (
             ("draft", "there is no draft model"),
             ("mtp", "the model has no multi-token prediction layer"),
-            ("lookahead", "not available yet"),
             ("telepathy", "there is no drafter 'telepathy'"),
             ("off,lookup", "off stands alone"),
             ("", "there is no drafter"),

@@ -109,7 +109,7 @@ def model(llm: LLM) -> Model:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["lookup", "draft", "exit"])
+@pytest.mark.parametrize("spec", ["lookup", "lookahead", "draft", "exit"])
 def test_three_tokens_have_the_models_joint_distribution(llm: LLM, model: Model, spec: str) -> None:
     with stepped_by_hand(llm):
         found = draws(llm._loaded.engine, model.prompt, spec)

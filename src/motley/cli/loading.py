@@ -159,6 +159,7 @@ class LoadOptions(CrewOptions):
     draft_min: options.DraftMin = None
     model_draft: options.ModelDraft = None
     draft_layers: options.DraftLayers = None
+    lookahead: options.LookaheadFlag = None
 
 
 def load(path: Path, chosen: LoadOptions) -> LLM:

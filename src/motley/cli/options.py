@@ -294,8 +294,8 @@ Spec = Annotated[
         "--spec",
         "--spec-type",
         text="Guess the next tokens and check several in one step; the text stays the same. auto: lookup, while it "
-        "helps; off; or comma-separated: lookup (in the text itself), draft (needs -md), exit (the first layers), "
-        "mtp (the file's prediction layer). "
+        "helps; off; or comma-separated: lookup (in the text itself), lookahead, draft (needs -md), exit (the first "
+        "layers), mtp (the file's prediction layer). "
         "Default: auto, and draft with -md.",
         panel=_SPECULATION,
         metavar="NAMES",
@@ -333,6 +333,16 @@ ModelDraft = Annotated[
         text="A smaller model with the same vocabulary, for --spec draft.",
         panel=_SPECULATION,
         metavar="FILE",
+        show_default=False,
+    ),
+]
+LookaheadFlag = Annotated[
+    str | None,
+    _flag(
+        "--lookahead",
+        text="Sizes of --spec lookahead: tokens of the window, of n-grams, n-grams kept for a token. Default: 7,5,7.",
+        panel=_SPECULATION,
+        metavar="W,N,G",
         show_default=False,
     ),
 ]

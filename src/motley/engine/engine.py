@@ -246,6 +246,7 @@ class Engine:
         if step.drafts:
             for request, draft in step.drafts.items():
                 request.expect(self._drafts[request].drafter, draft)
+            self._learn(step, ready, logits)
             self._foretold = choose_all(self._chooser, step, ready, logits)
             tokens = self._choose_rows(ready, first_rows(step, ready), logits)
             return step, ready, tokens, logits
@@ -253,6 +254,15 @@ class Engine:
         self._ahead = self._plan_ahead()  # a GPU is still computing
         self._begin_ahead(chosen, ready)
         return step, ready, chosen_of(chosen), logits
+
+    def _learn(self, step: Step, ready: Sequence[Request], logits: torch.Tensor) -> None:
+        """Tells drafters that learn from all rows what the rows of their drafts say."""
+        for request, row in zip(ready, first_rows(step, ready), strict=True):
+            draft = self._drafts.get(request)
+            if draft is not None and request in step.drafts and self.speculator.learns(draft.drafter):
+                n_drafted = step.n_drafted(request)
+                outputs = logits[row : row + 1 + n_drafted].argmax(1).tolist()
+                self.speculator.learn(request, draft, n_drafted, outputs)
 
     def _follow_drafts(self, step: Step, ready: Sequence[Request], logits: torch.Tensor) -> None:
         """Gives requests whose first token was the first of their draft their further tokens, position by position.

@@ -10,7 +10,8 @@ text is the same with every drafter, and without one.
 
 from motley.engine.drafting.draft import Draft, Drafter
 from motley.engine.drafting.forced import Forced
+from motley.engine.drafting.lookahead import Lookahead
 from motley.engine.drafting.lookup import Lookup
 from motley.engine.drafting.speculator import Speculator
 
-__all__ = ["Draft", "Drafter", "Forced", "Lookup", "Speculator"]
+__all__ = ["Draft", "Drafter", "Forced", "Lookahead", "Lookup", "Speculator"]

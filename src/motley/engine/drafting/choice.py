@@ -24,9 +24,6 @@ _ALIASES = {
     "draft-simple": "draft",
     "draft-mtp": "mtp",
 }
-_NOT_YET = {
-    "lookahead": "lookahead drafts are not available yet",
-}
 _NEEDS = {
     "mtp": "the model has no multi-token prediction layer (nextn), or was loaded without it (--spec mtp, LLM(spec=…))",
     "draft": "there is no draft model (-md, --model-draft, draft_model=…)",
@@ -60,12 +57,12 @@ def read_choice(text: str, has: Collection[str]) -> tuple[str, ...]:
             raise _refused(text, f"{name} stands alone")
         if name not in DRAFTERS:
             raise _refused(text, f"there is no drafter {name!r:.60}")
-        raise _refused(text, _NOT_YET.get(name) or _NEEDS.get(name) or "this engine has no such drafter")
+        raise _refused(text, _NEEDS.get(name) or "this engine has no such drafter")
     return tuple(dict.fromkeys(names))
 
 
 def _refused(text: str, why: str) -> RequestError:
     return RequestError(
         f"speculation {text!r:.60} is not possible: {why}",
-        hint="--spec (speculative) must be auto, off, or a list of grammar, lookup, draft, exit and mtp, by comma",
+        hint="--spec (speculative) must be auto, off, or a list by comma: grammar, lookup, lookahead, draft, exit, mtp",
     )

@@ -72,3 +72,15 @@ class Watcher(Protocol):
     def catch_up(self, requests: Iterable[Request]) -> None:
         """Called before each step."""
         ...
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """What a drafter has besides that learns from all rows of its drafts."""
+
+    def learn(self, request: Request, draft: Sequence[int], outputs: Sequence[int]) -> None:
+        """Takes the likeliest tokens after the request's last token and after each token of its draft.
+
+        Called before tokens are accepted.
+        """
+        ...

@@ -9,7 +9,7 @@ from typing import Any
 
 from motley.engine.drafting.choice import read_choice
 from motley.engine.drafting.control import AdaptiveControl, Control
-from motley.engine.drafting.draft import Ask, Draft, Drafter, Watcher
+from motley.engine.drafting.draft import Ask, Draft, Drafter, Learner, Watcher
 from motley.engine.drafting.forced import Forced
 from motley.engine.request import Request, Speculation
 from motley.engine.scheduler import Scheduler
@@ -43,6 +43,7 @@ class Speculator:
         self._drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.names = tuple(drafter.name for drafter in self._drafters)
         self._control = control or AdaptiveControl({d.name: d.priors for d in drafters}, bucket)
+        self._learners = {each.name: each for each in drafters if isinstance(each, Learner)}
         self._watchers = {each.name: each for each in drafters if isinstance(each, Watcher)}
         self._costly = frozenset(drafter.name for drafter in drafters if not drafter.is_free)
         self._n_vocab = n_vocab
@@ -111,6 +112,14 @@ class Speculator:
             for name, watcher in self._watchers.items():
                 if name in request.speculation.drafters:
                     watcher.observe(request, start, hidden[end - n_tokens : end])
+
+    def learns(self, drafter: str) -> bool:
+        """Whether a drafter learns from all rows of its drafts."""
+        return drafter in self._learners
+
+    def learn(self, request: Request, draft: Draft, n_tokens: int, outputs: Sequence[int]) -> None:
+        """Tells a drafter the likeliest tokens after a request's last token and after `n_tokens` of its draft."""
+        self._learners[draft.drafter].learn(request, draft.tokens[:n_tokens], outputs)
 
     def _catch_up(self, watcher: Watcher, requests: Sequence[Request]) -> None:
         try:
