@@ -243,14 +243,14 @@ def outcome(completion: Completion) -> tuple[Any, ...]:
 
 def test_end_of_generation_inside_a_draft_ends_the_answer(small: Path) -> None:
     with by_hand(small) as llm:
-        engine = llm._loaded.engine
-        params = SamplingParams(seed=5, temperature=1.5, top_k=0, max_tokens=12, ignore_eos=True)
-        answer = tuple(serve(engine, PROMPTS[:1], [params])[0].generated)
+        engine, prompt = llm._loaded.engine, llm.tokenizer.encode("Once upon a time")
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        answer = tuple(serve(engine, [prompt], [params])[0].generated)
         stops = frozenset([next(token for token in answer[3:] if token not in answer[:3])])
         drafter = give(llm, right, draft_max=15)
-        drafter.answers[tuple(PROMPTS[0])] = answer
-        params = SamplingParams(seed=5, temperature=1.5, top_k=0, max_tokens=12, stop_token_ids=stops)
-        (request,) = serve(engine, PROMPTS[:1], [params])
+        drafter.answers[tuple(prompt)] = answer
+        params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=stops)
+        (request,) = serve(engine, [prompt], [params])
         assert request.finish_reason == "stop"
         assert request.generated == list(answer[: len(request.generated)])
         assert len(request.generated) >= 3
