@@ -19,7 +19,15 @@ from motley.errors import DeviceError, LostWorkerError, RequestError
 from motley.runtime.hosts import remote
 
 TOKENS: list[int] = np.random.default_rng(5).integers(1, 250, 60).tolist()
-OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_parallel": 2, "n_batch": 48, "kv_block_size": 16, "n_threads": 1}
+# Without drafts, each token is a step.
+OPTIONS: dict[str, Any] = {
+    "n_ctx": 256,
+    "n_parallel": 2,
+    "n_batch": 48,
+    "kv_block_size": 16,
+    "n_threads": 1,
+    "spec": "off",
+}
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 40}
 SECONDS = 300
 
