@@ -18,6 +18,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,8 +47,8 @@ sys.exit(serve(ServerSettings(model=bundled_model_path(), port=0, engine_command
 
 
 @contextmanager
-def running(command: list[str]) -> Iterator[tuple[str, int]]:
-    """The address and process of a server, ready."""
+def running(command: list[str], *, must_end_well: bool = False) -> Iterator[tuple[str, int]]:
+    """The address and process of a server, ready. `must_end_well`: its exit code after SIGTERM must be 0."""
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
@@ -57,11 +58,13 @@ def running(command: list[str]) -> Iterator[tuple[str, int]]:
                 url = match[1]
             if line.startswith("motley serves"):
                 break
-        os.set_blocking(process.stderr.fileno(), False)  # what it says from now on is not read
+        # What it says from now on is read and dropped: a full pipe would stop it.
+        threading.Thread(target=process.stderr.read, daemon=True).start()
         yield url, process.pid
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        code = process.wait(30)
+    assert not (must_end_well and code), f"exit code {code}"
 
 
 def cpu_seconds(pid: int) -> float:

@@ -263,7 +263,7 @@ def main() -> None:
     flags = ["-t", "1", "-np", "4", "-c", "256", "--kv-cache-tokens", "640", "-b", "64", "--max-queue", "16"]
     flags += ["--api-key", KEY, "--metrics", "--log-disable"]
     command = [sys.executable, "-m", "motley", "serve", "--port", "0", *flags]
-    with running(command) as (url, front):
+    with running(command, must_end_well=True) as (url, front):
         children = Path(f"/proc/{front}/task/{front}/children")
         engine = int(children.read_text().split()[0])
         soak = Soak(url, expected)
