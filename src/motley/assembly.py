@@ -162,11 +162,6 @@ def load_model(
     spec = read_spec(model)
     params = read_params(spec)
     unused = check_tensors(spec, params)
-    if params.delta is not None and any(device.is_gpu for device in crew.devices):
-        raise ConfigError(
-            f"{spec.path}: models with recurrent states ({spec.architecture}) run on the CPU only, so far",
-            hint="--device cpu",
-        )
     efforts = _efforts(params, options)
     n_exit = _exit_layers(params, options)
     has_draft = options.draft_model is not None

@@ -154,7 +154,7 @@ def test_a_model_that_could_not_be_written_whole_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(random_model.gguf.GGUFWriter, "write_tensor_data", fail)
+    monkeypatch.setattr(random_model, "_pieces", fail)
     result = CliRunner().invoke(app, ["bench", "--shape", "llama-15m"])
     assert result.exit_code == 2
     assert "No space left" in result.output

@@ -15,6 +15,7 @@ from motley.graph.ops import (
     Add,
     Attention,
     CacheStore,
+    ExpertFfn,
     GetRows,
     Hadamard,
     Input,
@@ -23,10 +24,25 @@ from motley.graph.ops import (
     Reshape,
     RmsNorm,
     Rope,
+    Route,
+    RouteWeights,
     Scale,
     Weight,
 )
-from motley.plan import AttentionBlock, Gate, Linear, Norm, Part, Single, Stage, fuse, is_given, is_view
+from motley.plan import (
+    AttentionBlock,
+    Experts,
+    Gate,
+    Linear,
+    Norm,
+    Part,
+    Routing,
+    Single,
+    Stage,
+    fuse,
+    is_given,
+    is_view,
+)
 from motley.split.collectives import AllReduce
 
 ROWS, WIDTH, DIM = 4, 32, 16
@@ -216,3 +232,24 @@ def test_collectives_stay_in_the_order_of_the_graph() -> None:
     met = [AllReduce()(one), AllReduce()(Activation("silu")(two)), AllReduce()(Scale(2.0)(one))]
     stages = fuse(Graph.of(*met), anything)
     assert [s.node for s in stages if isinstance(s, Single) and isinstance(s.node.op, AllReduce)] == met
+
+
+def test_a_router_with_its_norm_and_experts_with_their_residual_become_stages() -> None:
+    x = Input((3, 8), F32)(name="x")
+    counts = Input((3,), I32)(name="n_used")
+    normed = RmsNorm(1e-5)(x, Weight((8,), "F32", "norm")(name="norm"))
+    logits = MatMul()(normed, Weight((4, 8), "F32", "router")(name="router"))
+    ids = Route(2)(logits, counts)
+    weights = RouteWeights()(logits, ids)
+    matrices = [
+        Weight(shape, "F32", name)(name=name)
+        for name, shape in (("gate", (4, 6, 8)), ("up", (4, 6, 8)), ("down", (4, 8, 6)))
+    ]
+    out = Add()(x, ExpertFfn("silu")(normed, ids, weights, *matrices))
+    stages = fuse(Graph.of(out), lambda stage: True)
+    assert [type(stage) for stage in stages] == [Routing, Experts]
+    assert stages[0].outputs == (normed, ids, weights)
+    assert stages[1].inputs[-1] is x
+    # Nobody but the stage may read what is inside of it.
+    stages = fuse(Graph.of(out, logits), lambda stage: True)
+    assert [type(stage) for stage in stages] == [Norm, Linear, Single, Single, Experts]

@@ -24,6 +24,17 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
+class DeltaShape:
+    """Sizes of layers with a gated delta net: all but each `interval`-th layer."""
+
+    n_keys: int
+    n_values: int
+    head_dim: int
+    n_taps: int = 4
+    interval: int = 4
+
+
+@dataclass(frozen=True)
 class RandomTensor:
     """A tensor to write. A vector is filled with ones (a norm) or zeros."""
 
@@ -47,6 +58,8 @@ class Shape:
     n_ctx: int = 131072
     architecture: str = "llama"
     experts: ExpertShape | None = None
+    delta: DeltaShape | None = None
+    n_rope: int | None = None  # rotated dims of a head; None: all
     finer: str = (
         ""  # the format of the output and of every fourth layer's ffn_down and attn_v; "": as the others
     )
@@ -65,11 +78,15 @@ class Shape:
         n_q, n_kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         for i in range(self.n_layers):
             block, best = f"blk.{i}", form if i % 4 else finer
-            yield matrix(f"{block}.attn_q", n_q, self.n_embd)
-            yield matrix(f"{block}.attn_k", n_kv, self.n_embd)
-            yield matrix(f"{block}.attn_v", n_kv, self.n_embd, wanted=best)
-            yield matrix(f"{block}.attn_output", self.n_embd, n_q)
-            yield from self._vectors(block, n_q, n_kv)
+            if self.delta is not None and (i + 1) % self.delta.interval:
+                yield from self._delta_tensors(block, self.delta, form)
+            else:
+                n_out = n_q if self.delta is None else 2 * n_q  # queries and gates
+                yield matrix(f"{block}.attn_q", n_out, self.n_embd)
+                yield matrix(f"{block}.attn_k", n_kv, self.n_embd)
+                yield matrix(f"{block}.attn_v", n_kv, self.n_embd, wanted=best)
+                yield matrix(f"{block}.attn_output", self.n_embd, n_q)
+                yield from self._vectors(block, n_q, n_kv)
             experts = self.experts
             if experts is None or i < experts.n_dense_layers:
                 yield from (matrix(f"{block}.ffn_{part}", self.n_ff, self.n_embd) for part in ("gate", "up"))
@@ -94,10 +111,8 @@ class Shape:
                 yield tensor.name.removesuffix(".weight"), *tensor.shape
 
     def _vectors(self, block: str, n_q: int, n_kv: int) -> Iterator[RandomTensor]:
-        before_ffn = "post_attention_norm" if self.architecture in ("glm4moe", "gpt-oss") else "ffn_norm"
-        for norm in ("attn_norm", before_ffn):
-            yield _vector(f"{block}.{norm}.weight", 1.0, self.n_embd)
-        if self.architecture == "qwen3moe":
+        yield from self._norms(block)
+        if self.architecture in ("qwen3moe", "qwen3next"):
             for norm in ("attn_q_norm", "attn_k_norm"):
                 yield _vector(f"{block}.{norm}.weight", 1.0, self.head_dim)
         else:
@@ -107,8 +122,31 @@ class Shape:
         if self.architecture == "gpt-oss":
             yield _vector(f"{block}.attn_sinks.weight", 0.0, self.n_heads)
 
+    def _norms(self, block: str) -> Iterator[RandomTensor]:
+        is_other = self.architecture in ("glm4moe", "gpt-oss", "qwen3next")
+        for norm in ("attn_norm", "post_attention_norm" if is_other else "ffn_norm"):
+            yield _vector(f"{block}.{norm}.weight", 1.0, self.n_embd)
+
+    def _delta_tensors(self, block: str, delta: DeltaShape, form: Format) -> Iterator[RandomTensor]:
+        n_inner = delta.n_values * delta.head_dim
+        n_channels = 2 * delta.n_keys * delta.head_dim + n_inner
+        sizes = {
+            "attn_qkv": (n_channels, self.n_embd),
+            "attn_gate": (n_inner, self.n_embd),
+            "ssm_ba": (2 * delta.n_values, self.n_embd),
+            "ssm_out": (self.n_embd, n_inner),
+        }
+        yield from (RandomTensor(f"{block}.{name}.weight", shape, form) for name, shape in sizes.items())
+        yield RandomTensor(f"{block}.ssm_conv1d.weight", (n_channels, delta.n_taps), get_format("F32"))
+        yield _vector(f"{block}.ssm_dt.bias", 0.0, delta.n_values)
+        yield _vector(f"{block}.ssm_a", -0.1, delta.n_values)
+        yield _vector(f"{block}.ssm_norm.weight", 1.0, delta.head_dim)
+        yield from self._norms(block)
+
     def _expert_vectors(self, block: str, experts: ExpertShape) -> Iterator[RandomTensor]:
         n_experts = experts.n_experts
+        if self.architecture == "qwen3next":
+            yield _vector(f"{block}.ffn_gate_inp_shexp.weight", 0.01, self.n_embd)
         if self.architecture == "glm4moe":
             yield _vector(f"{block}.exp_probs_b.bias", 0.0, n_experts)
         if self.architecture == "gpt-oss":
@@ -134,6 +172,13 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             *(46, 4096, 10944, 96, 8, 128, 151552),
             architecture="glm4moe",
             experts=ExpertShape(128, 8, 1408, n_ff_shared=1408, n_dense_layers=1),
+        ),
+        "qwen3-next-80b-a3b": Shape(
+            *(48, 2048, 5120, 16, 2, 256, 151936),
+            architecture="qwen3next",
+            experts=ExpertShape(512, 10, 512, n_ff_shared=512),
+            delta=DeltaShape(16, 32, 128),
+            n_rope=64,
         ),
         "gpt-oss-20b": Shape(
             *(24, 2880, 2880, 64, 8, 64, 201088),

@@ -5,13 +5,28 @@ from motley.plan.fusion import is_given, is_view, without_views
 from motley.plan.kernels import Kernel, Launch, LaunchKernel, choose_kernel
 from motley.plan.memory import Buffer, MemoryLayout, base_of, lay_out, owns_memory, value_buffers
 from motley.plan.rules import fuse
-from motley.plan.stages import AttentionBlock, Gate, Linear, Norm, Part, Single, Stage
+from motley.plan.stages import (
+    AttentionBlock,
+    DeltaRule,
+    Experts,
+    Gate,
+    GatedNorm,
+    Linear,
+    Norm,
+    Part,
+    Routing,
+    Single,
+    Stage,
+)
 
 __all__ = [
     "AttentionBlock",
     "Buffer",
+    "DeltaRule",
     "DevicePlan",
+    "Experts",
     "Gate",
+    "GatedNorm",
     "Kernel",
     "Launch",
     "LaunchKernel",
@@ -19,6 +34,7 @@ __all__ = [
     "MemoryLayout",
     "Norm",
     "Part",
+    "Routing",
     "Single",
     "Stage",
     "Step",

@@ -15,16 +15,32 @@ from motley.graph.ops import (
     Add,
     Attention,
     CacheStore,
+    DeltaNet,
+    ExpertFfn,
     GetRows,
     Hadamard,
     MatMul,
     Mul,
     RmsNorm,
     Rope,
+    Route,
+    RouteWeights,
     Weight,
 )
 from motley.plan.fusion import Fusion, Takes, without_views
-from motley.plan.stages import AttentionBlock, Gate, Linear, Norm, Part, Single, Stage
+from motley.plan.stages import (
+    AttentionBlock,
+    DeltaRule,
+    Experts,
+    Gate,
+    GatedNorm,
+    Linear,
+    Norm,
+    Part,
+    Routing,
+    Single,
+    Stage,
+)
 
 
 def fuse(graph: Graph, takes: Takes) -> tuple[Stage, ...]:
@@ -41,7 +57,54 @@ def attention_block(fusion: Fusion, node: Tensor) -> Iterator[Stage]:
         return
     q, k = _rope_of(fusion, queries), _rope_of(fusion, stored.inputs[1])
     if q is not None and k is not None:
-        yield AttentionBlock(q, k, _with_rotated_values(stored), _with_rotation(fusion, node))
+        block = AttentionBlock(q, k, _with_rotated_values(stored), _with_rotation(fusion, node))
+        first, second = (_norm_before(rope.inputs[0]) for rope in (q, k))
+        if first is not None and second is not None:
+            yield replace(block, norms=(first, second))
+        yield block
+
+
+def routing(fusion: Fusion, node: Tensor) -> Iterator[Stage]:
+    """A router, the choice of experts and their weights; with the norm before it and the gate of a shared expert."""
+    if not isinstance(node.op, RouteWeights):
+        return
+    logits, route = node.inputs
+    product = _product_before(logits)
+    if product is None or not isinstance(route.op, Route) or route.inputs[0] is not logits:
+        return
+    x, part = product
+    stage, before = Routing(x, part.weight, part.bias, route, node), _norm_before(x)
+    stages = [stage] if before is None else [replace(stage, norm=before), stage]
+    gates = [user for user in fusion.users[x] if _is_product(user) and user.shape[1:] == (1,)]
+    for gate in gates[:1]:
+        yield from (replace(each, shared_gate=Part(gate.inputs[1], gate)) for each in stages)
+    yield from stages
+
+
+def experts(fusion: Fusion, node: Tensor) -> Iterator[Stage]:
+    """The FFN of chosen experts and what is added to it: a residual; or a shared expert, gated, and a residual."""
+    if not isinstance(node.op, ExpertFfn):
+        return
+    added = _added_to(fusion, node)
+    if added is None:
+        return
+    other, out = added
+    outer = _added_to(fusion, out)
+    if outer is not None and isinstance(other.op, Mul):
+        shared, gate = other.inputs
+        if _is_active(gate, "sigmoid") and shared.shape == node.shape and gate.shape[1:] == (1,):
+            yield Experts(node, outer[0], outer[1], (shared, gate.inputs[0]))
+    yield Experts(node, other, out)
+
+
+def _added_to(fusion: Fusion, node: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What alone is added to a node, and the sum."""
+    user = fusion.only_user(node)
+    if user is None or not isinstance(user.op, Add):
+        return None
+    terms = [tensor for tensor in user.inputs if tensor is not node]
+    is_plain = len(terms) == 1 and terms[0].shape == node.shape and not isinstance(terms[0].op, Weight)
+    return (terms[0], user) if is_plain else None
 
 
 def rotated(fusion: Fusion, node: Tensor) -> Iterator[Stage]:
@@ -50,6 +113,29 @@ def rotated(fusion: Fusion, node: Tensor) -> Iterator[Stage]:
         yield _with_rotation(fusion, node)
     elif isinstance(node.op, CacheStore):
         yield _with_rotated_values(node)
+
+
+def delta_rule(fusion: Fusion, node: Tensor) -> Iterator[Stage]:
+    """A DeltaNet with what makes its decay and its strength."""
+    if not isinstance(node.op, DeltaNet):
+        return
+    _, decay, beta, _ = node.inputs
+    if not (
+        isinstance(decay.op, Mul) and _is_active(beta, "sigmoid") and _is_active(decay.inputs[0], "softplus")
+    ):
+        return
+    softplus, factor = decay.inputs
+    added = softplus.inputs[0]
+    if isinstance(added.op, Add):
+        yield DeltaRule(node, added.inputs[0], beta.inputs[0], added.inputs[1], factor)
+
+
+def gated_norm(fusion: Fusion, node: Tensor) -> Iterator[Stage]:
+    """A norm times the activation of a gate."""
+    for first, second, function in _gates(node):
+        before = _norm_before(second)
+        if before is not None:
+            yield GatedNorm(before, first, node, function)
 
 
 def norm(fusion: Fusion, node: Tensor) -> Iterator[Stage]:
@@ -95,6 +181,10 @@ def linear(fusion: Fusion, node: Tensor) -> Iterator[Stage]:
 RULES: tuple[Callable[[Fusion, Tensor], Iterator[Stage]], ...] = (
     attention_block,
     rotated,
+    routing,
+    experts,
+    delta_rule,
+    gated_norm,
     norm,
     gated_linear,
     gate,
@@ -104,6 +194,10 @@ RULES: tuple[Callable[[Fusion, Tensor], Iterator[Stage]], ...] = (
 
 def _is_rotation(node: Tensor) -> bool:
     return isinstance(node.op, MatMul) and isinstance(node.inputs[1].op, Hadamard)
+
+
+def _is_active(node: Tensor, function: str) -> bool:
+    return isinstance(node.op, Activation) and node.op.function == function
 
 
 def _is_product(node: Tensor) -> bool:
@@ -139,6 +233,14 @@ def _rope_of(fusion: Fusion, tensor: Tensor) -> Single | None:
         return None
     rope = _with_rotation(fusion, node)
     return rope if rope.out is made else None
+
+
+def _norm_before(tensor: Tensor) -> Norm | None:
+    """The norm that makes `tensor`."""
+    if not isinstance(tensor.op, RmsNorm):
+        return None
+    x, *weights = tensor.inputs
+    return Norm(x, weights[0] if weights else None, tensor, tensor.op.eps)
 
 
 def _gates(node: Tensor) -> Iterator[tuple[Tensor, Tensor, str]]:

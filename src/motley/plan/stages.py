@@ -4,7 +4,11 @@
     Linear           products of one input with one or several matrices, with biases, residuals and a gate
     Gate             activation(gate) · up
     Norm             RmsNorm, of chosen rows where they are given
-    AttentionBlock   rope, rotation, cache store and attention, up to the rotation back
+    AttentionBlock   norms of queries and keys, rope, rotation, cache store and attention, up to the rotation back
+    Routing          norm, router, choice of experts and their weights
+    Experts          the FFN of chosen experts and a residual
+    DeltaRule        the gated delta rule with its decay and strength
+    GatedNorm        RmsNorm · activation(gate)
 
 `inputs` are the tensors that a stage reads, `outputs` those that it makes, both as nodes of the graph. A view (Reshape)
 is no stage: its readers read the memory of what it is a view of.
@@ -113,6 +117,17 @@ class AttentionBlock:
     k: Single  # a rope
     store: Single
     attention: Single
+    norms: tuple[Norm, Norm] | None = None  # of each head's queries and keys, before the ropes
+
+    @property
+    def queries(self) -> Tensor:
+        """(tokens, heads, dim), before norm and rope."""
+        return self.q.inputs[0] if self.norms is None else self.norms[0].x
+
+    @property
+    def keys(self) -> Tensor:
+        """(tokens, KV heads, dim), before norm and rope."""
+        return self.k.inputs[0] if self.norms is None else self.norms[1].x
 
     @property
     def values(self) -> Tensor:
@@ -136,16 +151,98 @@ class AttentionBlock:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """Queries, keys and values; the cache; what ropes and attention read besides (positions, divisors, sinks)."""
+        """Queries, keys and values; the cache; what norms, ropes and attention read besides (positions, sinks, …)."""
         own = (*self.q.inputs[1:], *self.k.inputs[1:], *self.attention.inputs[2:])
-        return tuple(dict.fromkeys((self.q.inputs[0], self.k.inputs[0], self.values, self.cache, *own)))
+        weights = (norm.weight for norm in self.norms or () if norm.weight is not None)
+        return tuple(dict.fromkeys((self.queries, self.keys, self.values, self.cache, *own, *weights)))
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
         return (self.attention.out,)
 
 
-Stage = Single | Linear | Gate | Norm | AttentionBlock
+@dataclass(frozen=True)
+class Routing:
+    """The choice of experts and their weights, by a router's logits x·weightᵀ (+ bias); the norm that makes x."""
+
+    x: Tensor  # of the router; the norm's result, where there is one
+    weight: Tensor
+    bias: Tensor | None
+    route: Tensor  # the node of graph.ops.Route
+    weigh: Tensor  # the node of graph.ops.RouteWeights
+    norm: Norm | None = None
+    shared_gate: Part | None = None  # a product of x with one row: of the shared expert's gate
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        before = (self.x,) if self.norm is None else self.norm.inputs
+        bias = () if self.bias is None else (self.bias,)
+        gate = () if self.shared_gate is None else (self.shared_gate.weight,)
+        return (*before, self.weight, *bias, *self.route.inputs[1:], *gate)
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        gate = () if self.shared_gate is None else (self.shared_gate.out,)
+        return (*(() if self.norm is None else (self.x,)), self.route, self.weigh, *gate)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """out = the FFN of chosen experts (`node`) + residual (+ σ(gate) · shared, where there is a shared expert)."""
+
+    node: Tensor
+    residual: Tensor
+    out: Tensor
+    shared: tuple[Tensor, Tensor] | None = None  # the shared expert's result, and its gate (tokens, 1)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (*self.node.inputs, self.residual, *(self.shared or ()))
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """A DeltaNet (`node`) with decay = factor · softplus(a + offset) and beta = σ(b)."""
+
+    node: Tensor
+    a: Tensor  # (tokens, value heads)
+    b: Tensor  # (tokens, value heads)
+    offset: Tensor  # a weight
+    factor: Tensor  # a weight
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        mixed, _, _, state = self.node.inputs
+        return mixed, self.a, self.b, self.offset, self.factor, state
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        return (self.node,)
+
+
+@dataclass(frozen=True)
+class GatedNorm:
+    """out = norm · function(gate), all of one shape."""
+
+    norm: Norm
+    gate: Tensor
+    out: Tensor
+    function: str
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (*self.norm.inputs, self.gate)
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        return (self.out,)
+
+
+Stage = Single | Linear | Gate | Norm | AttentionBlock | Routing | Experts | DeltaRule | GatedNorm
 
 
 def describe(stage: Stage) -> str:

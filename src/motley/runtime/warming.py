@@ -19,6 +19,7 @@ import torch
 from motley.backends import Backend
 from motley.errors import DeviceError
 from motley.kvcache.arena import GroupBatch, SequenceTable
+from motley.kvcache.state_arena import StateBatch
 from motley.models import N_EXPERT_USED, BatchShape
 from motley.runtime.batch import PlacedBatch
 from motley.runtime.caching import CachePlan
@@ -161,7 +162,8 @@ def inert_batch(
     inputs = {name: torch.zeros(n, dtype=torch.int32) for name, n in zeros.items()}
     for name, value in (extra or {}).items():
         inputs[name] = torch.full((shape.n_tokens,), value, dtype=torch.int32)
-    return PlacedBatch(shape, inputs, tuple(batch for _ in cache.groups))
+    states = () if cache.states is None else (StateBatch(()),)
+    return PlacedBatch(shape, inputs, (*(batch for _ in cache.groups), *states))
 
 
 def _rehearse_sampling(logits: torch.Tensor) -> None:
@@ -183,7 +185,7 @@ def _description(split: ModelSplit, cache: CachePlan) -> list[object]:
     config = cache.config
     heads = [sorted(set(heads.values())) for heads in cache.heads]
     windows = [group.window for group in cache.groups]
-    kinds = config.k_type.name, config.v_type.name, config.block_size
+    kinds = config.k_type.name, config.v_type.name, config.block_size, config.state_type
     return [
         sorted(weights),
         kinds,

@@ -24,16 +24,20 @@ from triton.runtime.jit import JITFunction
 
 from motley.backends.cuda import kernels
 from motley.backends.cuda.kernels.attention import Shares, Tables, attend
+from motley.backends.cuda.kernels.causal_conv import causal_conv
 from motley.backends.cuda.kernels.combine import combine
+from motley.backends.cuda.kernels.delta_net import Gates, delta_net
 from motley.backends.cuda.kernels.experts import expert_hidden, expert_sum, operand_form
 from motley.backends.cuda.kernels.gate import gated
-from motley.backends.cuda.kernels.grouped_experts import grouped_down, grouped_hidden, groups
+from motley.backends.cuda.kernels.gated_norm import gated_norm
+from motley.backends.cuda.kernels.grouped_experts import grouped_down, grouped_hidden, groups, slot_sums
 from motley.backends.cuda.kernels.matmul import matmul
 from motley.backends.cuda.kernels.matvec import matvec
 from motley.backends.cuda.kernels.norm import rms_norm
 from motley.backends.cuda.kernels.prefill import max_span_rows, prefill
-from motley.backends.cuda.kernels.rope_and_store import RopeTable, rope_and_store
-from motley.backends.cuda.kernels.route import route, route_weights
+from motley.backends.cuda.kernels.rope_and_store import HeadNorms, RopeTable, rope_and_store
+from motley.backends.cuda.kernels.route import local_ids, route, route_and_weigh, route_weights
+from motley.backends.cuda.kernels.router import norm_and_logits
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.scale_rows import scale_rows
 from motley.backends.cuda.kernels.tiles import CachePlanes
@@ -108,6 +112,7 @@ def attention_cases(k_kind: str, v_kind: str, dim: int) -> Iterator[Case]:
     yield f"rope_and_store{kinds}", partial(
         rope_and_store, q, k, v, numbers[:4], numbers[:4], rope, keys, values, HEADS, rotated,
         rotate_k=rotates_k, rotate_v=rotates_v,
+        norms=HeadNorms(torch.empty(dim), torch.empty(dim), 1e-6) if k_kind == "f16" else None,
     )  # fmt: skip
     shares = Shares.empty(n_rows, n_heads, 16, dim, "cpu")
     yield f"attend{kinds}", partial(attend, rotated, keys, values, HEADS, tables, shares, scale=0.1)
@@ -170,12 +175,12 @@ def expert_cases(kind: str) -> Iterator[Case]:
     ids = torch.zeros(n_tokens, k, dtype=torch.int32)
     form = operand_form(up)
     x = Rows.empty(form, n_tokens, COLUMNS, "cpu")
-    yield f"expert_hidden({kind})", partial(expert_hidden, up, up, n_experts, x, x, ids)
+    yield f"expert_hidden({kind})", partial(expert_hidden, up, up, n_experts, x, x, ids, form=form)
     hidden, weights = Rows.empty(form, n_tokens * k, COLUMNS, "cpu"), torch.empty(n_tokens, k)
     yield f"expert_sum({kind})", partial(expert_sum, down, n_experts, hidden, ids, weights)
     if kind == "MXFP4":
         biases = torch.empty(n_experts, 64), torch.empty(n_experts, 64)
-        clamped = partial(expert_hidden, up, up, n_experts, x, x, ids, biases, "clamped_swiglu")
+        clamped = partial(expert_hidden, up, up, n_experts, x, x, ids, biases, "clamped_swiglu", form)
         yield f"expert_hidden({kind}, biases)", clamped
         bias = torch.empty(n_experts, 96)
         yield (
@@ -211,7 +216,43 @@ def route_cases() -> Iterator[Case]:
         for normalizes in (True, False):
             ids = torch.zeros(3, 8, dtype=torch.int32)
             op = RouteWeights(score, normalizes)
+            yield (
+                f"route_and_weigh({score}, {normalizes})",
+                partial(route_and_weigh, Route(8, score), op, logits, n_used, bias),
+            )
             yield f"route_weights({score}, {normalizes})", partial(route_weights, op, logits, ids)
+
+
+def recurrent_cases() -> Iterator[Case]:
+    spans, weight = torch.zeros(3, 9, dtype=torch.int32), torch.empty(COLUMNS, 4)
+    conv_states, conv_rings = torch.empty(2, 3, COLUMNS), torch.empty(2, 16, COLUMNS)
+    for n_rows in (3, 99):
+        x = torch.empty(n_rows, COLUMNS)
+        yield f"causal_conv({n_rows} rows)", partial(causal_conv, x, weight, conv_states, conv_rings, spans)
+    heads, keys, dim = 4, 2, 128
+    mixed, both = torch.empty(3, (heads + 2 * keys) * dim), torch.empty(3, keys, 4)
+    rings, vector = torch.empty(2, 16, heads, 2 * dim + 2), torch.empty(heads)
+    gates = Gates(both[:, :, :2], both[:, :, 2:], vector, vector)
+    for dtype in (torch.float32, torch.bfloat16):
+        states = torch.empty(2, heads, dim, dim, dtype=dtype)
+        launch = partial(
+            delta_net, mixed, gates, states, rings, spans, eps=1e-6, is_cyclic=dtype == torch.bfloat16
+        )
+        yield f"delta_net({dtype})", launch
+    out, by_head = Rows.empty(INT8, 3, heads * dim, "cpu"), torch.empty(3, heads, dim)
+    yield "gated_norm", partial(gated_norm, by_head, by_head, torch.empty(dim), 1e-6, out)
+
+
+def router_cases() -> Iterator[Case]:
+    x, router, factors = torch.empty(3, COLUMNS), torch.empty(8, COLUMNS), torch.empty(COLUMNS)
+    yield "norm_and_logits", partial(norm_and_logits, x, router, factors, 1e-6)
+    yield "norm_and_logits(gate)", partial(norm_and_logits, x, router, factors, 1e-6, gate=factors)
+    yield "norm_and_logits(bias)", partial(norm_and_logits, x, router, bias=torch.empty(8))
+    parts, ids = torch.empty(6, COLUMNS), torch.zeros(3, 2, dtype=torch.int32)
+    yield "local_ids", partial(local_ids, ids, 1, 5)
+    yield "slot_sums", partial(slot_sums, parts, ids)
+    yield "slot_sums(residual)", partial(slot_sums, parts, ids, x)
+    yield "slot_sums(shared)", partial(slot_sums, parts, ids, x, (x, torch.empty(3, 1)))
 
 
 def cases(caches: list[tuple[str, str, int]], weights: list[str]) -> Iterator[Case]:
@@ -224,6 +265,8 @@ def cases(caches: list[tuple[str, str, int]], weights: list[str]) -> Iterator[Ca
     for kind in weights:
         yield from product_cases(kind)
     yield from route_cases()
+    yield from router_cases()
+    yield from recurrent_cases()
     for kind in (*weights, "F16"):
         yield from expert_cases(kind)
 

@@ -43,7 +43,18 @@ from motley.graph.ops import (
     Softmax,
     Weight,
 )
-from motley.plan import AttentionBlock, Gate, Linear, Norm, Single, Stage
+from motley.plan import (
+    AttentionBlock,
+    DeltaRule,
+    Experts,
+    Gate,
+    GatedNorm,
+    Linear,
+    Norm,
+    Routing,
+    Single,
+    Stage,
+)
 from motley.split.collectives import Place, Shard
 
 _MAX_AXES = 4  # of strided copies
@@ -64,6 +75,8 @@ class NativeKernel:
                 return "gates only products, as they are made"
             case AttentionBlock():
                 return "takes ropes, cache store and attention one by one"
+            case Routing() | Experts() | DeltaRule() | GatedNorm():
+                return "takes their nodes one by one"
             case Single():
                 predicate = _PREDICATES.get(type(stage.node.op))
                 return f"no native {stage.node.op.name}" if predicate is None else predicate(stage.node)

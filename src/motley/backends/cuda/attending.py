@@ -8,7 +8,7 @@ from motley.backends.cuda.kernels import attention as attention_kernel
 from motley.backends.cuda.kernels.attention import Shares
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.prefill import prefill
-from motley.backends.cuda.kernels.rope_and_store import RopeTable, rope_and_store
+from motley.backends.cuda.kernels.rope_and_store import HeadNorms, RopeTable, rope_and_store
 from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.staging import Place
@@ -16,6 +16,8 @@ from motley.backends.cuda.values import Values
 from motley.backends.paged import PagedLayer
 from motley.graph.ops.rope import HALVES as ROPE_HALVES
 from motley.plan import AttentionBlock
+
+_FEW_HEADS = 16  # rows times KV heads for which the GPU has programs to spare
 
 
 class Attending:
@@ -28,6 +30,7 @@ class Attending:
         form: str,
         device: torch.device,
         sinks: torch.Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> None:
         rope = stage.rope
         self._stage = stage
@@ -35,6 +38,7 @@ class Attending:
         self._rotation = stage.q.rotation or stage.attention.rotation
         self._device = device
         self._sinks = sinks
+        self._norms = norms
         self._rope = RopeTable(
             rope.frequencies(*divisors).to(device), rope.n_dims, rope.style == ROPE_HALVES, rope.magnitude
         )
@@ -45,7 +49,7 @@ class Attending:
 
     def __call__(self, values: Values) -> None:
         stage = self._stage
-        (q, positions, *_), k, v, (out,) = stage.q.inputs, stage.k.inputs[0], stage.values, stage.outputs
+        q, k, v, positions, (out,) = stage.queries, stage.keys, stage.values, stage.q.inputs[1], stage.outputs
         if not out.n_values:  # this device has no heads
             values.put(out, torch.empty(out.shape, device=self._device))
             return
@@ -53,10 +57,12 @@ class Attending:
         if layer is not self._layer:
             self._bind(layer)
         rotated = torch.empty(q.shape, device=self._device)
+        heads = [_by_heads(values.plain(x)) for x in (q, k, v)]
         rope_and_store(
-            values.plain(q), values.plain(k), values.plain(v), values.plain(positions), place.slots, self._rope,
+            heads[0], heads[1], heads[2], values.plain(positions), place.slots, self._rope,
             self._keys, self._values, layer.rows, rotated,
             rotate_k=self._rotates_k, rotate_v=self._rotates_v, rotation=self._rotation,
+            norms=self._norms,
         )  # fmt: skip
         if place.is_decode:
             rows = Rows.empty(self._form, q.shape[0], q.shape[1] * q.shape[2], self._device)
@@ -75,7 +81,9 @@ class Attending:
         n_rows, n_heads, dim = q.shape
         op, n_kv_heads = self._stage.op, layer.rows.stop - layer.rows.start
         n_splits = attention_kernel.TUNINGS[self._values.kind].n_splits(n_rows, n_kv_heads)
-        shares = Shares.empty(n_rows, n_heads, n_splits, dim, self._device)
+        # One request waits for each block of its context in turn: cut even short contexts up for it.
+        min_blocks = 1 if n_rows * n_kv_heads <= _FEW_HEADS else 4
+        shares = Shares.empty(n_rows, n_heads, n_splits, dim, self._device, min_blocks)
         attention_kernel.attend(
             q, self._keys, self._values, layer.rows, place.tables, shares, scale=op.scale, window=op.window
         )
@@ -98,3 +106,8 @@ class Attending:
             rotate=self._rotates_v, rotation=self._rotation, sinks=self._sinks,
         )  # fmt: skip
         return out
+
+
+def _by_heads(x: torch.Tensor) -> torch.Tensor:
+    """x (rows, heads, dim) with each row contiguous."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

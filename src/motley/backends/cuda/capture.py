@@ -75,20 +75,17 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
     A tensor of which every captured graph had its own would be one for each size of batch.
     """
-    if not tensor.numel():
-        return tensor
-    assert tensor.is_contiguous()
-    return torch.as_tensor(_Address(tensor), device=tensor.device)
+    return torch.as_tensor(_Address(tensor), device=tensor.device) if tensor.numel() else tensor
 
 
 class _Address:
     """What torch makes a tensor of without copying."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        assert tensor.dtype == torch.float32
         self.__cuda_array_interface__ = {
             "shape": tuple(tensor.shape),
-            "typestr": "<f4",
+            "typestr": {torch.float32: "<f4", torch.int32: "<i4"}[tensor.dtype],
+            "strides": None if tensor.is_contiguous() else tuple(4 * stride for stride in tensor.stride()),
             "data": (tensor.data_ptr(), False),
             "version": 3,
         }

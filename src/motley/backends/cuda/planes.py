@@ -95,7 +95,7 @@ def to_planes(weight: PackedTensor) -> WeightPlanes:
         raise PlanError(f"only matrices have planes, not {weight.shape}")
     n_rows, n_columns = weight.shape
     name = weight.format.name
-    if stays_plain(name, n_rows) and weight.data.numel():
+    if stays_plain(name, n_rows, n_columns) and weight.data.numel():
         bits = torch.int32 if name == "F32" else torch.int16
         return WeightPlanes(name, n_columns, weight.data.contiguous().view(bits))
     if not has_planes(name, n_columns) or not weight.data.numel() or _is_beyond_half(weight):
@@ -110,9 +110,13 @@ def to_planes(weight: PackedTensor) -> WeightPlanes:
     )
 
 
-def stays_plain(name: str, n_rows: int) -> bool:
-    """Whether a matrix of that format has its own plain values on the device; others become BF16, or are packed."""
-    return name in PLAIN_KINDS and (name != "F32" or n_rows <= _MAX_F32_ROWS)
+def stays_plain(name: str, n_rows: int, n_columns: int) -> bool:
+    """Whether a matrix of that format has its own plain values on the device; others become BF16, or are packed.
+
+    Matrices of F32 do not, but for routers and for those with few columns, which are no products' (convolutions).
+    """
+    is_small = n_rows <= _MAX_F32_ROWS or n_columns < BLOCK
+    return name in PLAIN_KINDS and (name != "F32" or is_small)
 
 
 def has_planes(name: str, n_columns: int) -> bool:
@@ -123,7 +127,7 @@ def has_planes(name: str, n_columns: int) -> bool:
 def plane_bytes(name: str, n_rows: int, n_columns: int) -> int:
     """Of a matrix of that format in planes. Without making it: torch takes seconds to import what meta tensors need."""
     if not has_planes(name, n_columns):
-        return (4 if name == "F32" and stays_plain(name, n_rows) else 2) * n_rows * n_columns
+        return (4 if name == "F32" and stays_plain(name, n_rows, n_columns) else 2) * n_rows * n_columns
     return n_rows * n_columns // BLOCK * _BLOCK_BYTES[_KIND.get(name, name)]
 
 

@@ -33,6 +33,9 @@ def plain_values(weight: WeightPlanes) -> torch.Tensor:
 def library_product(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     if not x.shape[1]:  # nothing of it is on this device
         return torch.zeros(len(x), len(weight), device=x.device) if residual is None else residual.clone()
+    if weight.dtype == torch.float32:
+        out = F.linear(x, weight)
+        return out if residual is None else out + residual
     largest = x.abs().amax(1, keepdim=True).clamp(min=1e-30)  # so that float16 does not overflow
     out = F.linear((x / largest).to(weight.dtype), weight).float() * largest
     return out if residual is None else out + residual

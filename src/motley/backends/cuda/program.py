@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,25 +14,54 @@ from motley.backends.cuda.steps import Step, Steps
 from motley.backends.cuda.values import Values
 from motley.backends.cuda.weights import DeviceWeight, Matrices
 from motley.backends.paged import BatchLayer
-from motley.graph import CACHE, Tensor
-from motley.plan import DevicePlan, Launch, LaunchKernel, Single, Stage, is_given, without_views
+from motley.graph import CACHE, HANDLES, RECURRENT, Tensor
+from motley.graph.ops import CausalConv, DeltaNet
+from motley.plan import (
+    AttentionBlock,
+    DeltaRule,
+    DevicePlan,
+    Launch,
+    LaunchKernel,
+    Single,
+    Stage,
+    is_given,
+    without_views,
+)
 from motley.split.collectives import Collective
 
 _Dead = tuple[Tensor, ...]  # nodes that no later stage reads
+
+
+class PlannedStep(NamedTuple):
+    """A stage's step, and what no later stage reads."""
+
+    stage: Stage
+    step: Step
+    dead: _Dead
+
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether its launches differ from one prompt to the next one of the same plan: by sequences and contexts."""
+        stage = self.stage
+        is_recurrent = isinstance(stage, Single) and isinstance(stage.node.op, CausalConv | DeltaNet)
+        return is_recurrent or isinstance(stage, AttentionBlock | DeltaRule)
+
+    def run(self, values: Values) -> None:
+        self.step(values)
+        values.forget(self.dead)
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
     """Steps, and the collective after them; None at the program's end."""
 
-    steps: tuple[tuple[Step, _Dead], ...]
+    steps: tuple[PlannedStep, ...]
     collective: Tensor | None
     dead: _Dead  # after the collective
 
     def run(self, values: Values) -> None:
-        for step, dead in self.steps:
-            step(values)
-            values.forget(dead)
+        for planned in self.steps:
+            planned.run(values)
 
 
 class Program:
@@ -53,8 +82,9 @@ class Program:
         self.captures = captures and self.device.type == "cuda"
         self.n_activation_bytes = plan.layout.n_bytes
         self._inputs, self._outputs = graph.inputs, graph.outputs
-        self.sizes = {node.name: node.shape[0] for node in graph.inputs if node.dtype != CACHE}
+        self.sizes = {node.name: node.shape[0] for node in graph.inputs if node.dtype not in HANDLES}
         self.cache_names = [node.name for node in graph.inputs if node.dtype == CACHE]
+        self.state_names = [node.name for node in graph.inputs if node.dtype == RECURRENT]
         self._fixed: dict[Tensor, Any] = {
             node: node.op.reference([]).to(self.device) for node in graph.nodes if node.op.is_constant
         }
@@ -74,6 +104,8 @@ class Program:
             if node.dtype == CACHE:
                 cache: BatchLayer = inputs[node.name]
                 given[node] = cache.layer, staged.places[cache.layer.group]
+            elif node.dtype == RECURRENT:
+                given[node] = inputs[node.name].layer, staged.spans
             else:
                 given[node] = staged.values[node.name]
         return Values(self._fixed | given)
@@ -84,13 +116,13 @@ class Program:
 
 def _segments(stages: Sequence[Stage], outputs: Sequence[Tensor], steps: Steps) -> tuple[Segment, ...]:
     segments: list[Segment] = []
-    current: list[tuple[Step, _Dead]] = []
+    current: list[PlannedStep] = []
     for stage, dead in _with_dead(stages, outputs):
         if _is_collective(stage):
             segments.append(Segment(tuple(current), stage.outputs[0], dead))
             current = []
         else:
-            current.append((steps.prepare(stage), dead))
+            current.append(PlannedStep(stage, steps.prepare(stage), dead))
     return (*segments, Segment(tuple(current), None, ()))
 
 

@@ -25,6 +25,7 @@ from motley.backends.cuda.compiling import is_recording
 from motley.backends.cuda.failures import as_device_errors
 from motley.backends.cuda.kernels.prefill import max_span_rows
 from motley.backends.cuda.program import Program, Segment
+from motley.backends.cuda.prompt_graphs import PromptGraphs
 from motley.backends.cuda.staging import Staged, Staging
 from motley.backends.cuda.values import Values
 from motley.backends.paged import PagedLayer
@@ -48,10 +49,18 @@ class Run(ABC):
         self._groups: dict[
             int, tuple[int, str]
         ] = {}  # of each group of layers, one: its program and its name
+        self._state: tuple[int, str] | None = None  # a program and its name of some recurrent state
         self._n_decodes = 0
+        self._n_prompts = 0
+        self._prompt: PromptGraphs | None = None
+        self._prompt_outputs: Outputs = []
         self._captured: Captured | None = None
         self._captured_at = 0  # the staging's address
         self._outputs: Outputs = []  # of the captured batch
+
+    @property
+    def captures_prompts(self) -> bool:
+        return False
 
     @abstractmethod
     def execute(self, values: Sequence[Values]) -> None:
@@ -72,6 +81,8 @@ class Run(ABC):
             self._captured.replay()
             return self._outputs
         self._n_decodes += staged.is_decode and not is_recording()  # what is captured must be compiled
+        if not staged.is_decode and self._captures and self.captures_prompts:
+            return self._run_prompt(inputs, staged)
         values = self._begin(inputs, staged)
         if staged.is_decode and self._captures and self._n_decodes > 1:
             try:
@@ -84,6 +95,30 @@ class Run(ABC):
                 values = self._begin(inputs, staged)
         self.execute(values)
         return self._take(values)
+
+    def _run_prompt(self, inputs: Sequence[Mapping[str, Any]], staged: Staged) -> Outputs:
+        """A batch with prompts. From the second one of this plan on, most of it is captured."""
+        values = self._begin(inputs, staged)
+        if self._prompt is not None and self._prompt.address == staged.address:
+            self._prompt.replay(values[0])
+            return self._prompt_outputs
+        self._n_prompts += not is_recording()
+        if self._n_prompts <= 1 or is_recording():
+            self.execute(values)
+            return self._take(values)
+        self._prompt = None  # the memory of an earlier one is free now
+        try:
+            self._prompt = PromptGraphs(self._programs[0], values[0], staged.address)
+        except torch.OutOfMemoryError:
+            self._n_prompts = -(2**62)  # launches, which share memory with everything else, may still do
+            if self._state is not None:  # some layers may have stored their states already
+                raise
+            torch.cuda.empty_cache()
+            values = self._begin(inputs, staged)
+            self.execute(values)
+            return self._take(values)
+        self._prompt_outputs = [tuple(map(alias_of, own)) for own in self._take(values)]
+        return self._prompt_outputs
 
     def _begin(self, inputs: Sequence[Mapping[str, Any]], staged: Staged) -> list[Values]:
         return [program.begin(own, staged) for program, own in zip(self._programs, inputs, strict=True)]
@@ -104,7 +139,11 @@ class Run(ABC):
         assert self._staging is not None
         batches = {group: inputs[p][name].batch for group, (p, name) in self._groups.items()}
         given = {name: inputs[p][name] for name, p in self._sources.items()}
-        return self._staging.write(given, batches)
+        states = None
+        if self._state is not None:
+            program, name = self._state
+            states = inputs[program][name].batch
+        return self._staging.write(given, batches, states)
 
     def _prepare_staging(self, inputs: Sequence[Mapping[str, Any]]) -> None:
         """All devices get the same numbers: find out once which program has which input."""
@@ -116,7 +155,10 @@ class Run(ABC):
         layers = [inputs[p][name].layer for p, name in self._groups.values()]
         block_size = max((layer.keys.block_size for layer in layers), default=0)
         max_rows = max((_max_span_rows(layer) for layer in layers), default=0)
-        self._staging = Staging(sizes, len(self._groups), block_size, max_rows, self._device)
+        named = ((p, name) for p, program in enumerate(self._programs) for name in program.state_names)
+        self._state = next(named, None)
+        has_states = self._state is not None
+        self._staging = Staging(sizes, len(self._groups), block_size, max_rows, self._device, has_states)
 
 
 class ThreadRun(Run):
@@ -153,6 +195,10 @@ class JointRun(Run):
     """All programs of a crew, in lockstep."""
 
     can_start_again = True
+
+    @property
+    def captures_prompts(self) -> bool:
+        return len(self._programs) == 1 and len(self._programs[0].segments) == 1
 
     def execute(self, values: Sequence[Values]) -> None:
         self._drive(values, Lanes())

@@ -1,6 +1,7 @@
 """A batch's numbers on the device: ids, positions, slots and block tables in one range, brought there by one copy.
 
-    tokens │ positions │ output rows │ of each group of layers: slots, positions, tables, rows │ tables and spans
+    tokens │ positions │ output rows │ of each group of layers: slots, positions, tables, rows │ spans of states │
+    tables and spans
 
 A table is the position that it starts with and its block ids; a row holds the number at which its table begins.
 A sequence with many rows is cut into spans (kernels/prefill); the rows of one with few (drafts, say) are taken one by
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +26,13 @@ import torch
 
 from motley.backends.cuda.kernels.attention import Tables
 from motley.backends.cuda.kernels.prefill import SPAN_NUMBERS, span_rows, spans
-from motley.backends.paged import Batch, Table
+from motley.backends.paged import Batch, StateBatch, Table
 
 _ALIGNMENT = 4  # numbers: parts begin at 16 bytes, so that kernels are compiled for one case
 _FEW_ROWS = 8  # of a sequence, that are not worth a span
 _SPARE = 1024  # numbers for tables to begin with
 _FEWEST_ROWS = span_rows(1, most=1 << 30)  # of a span that is full
+STATE_NUMBERS = 9  # of a sequence with a recurrent state: kvcache.state_arena.StateSpan
 _NOTHING = np.zeros(0, dtype=np.int32)
 _GAP = np.zeros(1, dtype=np.int32)  # where a table's first position goes
 
@@ -68,6 +71,8 @@ class Staged:
     memory: torch.Tensor  # int32: everything
     names: Mapping[str, slice]
     groups: tuple[_Group, ...]
+    states: slice  # spans of recurrent states
+    n_states: int  # sequences; in a decode batch as many as rows, most of them padding
 
     @property
     def address(self) -> int:
@@ -82,6 +87,12 @@ class Staged:
     def values(self) -> dict[str, torch.Tensor]:
         """int32, by the input's name."""
         return {name: self.memory[part] for name, part in self.names.items()}
+
+    @cached_property
+    def spans(self) -> torch.Tensor:
+        """Of recurrent states: int32 (sequences, STATE_NUMBERS), with padding in a decode batch, and at least one."""
+        n_used = len(self.memory[self.states]) // STATE_NUMBERS if self.is_decode else max(1, self.n_states)
+        return self.memory[self.states].view(-1, STATE_NUMBERS)[:n_used]
 
     @cached_property
     def places(self) -> dict[int, Place]:
@@ -111,8 +122,11 @@ class Staging:
         block_size: int,
         max_span_rows: int,
         device: torch.device,
+        has_states: bool = False,
     ) -> None:
-        """`sizes`: numbers of each input, of the plan; the largest is its rows. `max_span_rows`: of a span."""
+        """`sizes`: numbers of each input, of the plan; the largest is its rows. `max_span_rows`: of a span.
+        `has_states`: whether there are recurrent states.
+        """
         self._device = device
         self._block_size = block_size
         self._max_span_rows = max_span_rows
@@ -129,11 +143,18 @@ class Staging:
                 parts.append(slice(start, start + self._n_rows))
                 start = _aligned(start + self._n_rows)
             self._groups.append(tuple(parts))
+        self._states = slice(start, start + STATE_NUMBERS * self._n_rows * has_states)
+        start = _aligned(self._states.stop)
         self._n_fixed = start
         self._copied: torch.cuda.Event | None = None
         self._allocate(start + _SPARE)
 
-    def write(self, inputs: Mapping[str, torch.Tensor], batches: Mapping[int, Batch]) -> Staged:
+    def write(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        batches: Mapping[int, Batch],
+        states: StateBatch | None = None,
+    ) -> Staged:
         """Bring a batch to the device; `batches`: its part of each group, by the group's number."""
         max_numbers = self._n_fixed + sum(map(_n_numbers, batches.values()))
         if max_numbers > len(self._here):
@@ -148,6 +169,8 @@ class Staging:
         for (number, batch), parts in zip(batches.items(), self._groups, strict=True):
             group, cursor = self._write_group(numbers, number, batch, parts, cursor)
             groups.append(group)
+        if states is not None:
+            _fill(numbers[self._states], states.table.ravel(), 0)  # a span without rows is padding
         self._there[:cursor].copy_(self._here[:cursor], non_blocking=True)
         for (
             name,
@@ -157,7 +180,8 @@ class Staging:
         if self._device.type == "cuda":
             self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
-        return Staged(self._there, self._names, tuple(groups))
+        n_states = 0 if states is None else len(states.table)
+        return Staged(self._there, self._names, tuple(groups), self._states, n_states)
 
     def _write_group(
         self,
@@ -206,7 +230,7 @@ class Staging:
         self._copied = None
 
 
-def _fill(part: npt.NDArray[np.int32], values: npt.NDArray[np.int32], pad: int) -> None:
+def _fill(part: npt.NDArray[np.int32], values: npt.NDArray[np.integer[Any]], pad: int) -> None:
     part[: len(values)] = values
     part[len(values) :] = pad
 

@@ -12,8 +12,13 @@ from motley.backends.cuda.kernels import grouped_experts as grouped_kernel
 from motley.backends.cuda.kernels import matmul as matmul_kernel
 from motley.backends.cuda.kernels import matvec as matvec_kernel
 from motley.backends.cuda.kernels import route as route_kernel
+from motley.backends.cuda.kernels import router as router_kernel
+from motley.backends.cuda.kernels.causal_conv import causal_conv
+from motley.backends.cuda.kernels.delta_net import Gates, delta_net
 from motley.backends.cuda.kernels.gate import gated
+from motley.backends.cuda.kernels.gated_norm import gated_norm
 from motley.backends.cuda.kernels.norm import rms_norm
+from motley.backends.cuda.kernels.rope_and_store import HeadNorms
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_rows
 from motley.backends.cuda.planes import BLOCK
@@ -23,8 +28,29 @@ from motley.backends.cuda.values import Values
 from motley.backends.cuda.weights import DeviceWeight, Matrices
 from motley.formats import PackedTensor
 from motley.graph import Graph, Tensor
-from motley.graph.ops import Activation, ExpertFfn, GetRows, Route, RouteWeights
-from motley.plan import AttentionBlock, Gate, Linear, Norm, Single, Stage, without_views
+from motley.graph.ops import (
+    Activation,
+    CausalConv,
+    DeltaNet,
+    ExpertFfn,
+    GetRows,
+    LocalIds,
+    Route,
+    RouteWeights,
+)
+from motley.plan import (
+    AttentionBlock,
+    DeltaRule,
+    Experts,
+    Gate,
+    GatedNorm,
+    Linear,
+    Norm,
+    Routing,
+    Single,
+    Stage,
+    without_views,
+)
 
 Step = Callable[[Values], None]
 
@@ -71,7 +97,21 @@ class Steps:
                 divisors = [self._dense(weight).cpu() for weight in stage.q.inputs[2:]]
                 form = self._forms.get(stage.outputs[0], PLAIN)
                 sinks = next((self._dense(weight) for weight in stage.attention.inputs[2:]), None)
-                return Attending(stage, divisors, form, self._device, sinks)
+                return Attending(stage, divisors, form, self._device, sinks, self._head_norms(stage))
+            case Routing():
+                return self._routing(stage)
+            case Experts():
+                return self._expert_ffn(stage.node, stage.residual, stage.out, stage.shared)
+            case DeltaRule():
+                return self._delta_rule(stage)
+            case GatedNorm():
+                return self._gated_norm(stage)
+            case Single() if isinstance(stage.node.op, CausalConv | DeltaNet) and not stage.node.n_values:
+                return self._nothing(stage.node)
+            case Single() if isinstance(stage.node.op, CausalConv):
+                return self._causal_conv(stage.node)
+            case Single() if isinstance(stage.node.op, DeltaNet):
+                return self._delta_net(stage.node, stage.node.op)
             case Single() if isinstance(stage.node.op, GetRows):
                 return self._embed(stage) if is_lookup(stage.node) else self._choose(stage)
             case Single() if isinstance(stage.node.op, Route):
@@ -79,7 +119,9 @@ class Steps:
             case Single() if isinstance(stage.node.op, RouteWeights):
                 return self._route_weights(stage.node, stage.node.op)
             case Single() if isinstance(stage.node.op, ExpertFfn):
-                return self._expert_ffn(stage.node)
+                return self._expert_ffn(stage.node, None, stage.node)
+            case Single() if isinstance(stage.node.op, LocalIds):
+                return self._local_ids(stage)
             case Single():
                 return self._single(stage)
 
@@ -181,7 +223,61 @@ class Steps:
 
         return step
 
-    def _expert_ffn(self, node: Tensor) -> Step:
+    def _head_norms(self, stage: AttentionBlock) -> HeadNorms | None:
+        if stage.norms is None:
+            return None
+        queries, keys = stage.norms
+        assert queries.weight is not None
+        assert keys.weight is not None
+        return HeadNorms(self._dense(queries.weight), self._dense(keys.weight), queries.eps)
+
+    def _routing(self, stage: Routing) -> Step:
+        """Norm and router in one launch for few tokens; then the choice with its weights in another one."""
+        x, norm = stage.x, stage.norm
+        route, weigh, (n_used, *choice_bias) = stage.route.op, stage.weigh.op, stage.route.inputs[1:]
+        assert isinstance(route, Route)
+        assert isinstance(weigh, RouteWeights)
+        router = plain_values(self._matrices.get(stage.weight.name, self._weights)).contiguous()
+        scale = None if norm is None or norm.weight is None else self._dense(norm.weight)
+        bias = None if stage.bias is None else self._dense(stage.bias)
+        by_choice = self._dense(choice_bias[0]) if choice_bias else None
+        gate, gate_row = stage.shared_gate, None
+        if gate is not None:
+            gate_row = plain_values(self._matrices.get(gate.weight.name, self._weights)).contiguous()
+
+        def logits_of(values: Values) -> torch.Tensor:
+            if x.shape[0] < grouped_kernel.MIN_TOKENS:
+                given, eps = (x, 0.0) if norm is None else (norm.x, norm.eps)
+                plain = values.plain(given).contiguous()
+                logits, normed, rows, gates = router_kernel.norm_and_logits(
+                    plain, router, scale, eps, bias, gate_row
+                )
+                if gate is not None:
+                    values.put(gate.out, gates)
+                if norm is not None:
+                    values.put(x, normed)
+                values.put(without_views(x), rows)
+                return logits
+            if norm is not None:
+                assert scale is not None
+                form = Rows.empty(PLAIN, x.shape[0], x.shape[1], self._device)
+                values.put(x, rms_norm(values.plain(norm.x).contiguous(), scale, norm.eps, form))
+            if gate is not None and gate_row is not None:
+                values.put(gate.out, library_product(values.plain(x), gate_row, None))
+            logits = library_product(values.plain(x), router, None)
+            return logits if bias is None else logits + bias
+
+        def step(values: Values) -> None:
+            logits, counts = logits_of(values), values.plain(n_used)
+            ids, weights = route_kernel.route_and_weigh(route, weigh, logits, counts, by_choice)
+            values.put(stage.route, ids)
+            values.put(stage.weigh, weights)
+
+        return step
+
+    def _expert_ffn(
+        self, node: Tensor, added: Tensor | None, out: Tensor, shared: tuple[Tensor, Tensor] | None = None
+    ) -> Step:
         assert isinstance(node.op, ExpertFfn)
         (x, ids, weights), matrices, function = node.inputs[:3], node.inputs[3:6], node.op.function
         n_experts, n_tokens, k = matrices[0].shape[0], *ids.shape
@@ -190,28 +286,40 @@ class Steps:
         gate_bias, up_bias, down_bias = self._expert_biases(node)
         biases = None if gate_bias is None or up_bias is None else (gate_bias, up_bias)
         is_grouped = n_tokens >= grouped_kernel.MIN_TOKENS and all(m.is_packed for m in (gate, up, down))
+        gate_form, up_form, down_form = map(experts_kernel.operand_form, (gate, up, down))
+
+        def residual(values: Values) -> torch.Tensor | None:
+            return None if added is None else values.plain(added).contiguous()
+
+        def of_shared(values: Values) -> tuple[torch.Tensor, torch.Tensor] | None:
+            if shared is None:
+                return None
+            return values.plain(shared[0]).contiguous(), values.plain(shared[1]).contiguous()
 
         def one_by_one(values: Values) -> None:
-            chosen = values.plain(ids).contiguous()
-            gate_x, up_x = (values.rows(x, experts_kernel.operand_form(matrix)) for matrix in (gate, up))
-            hidden = experts_kernel.expert_hidden(gate, up, n_experts, gate_x, up_x, chosen, biases, function)
-            rows = self._converted(hidden, experts_kernel.operand_form(down))
-            shares = values.plain(weights).contiguous()
-            values.put(node, experts_kernel.expert_sum(down, n_experts, rows, chosen, shares, bias=down_bias))
+            chosen, shares = values.plain(ids).contiguous(), values.plain(weights).contiguous()
+            gate_x, up_x = values.rows(x, gate_form), values.rows(x, up_form)
+            hidden = experts_kernel.expert_hidden(
+                gate, up, n_experts, gate_x, up_x, chosen, biases, function, down_form
+            )
+            total = experts_kernel.expert_sum(
+                down, n_experts, hidden, chosen, shares, residual(values), down_bias, of_shared(values)
+            )
+            values.put(out, total)
 
         def grouped(values: Values) -> None:
-            chosen = values.plain(ids)
+            chosen, shares = values.plain(ids).contiguous(), values.plain(weights).contiguous()
             found = grouped_kernel.groups(chosen, n_experts)
             halves = values.rows(x, HALVES)
             hidden = grouped_kernel.grouped_hidden(gate, up, n_experts, halves, k, found, biases, function)
-            shares = values.plain(weights).contiguous()
             rows = self._converted(hidden, HALVES)
             parts = grouped_kernel.grouped_down(down, n_experts, rows, shares, found, down_bias)
-            is_used = (chosen >= 0)[:, :, None]
-            values.put(node, torch.where(is_used, parts.view(n_tokens, k, -1), 0.0).sum(1))
+            values.put(out, grouped_kernel.slot_sums(parts, chosen, residual(values), of_shared(values)))
 
         def empty(values: Values) -> None:
-            values.put(node, torch.zeros(node.shape, device=self._device))
+            nothing, common = residual(values), of_shared(values)
+            total = torch.zeros(node.shape, device=self._device) if nothing is None else nothing
+            values.put(out, total if common is None else total + common[0] * common[1].sigmoid())
 
         return empty if is_empty else grouped if is_grouped else one_by_one
 
@@ -230,6 +338,74 @@ class Steps:
             return Rows(PLAIN, values, values, values)
         return convert(values, Rows.empty(form, values.shape[0], values.shape[1], self._device))
 
+    def _nothing(self, node: Tensor) -> Step:
+        """Of a device without heads."""
+
+        def step(values: Values) -> None:
+            values.put(node, torch.empty(node.shape, device=self._device))
+
+        return step
+
+    def _causal_conv(self, node: Tensor) -> Step:
+        x, weight, state = node.inputs
+        taps = plain_values(self._matrices.get(weight.name, self._weights)).contiguous()
+
+        def step(values: Values) -> None:
+            planes, spans = values.plain(state)
+            values.put(
+                node, causal_conv(values.plain(x).contiguous(), taps, planes.states, planes.rings, spans)
+            )
+
+        return step
+
+    def _delta_net(self, node: Tensor, op: DeltaNet) -> Step:
+        """With decay and beta as they are."""
+        mixed, decay, beta, state = node.inputs
+
+        def step(values: Values) -> None:
+            planes, spans = values.plain(state)
+            given = values.plain(decay).contiguous(), values.plain(beta).contiguous()
+            out = delta_net(
+                values.plain(mixed).contiguous(), given, planes.states, planes.rings, spans,
+                eps=op.eps, is_cyclic=op.is_cyclic,
+            )  # fmt: skip
+            values.put(node, out)
+
+        return step
+
+    def _delta_rule(self, stage: DeltaRule) -> Step:
+        node, (mixed, *_, state) = stage.node, stage.node.inputs
+        assert isinstance(node.op, DeltaNet)
+        op, offset, factor = node.op, self._dense(stage.offset), self._dense(stage.factor)
+
+        def step(values: Values) -> None:
+            # Slices of one product, (rows, key heads, n): read where they lie.
+            a, b = (values.plain(without_views(t)) for t in (stage.a, stage.b))
+            if a.stride() != b.stride() or a.stride(-1) != 1 or a.dim() > 3:
+                a, b = values.plain(stage.a).contiguous(), values.plain(stage.b).contiguous()
+            planes, spans = values.plain(state)
+            out = delta_net(
+                values.plain(mixed).contiguous(), Gates(a, b, offset, factor), planes.states, planes.rings, spans,
+                eps=op.eps, is_cyclic=op.is_cyclic,
+            )  # fmt: skip
+            values.put(node, out)
+
+        return step
+
+    def _gated_norm(self, stage: GatedNorm) -> Step:
+        norm, gate, out = stage.norm, stage.gate, stage.out
+        assert norm.weight is not None
+        weight, (n_rows, n_heads, dim) = self._dense(norm.weight), out.shape
+        form = INT8 if self._forms.get(out) == INT8 else PLAIN
+
+        def step(values: Values) -> None:
+            factors = values.plain(gate)
+            factors = factors if factors.stride()[1:] == (dim, 1) else factors.contiguous()
+            rows = Rows.empty(form, n_rows, n_heads * dim, self._device)
+            values.put(out, gated_norm(values.plain(norm.x).contiguous(), factors, weight, norm.eps, rows))
+
+        return step
+
     def _choose(self, stage: Single) -> Step:
         """Rows of an activation; zeros for an id of -1."""
         (table, ids), out = stage.inputs, stage.out
@@ -238,6 +414,19 @@ class Steps:
             rows = values.plain(ids)
             chosen = values.plain(table)[rows.clamp(min=0).long()]
             values.put(out, torch.where((rows >= 0).view(-1, *[1] * (chosen.dim() - 1)), chosen, 0.0))
+
+        return step
+
+    def _local_ids(self, stage: Single) -> Step:
+        node, (ids,) = stage.node, stage.inputs
+        assert isinstance(node.op, LocalIds)
+        ranges = list(node.op.word.global_ranges(node.op.device))
+        if len(ranges) > 1 or not node.n_values:
+            return self._single(stage)
+        start, stop = ranges[0] if ranges else (0, 0)
+
+        def step(values: Values) -> None:
+            values.put(node, route_kernel.local_ids(values.plain(ids).contiguous(), start, stop))
 
         return step
 

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from motley.backends.cuda.planes import BLOCK
+from motley.backends.cuda.planes import BLOCK, PLAIN_KINDS
 from motley.graph import Tensor
-from motley.graph.ops import Attention, CacheStore, ExpertFfn, GetRows, Input, Route, RouteWeights, Weight
-from motley.plan import AttentionBlock, Gate, Linear, Norm, Single, Stage
+from motley.graph.ops import (
+    Attention,
+    CacheStore,
+    CausalConv,
+    DeltaNet,
+    ExpertFfn,
+    GetRows,
+    Input,
+    LocalIds,
+    Route,
+    RouteWeights,
+    Weight,
+)
+from motley.plan import (
+    AttentionBlock,
+    DeltaRule,
+    Experts,
+    Gate,
+    GatedNorm,
+    Linear,
+    Norm,
+    Routing,
+    Single,
+    Stage,
+)
 
 GATE_FUNCTIONS = ("silu", "gelu_tanh")
 EXPERT_FUNCTIONS = ("silu", "clamped_swiglu")
@@ -26,6 +49,14 @@ class CudaKernel:
                 return _gate(stage)
             case AttentionBlock():
                 return _attention_block(stage)
+            case Routing():
+                return _routing(stage)
+            case Experts():
+                return _expert_ffn(stage.node)
+            case DeltaRule():
+                return _delta_rule(stage)
+            case GatedNorm():
+                return _gated_norm(stage)
             case Single():
                 return _single(stage)
 
@@ -85,6 +116,44 @@ def _attention_block(stage: AttentionBlock) -> str | None:
         return "keys and values have rotations of different sizes"
     if not all(isinstance(t.op, Weight) for t in stage.attention.inputs[2:]):
         return "the sinks are no weight"
+    return None if stage.norms is None else _head_norms(stage.norms)
+
+
+def _head_norms(norms: tuple[Norm, Norm]) -> str | None:
+    if norms[0].eps != norms[1].eps:
+        return "norms of queries and keys differ"
+    if not all(norm.weight is not None and isinstance(norm.weight.op, Weight) for norm in norms):
+        return "the norms' factors are no weights"
+    return None
+
+
+def _routing(stage: Routing) -> str | None:
+    if stage.weight.dtype not in PLAIN_KINDS:
+        return "the router is packed"
+    if stage.bias is not None and not isinstance(stage.bias.op, Weight):
+        return "the bias is no weight"
+    if stage.shared_gate is not None and stage.shared_gate.weight.dtype != "F32":
+        return "the shared expert's gate is packed"
+    if stage.norm is not None and (reason := _norm(stage.norm)):
+        return reason
+    if len(stage.x.shape) != 2 or stage.x.shape[1] % BLOCK:
+        return f"rows are no whole blocks of {BLOCK}"
+    assert isinstance(stage.route.op, Route)
+    return _route(stage.route, stage.route.op)
+
+
+def _delta_rule(stage: DeltaRule) -> str | None:
+    if not all(isinstance(t.op, Weight) for t in (stage.offset, stage.factor)):
+        return "offset and factor are no weights"
+    return None if stage.node.n_values else "no heads"
+
+
+def _gated_norm(stage: GatedNorm) -> str | None:
+    weight, shape = stage.norm.weight, stage.out.shape
+    if weight is None or not isinstance(weight.op, Weight) or stage.norm.rows is not None:
+        return "the factors are no weight"
+    if stage.function != "silu" or len(shape) != 3 or shape[2] % BLOCK or not stage.out.n_values:
+        return f"takes heads of whole blocks of {BLOCK}, with silu"
     return None
 
 
@@ -95,6 +164,11 @@ def _single(stage: Single) -> str | None:
         return _expert_ffn(stage.node)
     if isinstance(stage.node.op, Route):
         return _route(stage.node, stage.node.op)
+    if isinstance(stage.node.op, CausalConv):
+        is_weight = isinstance(stage.node.inputs[1].op, Weight) and stage.node.inputs[1].dtype == "F32"
+        return None if is_weight else "the convolution's weight is no F32"
+    if isinstance(stage.node.op, LocalIds | DeltaNet):
+        return None
     if isinstance(stage.node.op, RouteWeights):
         return None if stage.node.shape[0] else "no tokens"
     return None if isinstance(stage.node.op, GetRows) and not stage.rotation else f"no {stage.node.op.name}"

@@ -28,6 +28,11 @@ class Values:
         base = without_views(node)
         return self._plain[base] if base is node else self._plain[base].reshape(node.shape)
 
+    def some(self, nodes: Iterable[Tensor]) -> dict[Tensor, Any]:
+        """The float32 tensors of nodes that have one, each by the node that it is a view of."""
+        bases = map(without_views, nodes)
+        return {base: self._plain[base] for base in bases if base in self._plain}
+
     def rows(self, node: Tensor, form: str) -> Rows:
         """In that form; made from float32, once, where no kernel left it so."""
         if form == PLAIN:

@@ -47,9 +47,11 @@ class LocalIds(Op):
 
 
 def mask_unowned(ids: Tensor, state: State, axis: int, device: int) -> Tensor:
-    """`ids` as local ids of `device` if the indexed tensor is split along `axis`; otherwise `ids` unchanged."""
-    is_cut = isinstance(state, Split) and state.axis == axis
-    return LocalIds(state.word, device)(ids) if isinstance(state, Split) and is_cut else ids
+    """`ids` as local ids of `device` if it has a part of the indexed tensor, cut along `axis`; otherwise `ids`."""
+    if not isinstance(state, Split) or state.axis != axis:
+        return ids
+    has_all = list(state.word.global_ranges(device)) == [(0, len(state.word))]
+    return ids if has_all else LocalIds(state.word, device)(ids)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@
 Each product may have a bias of its expert. For many tokens see `grouped_experts`.
 
 A matrix of experts is one matrix of all their rows: expert e's rows begin at e · rows. A slot whose id is -1 is
-skipped. Packed weights are multiplied with int8 rows, as in `matvec`; plain ones with float32. One program computes
-the sum, in the order of slots. Weights are read once for each token that uses them, which is efficient for few
-tokens. Reference: graph.ops.ExpertFfn.
+skipped. Packed weights are multiplied with int8 rows, as in `matvec`; plain ones with float32. A program of
+`expert_hidden` computes 32 values, which are one block of int8; one of `expert_sum` a few rows of all the token's
+experts, and sums them up. Weights are read once for each token that uses them, which is efficient for few tokens.
+Reference: graph.ops.ExpertFfn.
 """
 
 from __future__ import annotations
@@ -18,33 +19,57 @@ import triton
 import triton.language as tl
 
 from motley.backends.cuda.kernels.bits import INTERPRETED
-from motley.backends.cuda.kernels.matvec import row_products
-from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
+from motley.backends.cuda.kernels.matvec import block_products, load_blocks, load_vector, row_products
+from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
+from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows, store_rows
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
 from motley.backends.cuda.products import plain_values
 
-_TILE_BLOCKS = 256  # rows times blocks per program: eight for each thread of a warp
+_ROWS = 32  # of hidden values per program: a block of int8
+_SUM_TILE = 1024  # rows of experts times blocks per program
 
 
 @triton.jit
 def _products(
-    codes, high, scale, x, xs, xt, n, vector, quads,
+    codes, high, scale, x, xs, xt, n, vector, quads, ok,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Dot products of rows n (BN, 1) with vector number `vector` of x: (BN,)."""
+    """Dot products of rows n (BN, 1) with vectors of x, one or (BN, 1) numbers: (BN,). See `row_products`."""
     if KIND == "plain":
         acc = tl.zeros([BN, BB], tl.float32)
         for first in range(0, BLOCKS * 32, BB):
             c = first + tl.arange(0, BB)[None, :]
             inside = c < BLOCKS * 32
-            w = tl.load(codes + n * (BLOCKS * 32) + c, inside, other=0.0).to(tl.float32)
+            there = inside if ok is None else inside & ok
+            w = tl.load(codes + n * (BLOCKS * 32) + c, there, other=0.0).to(tl.float32)
             acc += w * tl.load(x + vector * (BLOCKS * 32) + c, inside, other=0.0)
         return tl.sum(acc, 1)
     else:
         return row_products(
             codes, high, scale, x + vector * (BLOCKS * 8), xs + vector * BLOCKS, xt + vector * BLOCKS, n, quads,
-            BLOCKS, KIND, BN, BB, INTERPRETED,
+            BLOCKS, KIND, BN, BB, INTERPRETED, ok,
         )  # fmt: skip
+
+
+@triton.jit
+def _pair_products(
+    gate, gate_high, gate_scale, up, up_high, up_scale, x, xs, xt, n, token, quads,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """`_products` of gates and of ups of one kind: their blocks are on their way at the same time."""
+    g_acc, u_acc = tl.zeros([BN, BB], tl.float32), tl.zeros([BN, BB], tl.float32)
+    zero = tl.zeros([BN, BB], tl.int32)
+    for first in range(0, BLOCKS, BB):
+        b = first + quads * 4 + tl.arange(0, BB)[None, :]  # see `row_products`
+        inside = b < BLOCKS
+        g, gw, g0, g1 = load_blocks(gate, gate_high, gate_scale, n, b, inside, BLOCKS, KIND)
+        u, uw, u0, u1 = load_blocks(up, up_high, up_scale, n, b, inside, BLOCKS, KIND)
+        v, s, t = load_vector(
+            x + token * (BLOCKS * 8), xs + token * BLOCKS, xt + token * BLOCKS, b, inside, BLOCKS, KIND
+        )
+        g_acc += block_products(g, gw, g0, g1, v, s, t, zero, KIND, PLAIN)
+        u_acc += block_products(u, uw, u0, u1, v, s, t, zero, KIND, PLAIN)
+    return tl.sum(g_acc, 1), tl.sum(u_acc, 1)
 
 
 @triton.jit
@@ -61,50 +86,76 @@ def gate_values(g, u, FUNCTION: tl.constexpr):
 @triton.jit(do_not_specialize=["quads"])
 def _hidden(
     gate, gate_high, gate_scale, up, up_high, up_scale, gate_x, gate_xs, gate_xt, up_x, up_xs, up_xt,
-    gate_bias, up_bias, ids, out, n_rows, quads,
+    gate_bias, up_bias, ids, values, scale, total, n_rows, quads,
     K: tl.constexpr, BLOCKS: tl.constexpr, GATE_KIND: tl.constexpr, UP_KIND: tl.constexpr,
-    BN: tl.constexpr, BB: tl.constexpr, FUNCTION: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
+    BN: tl.constexpr, BB: tl.constexpr, OUT_BLOCKS: tl.constexpr, FORM: tl.constexpr, FUNCTION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0).to(tl.int64)
+    let_next_start()
+    wait()
+    slot, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     expert = tl.load(ids + slot)
     if expert >= 0:
-        row = tl.program_id(1) * BN + tl.arange(0, BN)
+        row = tile * BN + tl.arange(0, BN)
         n = (expert.to(tl.int64) * n_rows + tl.minimum(row, n_rows - 1))[:, None]
         token = slot // K
-        g = _products(
-            gate, gate_high, gate_scale, gate_x, gate_xs, gate_xt, n, token, quads,
-            BLOCKS, GATE_KIND, BN, BB, INTERPRETED,
-        )  # fmt: skip
-        u = _products(
-            up, up_high, up_scale, up_x, up_xs, up_xt, n, token, quads, BLOCKS, UP_KIND, BN, BB, INTERPRETED
-        )
+        if GATE_KIND == UP_KIND and GATE_KIND != "plain":
+            g, u = _pair_products(
+                gate, gate_high, gate_scale, up, up_high, up_scale, gate_x, gate_xs, gate_xt, n, token, quads,
+                BLOCKS, GATE_KIND, BN, BB, INTERPRETED,
+            )  # fmt: skip
+        else:
+            g = _products(
+                gate, gate_high, gate_scale, gate_x, gate_xs, gate_xt, n, token, quads, None,
+                BLOCKS, GATE_KIND, BN, BB, INTERPRETED,
+            )  # fmt: skip
+            u = _products(
+                up, up_high, up_scale, up_x, up_xs, up_xt, n, token, quads, None,
+                BLOCKS, UP_KIND, BN, BB, INTERPRETED,
+            )  # fmt: skip
         if HAS_BIAS:
             at = expert.to(tl.int64) * n_rows + row
             g += tl.load(gate_bias + at, row < n_rows, other=0.0)
             u += tl.load(up_bias + at, row < n_rows, other=0.0)
-        tl.store(out + slot * n_rows + row, gate_values(g, u, FUNCTION), row < n_rows)
+        v = gate_values(g, u, FUNCTION)
+        if FORM == "int8":
+            store_rows(v[None, :], values, scale, total, slot, tile + tl.arange(0, 1), OUT_BLOCKS, FORM)
+        else:
+            tl.store(values + slot * n_rows + row, v, row < n_rows)
 
 
 @triton.jit(do_not_specialize=["quads"])
 def _sum(
-    down, high, scale, x, xs, xt, bias, ids, weights, residual, out, n_rows, quads,
-    K: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr,
+    down, high, scale, x, xs, xt, bias, ids, weights, residual, shared, gate, out, n_rows, quads,
+    K: tl.constexpr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr,
+    BB: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SHARED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * BN + tl.arange(0, BN)
-    total = tl.zeros([BN], tl.float32)
+    let_next_start()
+    wait()
+    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN
+    i = tl.arange(0, SLOTS * BN)  # BN rows of each slot's expert
+    choice, row = i // BN, first + i % BN
+    slot = token * K + choice
+    expert = tl.load(ids + slot, choice < K, other=-1)
+    ok = (expert >= 0) & (row < n_rows)
+    n = tl.where(ok, expert.to(tl.int64) * n_rows + row, 0)
+    slot = tl.where(ok, slot, token * K)
+    found = _products(
+        down, high, scale, x, xs, xt, n[:, None], slot[:, None], quads, ok[:, None],
+        BLOCKS, KIND, SLOTS * BN, BB, INTERPRETED,
+    )  # fmt: skip
+    if HAS_BIAS:
+        found += tl.load(bias + n, ok, other=0.0)
+    # What is not ok has read another slot's hidden values, which may be undefined.
+    found = tl.where(ok, found * tl.load(weights + slot, ok, other=0.0), 0.0)
+    total = tl.sum(tl.reshape(found, [SLOTS, BN]), 0)
+    row = first + tl.arange(0, BN)
     if HAS_RESIDUAL:
         total += tl.load(residual + token * n_rows + row, row < n_rows, other=0.0)
-    for i in range(K):
-        slot = token * K + i
-        expert = tl.load(ids + slot)
-        if expert >= 0:
-            n = (expert.to(tl.int64) * n_rows + tl.minimum(row, n_rows - 1))[:, None]
-            found = _products(down, high, scale, x, xs, xt, n, slot, quads, BLOCKS, KIND, BN, BB, INTERPRETED)
-            if HAS_BIAS:
-                found += tl.load(bias + expert.to(tl.int64) * n_rows + row, row < n_rows, other=0.0)
-            total += tl.load(weights + slot) * found
+    if HAS_SHARED:
+        share = 1.0 / (1.0 + tl.exp(-tl.load(gate + token)))
+        total += share * tl.load(shared + token * n_rows + row, row < n_rows, other=0.0)
     tl.store(out + token * n_rows + row, total, row < n_rows)
 
 
@@ -129,10 +180,12 @@ def _kind(weight: WeightPlanes) -> str:
     return weight.kind if weight.is_packed else "plain"
 
 
-def _tile(n_columns: int) -> tuple[int, int]:
-    """The number of rows per program, and of a row's blocks per iteration."""
-    blocks = max(4, min(128, triton.next_power_of_2(n_columns // BLOCK)))
-    return _TILE_BLOCKS // blocks, blocks
+def _n_blocks(n_columns: int) -> int:
+    """Blocks of a row per iteration: those of the shortest rows at once, of others as many as leave few unused."""
+    n: int = max(4, triton.next_power_of_2(n_columns // BLOCK))
+    if n <= 32:
+        return n
+    return 64 if n_columns // BLOCK % 64 == 0 else 32
 
 
 def expert_hidden(
@@ -144,8 +197,9 @@ def expert_hidden(
     ids: torch.Tensor,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     function: str = "silu",
-) -> torch.Tensor:
-    """hidden (tokens · k, ff) float32, undefined where ids (tokens, k) are -1; x in the forms that gate and up take.
+    form: str = PLAIN,
+) -> Rows:
+    """hidden (tokens · k, ff) in `form`, undefined where ids (tokens, k) are -1; x in the forms that gate and up take.
 
     `biases`: of gate and up, (experts, ff) float32.
     """
@@ -154,13 +208,13 @@ def expert_hidden(
     assert (gate_x.form, up_x.form) == (operand_form(gate), operand_form(up))
     assert ids.is_contiguous()
     assert ids.dtype == torch.int32
-    rows, blocks = _tile(gate.n_columns)
-    hidden = torch.empty(ids.numel(), n_rows, device=ids.device)
-    _hidden[(ids.numel(), triton.cdiv(n_rows, rows))](
-        *_planes(gate), *_planes(up), *_operand(gate_x), *_operand(up_x), *(biases or (hidden, hidden)), ids, hidden,
-        n_rows, 0,
-        K=k, BLOCKS=gate.n_columns // BLOCK, GATE_KIND=_kind(gate), UP_KIND=_kind(up), BN=rows, BB=blocks,
-        FUNCTION=function, HAS_BIAS=biases is not None, INTERPRETED=INTERPRETED, num_warps=1,
+    hidden = Rows.empty(form, ids.numel(), n_rows, ids.device)
+    _hidden[(ids.numel(), triton.cdiv(n_rows, _ROWS))](
+        *_planes(gate), *_planes(up), *_operand(gate_x), *_operand(up_x),
+        *(biases or (hidden.scale, hidden.scale)), ids, hidden.bytes_or_values, hidden.scale, hidden.total, n_rows, 0,
+        K=k, BLOCKS=gate.n_columns // BLOCK, GATE_KIND=_kind(gate), UP_KIND=_kind(up), BN=_ROWS,
+        BB=_n_blocks(gate.n_columns), OUT_BLOCKS=n_rows // BLOCK, FORM=form, FUNCTION=function,
+        HAS_BIAS=biases is not None, INTERPRETED=INTERPRETED, num_warps=8, **overlapping(),
     )  # fmt: skip
     return hidden
 
@@ -173,17 +227,23 @@ def expert_sum(
     weights: torch.Tensor,
     residual: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    shared: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """out (tokens, embd) float32 from hidden (tokens · k, ff), in the form that down takes. `bias`: (experts, embd)"""
+    """out (tokens, embd) float32 from hidden (tokens · k, ff), in the form that down takes. `bias`: (experts, embd)
+
+    `shared`: a shared expert's result (tokens, embd) and its gate (tokens, 1).
+    """
     n_rows, (n_tokens, k) = down.n_rows // max(n_experts, 1), ids.shape
     assert hidden.form == operand_form(down)
     assert weights.is_contiguous()
-    rows, blocks = _tile(down.n_columns)
+    slots, blocks = triton.next_power_of_2(k), _n_blocks(down.n_columns)
+    rows = max(1, _SUM_TILE // (slots * blocks))
     out = torch.empty(n_tokens, n_rows, device=ids.device)
     _sum[(n_tokens, triton.cdiv(n_rows, rows))](
         *_planes(down), *_operand(hidden), out if bias is None else bias, ids, weights,
-        out if residual is None else residual, out, n_rows, 0,
-        K=k, BLOCKS=down.n_columns // BLOCK, KIND=_kind(down), BN=rows, BB=blocks,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, INTERPRETED=INTERPRETED, num_warps=1,
+        out if residual is None else residual, *(shared or (out, out)), out, n_rows, 0,
+        K=k, SLOTS=slots, BLOCKS=down.n_columns // BLOCK, KIND=_kind(down), BN=rows, BB=blocks,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_SHARED=shared is not None,
+        INTERPRETED=INTERPRETED, num_warps=4, **overlapping(),
     )  # fmt: skip
     return out

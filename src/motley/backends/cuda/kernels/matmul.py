@@ -54,13 +54,13 @@ def tile_values(
 
 
 @triton.constexpr_function
-def _has_totals(kind):
+def has_totals(kind):
     """Kinds of nibbles whose zero or minimum is a product of its own, with the totals of blocks."""
     return kind == "Q4_0" or kind == "Q4_K"
 
 
 @triton.jit
-def _nibble_tiles(word, w, w_small, i: tl.constexpr, PLAIN: tl.constexpr):
+def nibble_tiles(word, w, w_small, i: tl.constexpr, PLAIN: tl.constexpr):
     """Values 4j + i and 16 + 4j + i before their zero or minimum: one permutation for both, and a multiply-add each.
 
     1024 · w is exact, so that (1024 + c) · w - 1024 · w is c · w, rounded once. Upper nibbles are 16 times too large:
@@ -92,13 +92,13 @@ def tile_products(
         else:
             w0, w1 = both_halves(w, PLAIN)
         x_at = x + m * 32 * BLOCKS + 4 * j * BLOCKS + b[:, None]  # (BB, BM)
-        if _has_totals(KIND):
+        if has_totals(KIND):
             # A quarter of it with each of the four words.
             extra = w1 * (-0.25 if KIND == "Q4_K" else -2.0)
             acc = tl.dot(extra, tl.load(x_total + m * BLOCKS + b[:, None], given, other=0.0), acc)
             w_small = w0 * 0.0625
             for i in tl.static_range(4):
-                low, upper = _nibble_tiles(word, w0, w_small, i, PLAIN)
+                low, upper = nibble_tiles(word, w0, w_small, i, PLAIN)
                 acc = tl.dot(low, tl.load(x_at + i * BLOCKS, given, other=0.0), acc)
                 acc = tl.dot(upper, tl.load(x_at + (16 + i) * BLOCKS, given, other=0.0), acc)
         else:

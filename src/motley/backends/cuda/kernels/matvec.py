@@ -37,15 +37,73 @@ def _with_high_bits(nibbles, high, shift: tl.constexpr):
 
 
 @triton.jit
+def load_blocks(codes, high, scale, n, b, there, BLOCKS: tl.constexpr, KIND: tl.constexpr):
+    """Blocks b (1, BB) of rows n (BN, 1): words of codes, scales, high bits; (BN, BB) each."""
+    WORDS: tl.constexpr = 8 if KIND == "Q8_0" else 4
+    words = ()
+    for j in tl.static_range(WORDS):
+        words = words + (tl.load(codes + (n * WORDS + j) * BLOCKS + b, there, other=0),)  # type: ignore[assignment]
+    w = tl.load(scale + n * BLOCKS + b, there, other=0)
+    h0, h1 = w, w
+    if KIND == "Q6_K":
+        h0 = tl.load(high + n * 2 * BLOCKS + b, there, other=0)
+        h1 = tl.load(high + (n * 2 + 1) * BLOCKS + b, there, other=0)
+    return words, w, h0, h1
+
+
+@triton.jit
+def load_vector(xq, xs, xt, b, inside, BLOCKS: tl.constexpr, KIND: tl.constexpr):
+    """Blocks b of a vector of int8: its eight words, scales, and totals where this kind of weights needs them."""
+    words = ()
+    for j in tl.static_range(8):
+        words = words + (tl.load(xq + j * BLOCKS + b, inside, other=0),)  # type: ignore[assignment]
+    s = tl.load(xs + b, inside, other=0.0)
+    t = s
+    if KIND == "Q4_0" or KIND == "Q4_K":
+        t = tl.load(xt + b, inside, other=0.0)
+    return words, s, t
+
+
+@triton.jit
+def block_products(words, w, h0, h1, x, s, t, zero, KIND: tl.constexpr, PLAIN: tl.constexpr):
+    """What each block adds to its row's product; see `load_blocks` and `load_vector`."""
+    d, e = zero, zero  # of the low and the high half of blocks
+    for j in tl.static_range(4):
+        word, upper = words[j], words[j + 4 if KIND == "Q8_0" else j]
+        low = word
+        if has_levels(KIND):
+            low, upper = levels_of(word, KIND, False, PLAIN), levels_of(word, KIND, True, PLAIN)
+        elif KIND != "Q8_0":
+            low, upper = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
+        if KIND == "Q6_K":
+            low, upper = _with_high_bits(low, h0, 2 * j), _with_high_bits(upper, h1, 2 * j)
+            e = dp4a(upper, x[j + 4] + zero, e, PLAIN)
+        else:
+            d = dp4a(upper, x[j + 4] + zero, d, PLAIN)
+        d = dp4a(low, x[j] + zero, d, PLAIN)
+    if KIND == "Q6_K":
+        return s * (
+            low_half(w).to(tl.float32) * d.to(tl.float32) + high_half(w).to(tl.float32) * e.to(tl.float32)
+        )
+    elif KIND == "Q8_0" or has_levels(KIND):
+        return w.to(tl.float32) * (s * d.to(tl.float32))
+    elif KIND == "Q4_0":
+        return w.to(tl.float32) * (s * d.to(tl.float32) - 8.0 * t)
+    else:
+        return low_half(w).to(tl.float32) * (s * d.to(tl.float32)) - high_half(w).to(tl.float32) * t
+
+
+@triton.jit
 def row_products(
     codes, high, scale, xq, xs, xt, n, quads,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, PLAIN: tl.constexpr,
+    ok=None,
 ):  # fmt: skip
-    """Products of rows n (BN, 1) of a packed matrix with one vector: (BN,).
+    """Products of rows n (BN, 1) of a packed matrix with one vector, or with one for each row: (BN,).
 
-    Weights are loaded before the vector, which the kernel before may still compute (`overlap`).
+    xq, xs, xt: the vector's addresses, one of each or (BN, 1). Rows that are not `ok` (BN, 1) are not read. Weights are
+    read before what an earlier kernel computes is waited for.
     """
-    N_WORDS: tl.constexpr = 8 if KIND == "Q8_0" else 4
     acc = tl.zeros([BN, BB], tl.float32)
     zero = tl.zeros([BN, BB], tl.int32)
     for first in range(0, BLOCKS, BB):
@@ -53,44 +111,11 @@ def row_products(
         # plane, also of float16, where it would prefer eight and then exchange them through shared memory.
         b = first + quads * 4 + tl.arange(0, BB)[None, :]  # (1, BB)
         inside = b < BLOCKS
-        w = tl.load(scale + n * BLOCKS + b, inside, other=0)
-        if KIND == "Q6_K":
-            h0 = tl.load(high + n * 2 * BLOCKS + b, inside, other=0)
-            h1 = tl.load(high + (n * 2 + 1) * BLOCKS + b, inside, other=0)
-        words = ()
-        for j in tl.static_range(N_WORDS):
-            words = words + (tl.load(codes + (n * N_WORDS + j) * BLOCKS + b, inside, other=0),)  # type: ignore[assignment]
+        there = inside if ok is None else inside & ok
+        words, w, h0, h1 = load_blocks(codes, high, scale, n, b, there, BLOCKS, KIND)
         wait()
-        s = tl.load(xs + b, inside, other=0.0)
-        d, e = zero, zero  # of the low and the high half of blocks
-        for j in tl.static_range(4):
-            x_low = tl.load(xq + j * BLOCKS + b, inside, other=0)
-            x_high = tl.load(xq + (j + 4) * BLOCKS + b, inside, other=0)
-            if KIND == "Q8_0":
-                low, upper = words[j], words[j + 4]  # type: ignore[var-annotated]
-            else:
-                word = words[j]  # type: ignore[var-annotated]
-                if has_levels(KIND):
-                    low, upper = levels_of(word, KIND, False, PLAIN), levels_of(word, KIND, True, PLAIN)
-                else:
-                    low, upper = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F  # type: ignore[assignment]
-            if KIND == "Q6_K":
-                low, upper = _with_high_bits(low, h0, 2 * j), _with_high_bits(upper, h1, 2 * j)
-                e = dp4a(upper, x_high + zero, e, PLAIN)
-            else:
-                d = dp4a(upper, x_high + zero, d, PLAIN)
-            d = dp4a(low, x_low + zero, d, PLAIN)
-        if KIND == "Q6_K":
-            acc += s * (
-                low_half(w).to(tl.float32) * d.to(tl.float32) + high_half(w).to(tl.float32) * e.to(tl.float32)
-            )
-        elif KIND == "Q8_0" or has_levels(KIND):
-            acc += w.to(tl.float32) * (s * d.to(tl.float32))
-        elif KIND == "Q4_0":
-            acc += w.to(tl.float32) * (s * d.to(tl.float32) - 8.0 * tl.load(xt + b, inside, other=0.0))
-        else:
-            acc += low_half(w).to(tl.float32) * (s * d.to(tl.float32))
-            acc -= high_half(w).to(tl.float32) * tl.load(xt + b, inside, other=0.0)
+        x, s, t = load_vector(xq, xs, xt, b, inside, BLOCKS, KIND)
+        acc += block_products(words, w, h0, h1, x, s, t, zero, KIND, PLAIN)
     return tl.sum(acc, 1)
 
 
@@ -120,6 +145,8 @@ class Tile:
 
 def tile_for(n_columns: int) -> Tile:
     """A whole row of up to 4096 values is one warp's; longer ones are four warps'."""
+    if n_columns <= 64 * BLOCK:
+        return Tile(4, 64, 1)
     return Tile(2, 128, 1) if n_columns <= 128 * BLOCK else Tile(1, 512, 4)
 
 

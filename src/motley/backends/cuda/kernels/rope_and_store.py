@@ -1,7 +1,7 @@
 """Queries, keys and values on their way into attention: rotary positions, the Hadamard rotation, and the cache.
 
-One program for a token's head. Queries: rotated by position, then (quantized keys) by H → q. Keys: the same → cache.
-Values: by H where they are quantized → cache (`quantize`). A slot of -1 stores nothing.
+One program for a token's head. Queries: normed, where the model does so, rotated by position, then (quantized keys) by
+H → q. Keys: the same → cache. Values: by H where they are quantized → cache (`quantize`). A slot of -1 stores nothing.
 Reference: graph.ops.Rope, graph.ops.Hadamard, kvcache.store.Store.write.
 """
 
@@ -21,10 +21,10 @@ from motley.backends.cuda.kernels.tiles import CachePlanes
 
 @triton.jit
 def _rope(
-    x, at, position, frequencies, magnitude, DIM: tl.constexpr, D: tl.constexpr, N_DIMS: tl.constexpr,
-    HALVES: tl.constexpr,
+    x, at, norm, eps, position, frequencies, magnitude, DIM: tl.constexpr, D: tl.constexpr, N_DIMS: tl.constexpr,
+    HALVES: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """x[at + 0 … DIM] rotated by position, and zeros up to D; the partner of a dim is read again, from memory."""
+    """x[at + 0 … DIM], normed, rotated by position, zeros up to D; the partner of a dim is read again, from memory."""
     d = tl.arange(0, D)
     v = tl.load(x + at + d, d < DIM, other=0.0)
     moves = d < N_DIMS
@@ -35,17 +35,22 @@ def _rope(
         is_first, pair, partner = d % 2 == 0, d // 2, d ^ 1
     angle = position.to(tl.float32) * tl.load(frequencies + pair, moves, other=0.0)
     other = tl.load(x + at + partner, moves, other=0.0)
+    if NORMS:
+        factor = tl.rsqrt(tl.sum(v * v, 0) / DIM + eps)
+        v = v * factor * tl.load(norm + d, d < DIM, other=0.0)
+        other = other * factor * tl.load(norm + partner, moves, other=0.0)
     sine = tl.where(is_first, -tl.sin(angle), tl.sin(angle))
     return tl.where(moves, (v * tl.cos(angle) + other * sine) * magnitude, v)
 
 
 @triton.jit(do_not_specialize=["head_rows", "first_row"])
 def _rope_and_store(
-    q, k, v, q_stride, k_stride, v_stride, positions, slots, frequencies, magnitude,
+    q, k, v, q_stride, k_stride, v_stride, q_norm, k_norm, eps, positions, slots, frequencies, magnitude,
     q_out, keys, values, head_rows, first_row,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, BS: tl.constexpr, N_DIMS: tl.constexpr, HALVES: tl.constexpr,
     ROTATION: tl.constexpr, LOG_ROTATION: tl.constexpr, ROTATE_K: tl.constexpr, ROTATE_V: tl.constexpr,
+    NORMS: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
     wait()
@@ -55,7 +60,8 @@ def _rope_and_store(
     N: tl.constexpr = triton.next_power_of_2(TILES)
     D: tl.constexpr = N * 32
     if head < Q_HEADS:
-        x = _rope(q, row * q_stride + head * DIM, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES)
+        at = row * q_stride + head * DIM
+        x = _rope(q, at, q_norm, eps, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES, NORMS)
         if ROTATE_K:
             x = rotated(x, D, ROTATION, LOG_ROTATION)
         d = tl.arange(0, D)
@@ -64,7 +70,8 @@ def _rope_and_store(
         return
     elif head < Q_HEADS + KV_HEADS:
         kv = head - Q_HEADS
-        x = _rope(k, row * k_stride + kv * DIM, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES)
+        at = row * k_stride + kv * DIM
+        x = _rope(k, at, k_norm, eps, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES, NORMS)
         if ROTATE_K:
             x = rotated(x, D, ROTATION, LOG_ROTATION)
         store_head(x, keys, slot, first_row + kv, head_rows, K_KIND, TILES, N, BS)
@@ -87,6 +94,19 @@ class RopeTable:
     magnitude: float
 
 
+@dataclass(frozen=True, eq=False)
+class HeadNorms:
+    """Norms of each head's queries and keys, before they are rotated: float32 (dim,) each."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    eps: float
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, float]:
+        return self.queries, self.keys, self.eps
+
+
 def rope_and_store(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -102,6 +122,7 @@ def rope_and_store(
     rotate_k: bool,
     rotate_v: bool,
     rotation: int | None = None,
+    norms: HeadNorms | None = None,
 ) -> torch.Tensor:
     """q, k, v (rows, heads, dim) float32, each row contiguous → q_out, and K and V in the cache at `slots` (int32).
 
@@ -116,11 +137,12 @@ def rope_and_store(
     assert dim % rotation == rotation & (rotation - 1) == 0, "only powers of two have a Hadamard matrix"
     n_kv_heads = k.shape[1]
     _rope_and_store[(n_rows, n_heads + 2 * n_kv_heads)](
-        q, k, v, q.stride(0), k.stride(0), v.stride(0), positions, slots, rope.frequencies, rope.magnitude,
+        q, k, v, q.stride(0), k.stride(0), v.stride(0), *(norms.arguments if norms else (q, k, 0.0)),
+        positions, slots, rope.frequencies, rope.magnitude,
         q_out, keys.writable, values.writable, keys.codes.shape[1], head_rows.start,
         K_KIND=keys.kind, V_KIND=values.kind, Q_HEADS=n_heads, KV_HEADS=n_kv_heads, DIM=dim,
         BS=keys.block_size, N_DIMS=rope.n_dims, HALVES=rope.halves, ROTATION=rotation,
         LOG_ROTATION=rotation.bit_length() - 1,
-        ROTATE_K=rotate_k, ROTATE_V=rotate_v, num_warps=1, **overlapping(),
+        ROTATE_K=rotate_k, ROTATE_V=rotate_v, NORMS=norms is not None, num_warps=1, **overlapping(),
     )  # fmt: skip
     return q_out

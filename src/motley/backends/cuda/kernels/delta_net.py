@@ -1,0 +1,192 @@
+"""The gated delta rule: for each value head with the matrix S (key dim, value dim), row after row of a sequence,
+
+    m = Sᵀ·k, o = Sᵀ·q          delta = beta · (v - e^decay · m)
+    out = (e^decay · o + (k·q) · delta) / sqrt(key dim)          S ← e^decay · S + k · deltaᵀ
+
+Columns of S never meet: a program has some columns of one head's S of one sequence in registers while it goes through
+all rows. Pending tokens come first, from their ring. q and k are divided by their length. With `gates`, decay and beta
+are computed here: decay = factor · softplus(a + offset), beta = σ(b). `_delta_pending` stores what a later batch needs
+of rows that stay pending, when no program reads the ring any more. Spans: kvcache.state_arena.StateSpan; one without
+rows is padding. Reference: graph.ops.DeltaNet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
+
+_COLUMNS = 8  # of a program: one sector of memory
+
+
+@dataclass(frozen=True, eq=False)
+class Gates:
+    """What decay and beta are made from. a and b: (rows, …, n): value head h is at [row, h // n, h % n]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    offset: torch.Tensor  # (heads,)
+    factor: torch.Tensor  # (heads,)
+
+
+@triton.jit
+def _gates(
+    a, b, offset, factor, row, head, row_stride, key_stride, EACH: tl.constexpr, COMPUTES: tl.constexpr
+):  # fmt: skip
+    """decay and beta of a row."""
+    at = row * row_stride + head // EACH * key_stride + head % EACH
+    x, y = tl.load(a + at), tl.load(b + at)
+    if COMPUTES:
+        x += tl.load(offset + head)
+        x = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0)))) * tl.load(factor + head)
+        y = 1.0 / (1.0 + tl.exp(-y))
+    return x, y
+
+
+@triton.jit
+def _unit(x, eps):
+    return x * tl.rsqrt(tl.sum(x * x, 0) + eps)
+
+
+@triton.jit(do_not_specialize=["ring_size", "row_stride", "key_stride"])
+def _delta_net(
+    mixed, a, b, offset, factor, states, rings, spans, out, ring_size, eps, scale, row_stride, key_stride,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    EACH: tl.constexpr, CYCLIC: tl.constexpr, COMPUTES: tl.constexpr,
+):  # fmt: skip
+    let_next_start()
+    wait()
+    span, head = spans + tl.program_id(0) * 9, tl.program_id(1)
+    n_rows = tl.load(span + 1)
+    if n_rows > 0:
+        first_row, position, source = (
+            tl.load(span).to(tl.int64),
+            tl.load(span + 2),
+            tl.load(span + 3).to(tl.int64),
+        )
+        n_read, source_ring, target = (
+            tl.load(span + 4),
+            tl.load(span + 5).to(tl.int64),
+            tl.load(span + 6).to(tl.int64),
+        )
+        n_folded = tl.load(span + 7) - position
+        key = head % KEYS if CYCLIC else head // (HEADS // KEYS)
+        d, c = tl.arange(0, D), tl.program_id(2) * C + tl.arange(0, C)
+        in_key, in_value = d < KD, c < VD
+        inside = in_key[:, None] & in_value[None, :]
+        place = (head * KD + d)[:, None] * VD + c[None, :]
+        s = tl.load(states + source * (HEADS * KD * VD) + place, inside & (source >= 0), other=0.0).to(
+            tl.float32
+        )
+        for p in range(n_read, position):
+            token = rings + ((source_ring * ring_size + p % ring_size) * HEADS + head) * (KD + VD + 2)
+            k = tl.load(token + d, in_key, other=0.0)
+            v = tl.load(token + KD + c, in_value, other=0.0)
+            decay = tl.exp(tl.load(token + KD + VD))
+            delta = tl.load(token + KD + VD + 1) * (v - decay * tl.sum(s * k[:, None], 0))
+            s = decay * s + k[:, None] * delta[None, :]
+        kept = states + target * (HEADS * KD * VD) + place
+        if n_folded == 0:
+            tl.store(kept, s.to(states.dtype.element_ty), inside)
+        W: tl.constexpr = 2 * KEYS * KD + HEADS * VD
+        at = mixed + first_row * W
+        q = tl.load(at + key * KD + d, in_key, other=0.0)
+        k = tl.load(at + (KEYS + key) * KD + d, in_key, other=0.0)
+        v = tl.load(at + 2 * KEYS * KD + head * VD + c, in_value, other=0.0)
+        decay, beta = _gates(a, b, offset, factor, first_row, head, row_stride, key_stride, EACH, COMPUTES)
+        for i in range(n_rows):
+            # The next row is loaded while this one is computed.
+            more = i + 1 < n_rows
+            following = first_row + tl.where(more, i + 1, i)
+            at = mixed + following * W
+            next_q = tl.load(at + key * KD + d, in_key, other=0.0)
+            next_k = tl.load(at + (KEYS + key) * KD + d, in_key, other=0.0)
+            next_v = tl.load(at + 2 * KEYS * KD + head * VD + c, in_value, other=0.0)
+            next_decay, next_beta = _gates(
+                a, b, offset, factor, following, head, row_stride, key_stride, EACH, COMPUTES
+            )
+            q, k, fade = _unit(q, eps), _unit(k, eps), tl.exp(decay)
+            delta = beta * (v - fade * tl.sum(s * k[:, None], 0))
+            result = fade * tl.sum(s * q[:, None], 0) + tl.sum(k * q, 0) * delta
+            s = fade * s + k[:, None] * delta[None, :]
+            tl.store(out + ((first_row + i) * HEADS + head) * VD + c, result * scale, in_value)
+            if i + 1 == n_folded:
+                tl.store(kept, s.to(states.dtype.element_ty), inside)
+            q, k, v, decay, beta = next_q, next_k, next_v, next_decay, next_beta
+
+
+@triton.jit(do_not_specialize=["ring_size", "row_stride", "key_stride"])
+def _delta_pending(
+    mixed, a, b, offset, factor, rings, spans, ring_size, eps, row_stride, key_stride,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    EACH: tl.constexpr, CYCLIC: tl.constexpr, COMPUTES: tl.constexpr,
+):  # fmt: skip
+    let_next_start()
+    wait()
+    span, head = spans + tl.program_id(0) * 9, tl.program_id(1)
+    n_rows = tl.load(span + 1)
+    if n_rows > 0:
+        first_row, position = tl.load(span).to(tl.int64), tl.load(span + 2)
+        n_written, target_ring = tl.load(span + 7), tl.load(span + 8).to(tl.int64)
+        key = head % KEYS if CYCLIC else head // (HEADS // KEYS)
+        d, c = tl.arange(0, D), tl.arange(0, V)
+        W: tl.constexpr = 2 * KEYS * KD + HEADS * VD
+        for p in range(n_written, position + n_rows):
+            row = first_row + p - position
+            at = mixed + row * W
+            k = _unit(tl.load(at + (KEYS + key) * KD + d, d < KD, other=0.0), eps)
+            v = tl.load(at + 2 * KEYS * KD + head * VD + c, c < VD, other=0.0)
+            decay, beta = _gates(a, b, offset, factor, row, head, row_stride, key_stride, EACH, COMPUTES)
+            token = rings + ((target_ring * ring_size + p % ring_size) * HEADS + head) * (KD + VD + 2)
+            tl.store(token + d, k, d < KD)
+            tl.store(token + KD + c, v, c < VD)
+            tl.store(token + KD + VD, decay)
+            tl.store(token + KD + VD + 1, beta)
+
+
+def delta_net(
+    mixed: torch.Tensor,
+    gates: Gates | tuple[torch.Tensor, torch.Tensor],
+    states: torch.Tensor,
+    rings: torch.Tensor,
+    spans: torch.Tensor,
+    *,
+    eps: float,
+    is_cyclic: bool,
+) -> torch.Tensor:
+    """mixed (rows, q | k | v) float32, gates or (decay, beta) (rows, heads) → (rows, heads, value dim).
+
+    states: (slots, heads, key dim, value dim); rings: (rings, tokens, heads, k | v | decay | beta) float32; spans:
+    int32 (sequences, 9). Rows of no span are undefined.
+    """
+    _, heads, key_dim, value_dim = states.shape
+    keys = (mixed.shape[1] - heads * value_dim) // (2 * key_dim)
+    assert mixed.is_contiguous()
+    out = torch.empty(mixed.shape[0], heads, value_dim, device=mixed.device)
+    ring_size = max(1, rings.shape[1])
+    if isinstance(gates, Gates):
+        a, b, offset, factor = gates.a, gates.b, gates.offset, gates.factor
+    else:
+        (a, b), offset, factor = gates, mixed, mixed
+    assert a.stride() == b.stride()
+    assert a.stride(-1) == 1
+    each = a.shape[-1]
+    strides = a.stride(0), a.stride(1) if a.dim() == 3 else 0
+    sizes = {
+        "HEADS": heads, "KEYS": keys, "KD": key_dim, "VD": value_dim, "D": triton.next_power_of_2(key_dim),
+        "EACH": each, "CYCLIC": is_cyclic, "COMPUTES": isinstance(gates, Gates), **overlapping(),
+    }  # fmt: skip
+    _delta_net[(len(spans), heads, triton.cdiv(value_dim, _COLUMNS))](
+        mixed, a, b, offset, factor, states, rings, spans, out, ring_size, eps, key_dim**-0.5, *strides,
+        C=_COLUMNS, num_warps=1, **sizes,
+    )  # fmt: skip
+    if rings.numel():
+        _delta_pending[(len(spans), heads)](
+            mixed, a, b, offset, factor, rings, spans, ring_size, eps, *strides,
+            V=triton.next_power_of_2(value_dim), num_warps=1, **sizes,
+        )  # fmt: skip
+    return out
