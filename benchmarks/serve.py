@@ -203,6 +203,7 @@ def report(n_clients: int, rounds: list[tuple[Round, Round]], n_tokens: int) -> 
 
 def front_alone(options: argparse.Namespace) -> None:
     mock = [sys.executable, str(HERE / "mock_engine.py"), "--parallel", "64"]
+    mock += ["--steps-per-second", str(options.steps)]
     with running([sys.executable, "-c", FRONT, *mock]) as (url, pid):
         for path in ("/v1/completions", "/v1/chat/completions"):
             request = body(options.tokens)
@@ -223,6 +224,9 @@ def front_alone(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--front", action="store_true", help="the front alone, with a mock engine")
+    parser.add_argument(
+        "--steps", type=float, default=0.0, help="with --front: steps/s of the mock; default: no pause"
+    )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument(
         "--tokens", type=int, default=0, help="of each answer; default 128, with --front 1000"
