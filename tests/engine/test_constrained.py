@@ -73,7 +73,7 @@ def test_answers_match_random_schemas(llm: LLM) -> None:
                 )
             else:
                 assert answer.finish_reason == "length", number
-    assert n_finished > 50  # the digits of a number may go on and on
+    assert n_finished > 30  # the digits of a number may go on and on
 
 
 @pytest.mark.parametrize("pattern", [r"[0-9]{3}-[a-z]{2,4}", r"(yes|no)!?", r"\d+(\.\d{1,3})?", "ä{3}[𝄞é]+x"])
