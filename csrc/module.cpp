@@ -311,7 +311,7 @@ NB_MODULE(_core, m) {
     nb::class_<SharedGroup, Group>(m, "SharedGroup", "A group of devices in several processes of this machine.")
         .def(nb::init<int, int64_t, int>(), "file"_a, "offset"_a, "n_devices"_a)
         .def_static("n_bytes", &SharedGroup::n_bytes, "n_devices"_a);
-    nb::exception<Aborted>(m, "HungUpError");
+    nb::exception<Aborted>(m, "AbortedError");
     bind_program(m);
     nb::class_<Team>(m, "Team", "Runs the programs of several devices at the same time; the first on the caller's thread.")
         .def(nb::init<int>(), "n_devices"_a)

@@ -49,7 +49,7 @@ class NativeRendezvous:
     def __init__(self, group: Any) -> None:
         """`group`: the module's Group, or its SharedGroup."""
         self.group = group
-        self.aborted_error: type[Exception] = core.HungUpError
+        self.aborted_error: type[Exception] = core.AbortedError
 
     @property
     def is_shared(self) -> bool:
