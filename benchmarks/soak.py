@@ -79,6 +79,7 @@ class FakeRunner:
     windows = (None, WINDOW)
     is_broken_off = False
     n_plans = 0
+    hidden = None
 
     def __init__(self, cache: CacheManager, rng: random.Random, failure_odds: float = 0.0) -> None:
         self.cache = cache

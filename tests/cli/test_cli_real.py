@@ -52,7 +52,7 @@ def test_speculation_shows_tokens_a_step_and_leaves_the_text(
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (("--spec", "mtp"), "not available yet"),
+        (("--spec", "mtp"), "no multi-token prediction layer"),
         (("--spec", "draft"), "there is no draft model"),
         (("--draft-max", "64"), "--draft-max is 64"),
         (("-md", "missing.gguf"), "missing.gguf"),
