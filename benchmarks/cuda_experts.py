@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.watching import watch_steps
 from motley import LLM
 from motley.bench import Workload, measure, random_model_path, write_random_model
 
@@ -65,6 +66,7 @@ class Bench:
             "failures": self.llm.warm_up.failures,
         }
         self._rng = random.Random(1)
+        self.steps = watch_steps(self.llm.engine)
 
     def speed(self, *workloads: Workload, repetitions: int = 3) -> dict[str, Any]:
         found = measure(self.llm, workloads, repetitions)
@@ -76,32 +78,15 @@ class Bench:
 
     def serve(self, n: int, n_prompt: int, n_new: int, **sampling: Any) -> dict[str, Any]:
         """Greedy requests at once: tokens per second in all, and of the steps in which all decode."""
-        engine, steps = self.llm.engine, []
-        compute, step = engine._compute, engine.step
-        latest = [0, 0]
-
-        def watched_compute() -> Any:
-            done = compute()
-            latest[:] = done[0].n_tokens, len(done[1])
-            return done
-
-        def watched_step() -> None:
-            started = time.perf_counter()
-            step()
-            steps.append((*latest, time.perf_counter() - started))
-
-        engine._compute, engine.step = watched_compute, watched_step  # type: ignore[method-assign]
-        try:
-            started = time.perf_counter()
-            prompts = self.prompts(n, n_prompt)
-            done = self.llm.generate(prompts, max_tokens=n_new, ignore_eos=True, temperature=0.0, **sampling)
-            elapsed = time.perf_counter() - started
-        finally:
-            engine._compute, engine.step = compute, step  # type: ignore[method-assign]
+        self.steps.clear()
+        started = time.perf_counter()
+        prompts = self.prompts(n, n_prompt)
+        done = self.llm.generate(prompts, max_tokens=n_new, ignore_eos=True, temperature=0.0, **sampling)
+        elapsed = time.perf_counter() - started
         failed = [str(each.error) for each in done if each.error is not None]
-        times = sorted(seconds for n_tokens, chosen, seconds in steps if n_tokens == chosen == n)
+        times = sorted(seconds for n_tokens, chosen, seconds in self.steps if n_tokens == chosen == n)
         if failed or not times:
-            return {"failed": failed[:2], "n_steps": len(steps)}
+            return {"failed": failed[:2], "n_steps": len(self.steps)}
         return {
             "decode": round(n * len(times) / sum(times), 1),
             "decode_median": round(n / times[len(times) // 2], 1),

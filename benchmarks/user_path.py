@@ -32,6 +32,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.watching import watch_steps
+
 PARTS = ("import", "cold", "warm", "defaults", "long", "run")
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 0, "min_p": 0.0, "seed": 1}
@@ -68,22 +70,7 @@ class Watched:
         self.llm = LLM(path, **options)
         self.n_vocab = self.llm._loaded.engine.n_vocab
         self._n_asked = 0
-        self.steps: list[tuple[int, int, float]] = []  # tokens computed, tokens chosen, seconds
-        engine = self.llm._loaded.engine
-        compute, step = engine._compute, engine.step
-        latest = [0, 0]
-
-        def watched_compute() -> Any:
-            done = compute()
-            latest[:] = done[0].n_tokens, len(done[1])
-            return done
-
-        def watched_step() -> None:
-            started = time.perf_counter()
-            step()
-            self.steps.append((latest[0], latest[1], time.perf_counter() - started))
-
-        engine._compute, engine.step = watched_compute, watched_step  # type: ignore[method-assign]
+        self.steps = watch_steps(self.llm._loaded.engine)
 
     def loaded(self) -> dict[str, Any]:
         warm_up = self.llm.warm_up
@@ -333,7 +320,17 @@ def make_model(shape: str) -> Path:
 def run_part(part: str, args: argparse.Namespace, folder: Path, cache: Path) -> dict[str, Any]:
     """The part's rows, measured in a separate process."""
     out = folder / f"{part}.json"
-    command = [sys.executable, __file__, "--part", part, "--model", str(args.model), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.user_path",
+        "--part",
+        part,
+        "--model",
+        str(args.model),
+        "--out",
+        str(out),
+    ]
     command += ["--device", args.device, "--n-new", str(args.n_new), "--long-prompt", str(args.long_prompt)]
     started = time.perf_counter()
     print(f"{part}:", flush=True)

@@ -29,8 +29,8 @@ BOYS = (
     "Moritz Ned Nils Noah Oleg Oscar Otis Otto Paul Pavel Pete Piet Ralf Ravi Rob Rolf Ron Sam Saul Seth Simon Sven Ted "
     "Theo Tim Toby Tom Ugo Victor Vito Walt Will Yuri Zeno"
 ).split()
-# Initials of a story's hero whom nobody has named, and of the friend. In greedy answers, small models otherwise take the
-# most likely name twice.
+# First letters of names: of the hero, if the request does not name one, and of the friend. With the same letters for both,
+# a small model's greedy answer gives both the same, most likely name.
 HEROES, FRIENDS = "ABCDEFGHIJK", "LMNOPQRSTUVWXYZ"
 ANIMALS = (
     "fox bear rabbit mouse hedgehog squirrel frog duck goat cat dog owl badger otter beaver lamb donkey pig hen goose "

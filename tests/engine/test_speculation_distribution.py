@@ -19,7 +19,7 @@ from motley.engine.engine import Engine
 
 N_DRAWS = 1600
 TOP_P = 0.75
-TEXT = "The dog saw the cat. The dog saw the bird. The dog saw the"
+TEXT = "The boy saw a cat. The boy saw a bird. The boy saw a"
 Triple = tuple[int, int, int]
 
 
@@ -87,7 +87,7 @@ def z_score(found: Counter[Triple], expected: dict[Triple, float]) -> float:
     counts = np.array([found[triple] for triple in cells] + [N_DRAWS - sum(found[t] for t in cells)])
     probs = np.array([expected[triple] for triple in cells])
     means = N_DRAWS * np.append(probs, 1 - probs.sum())
-    assert len(cells) > 8
+    assert len(cells) > 12
     statistic = float(((counts - means) ** 2 / means).sum())
     n = len(cells)
     return float(((statistic / n) ** (1 / 3) - (1 - 2 / (9 * n))) / (2 / (9 * n)) ** 0.5)

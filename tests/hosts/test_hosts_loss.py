@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
     "spec": "off",
 }
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 40}
-SECONDS = 300
+SECONDS = 120
 
 
 @pytest.fixture(scope="module")

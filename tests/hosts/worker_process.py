@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-_SECONDS = 300
+_SECONDS = 120  # to start: a loaded machine imports torch slowly
 
 
 class WorkerProcess:

@@ -250,6 +250,6 @@ def test_a_router_with_its_norm_and_experts_with_their_residual_become_stages() 
     assert [type(stage) for stage in stages] == [Routing, Experts]
     assert stages[0].outputs == (normed, ids, weights)
     assert stages[1].inputs[-1] is x
-    # Nobody but the stage may read what is inside of it.
+    # A value that another node reads cannot be inside a stage: the graph's output `logits` prevents this one.
     stages = fuse(Graph.of(out, logits), lambda stage: True)
     assert [type(stage) for stage in stages] == [Norm, Linear, Single, Single, Experts]

@@ -245,7 +245,9 @@ def test_an_interrupt_while_devices_work_is_raised_when_they_have_ended(
         if device == 0:
             while len(ended) < N - 1:  # the others are past the barrier
                 pass
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # also wakes a thread that waits
+            signal.pthread_kill(
+                threading.main_thread().ident, signal.SIGINT
+            )  # also wakes a thread that waits
             while not group._barrier.broken:  # until the others are told to stop
                 pass
         ended.append(device)

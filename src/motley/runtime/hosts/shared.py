@@ -50,7 +50,7 @@ def open_shared(rank: int, owners: Sequence[int], publish: Publish, lookup: Look
         return _agreed(file, rank, owners, publish, lookup)
     finally:
         if path is not None:
-            path.unlink(missing_ok=True)  # whoever needs it has mapped it
+            path.unlink(missing_ok=True)  # all processes have mapped the file, and a mapping needs no name
 
 
 def _agreed(

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
+from motley.backends.cuda.kernels.spans import load_span
 
 
 @triton.jit
@@ -42,20 +43,10 @@ def _causal_conv(
 ):  # fmt: skip
     let_next_start()
     wait()
-    span = spans + tl.program_id(0) * 9
-    n_rows = tl.load(span + 1)
+    first_row, n_rows, position, source, n_read, source_ring, target, n_written, target_ring = load_span(
+        spans, tl.program_id(0)
+    )
     if n_rows > 0:
-        first_row, position, source = (
-            tl.load(span).to(tl.int64),
-            tl.load(span + 2),
-            tl.load(span + 3).to(tl.int64),
-        )
-        n_read, source_ring, target = (
-            tl.load(span + 4),
-            tl.load(span + 5).to(tl.int64),
-            tl.load(span + 6).to(tl.int64),
-        )
-        n_written, target_ring = tl.load(span + 7), tl.load(span + 8).to(tl.int64)
         n_pend = position - n_read
         c = (tl.program_id(1) * C + tl.arange(0, C))[None, :]
         inside = c < CHANNELS

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
+from motley.backends.cuda.kernels.spans import load_span
 
 _COLUMNS = 8  # of a program: one sector of memory
 
@@ -60,20 +61,12 @@ def _delta_net(
 ):  # fmt: skip
     let_next_start()
     wait()
-    span, head = spans + tl.program_id(0) * 9, tl.program_id(1)
-    n_rows = tl.load(span + 1)
+    first_row, n_rows, position, source, n_read, source_ring, target, n_written, _ = load_span(
+        spans, tl.program_id(0)
+    )
+    head = tl.program_id(1)
     if n_rows > 0:
-        first_row, position, source = (
-            tl.load(span).to(tl.int64),
-            tl.load(span + 2),
-            tl.load(span + 3).to(tl.int64),
-        )
-        n_read, source_ring, target = (
-            tl.load(span + 4),
-            tl.load(span + 5).to(tl.int64),
-            tl.load(span + 6).to(tl.int64),
-        )
-        n_folded = tl.load(span + 7) - position
+        n_folded = n_written - position
         key = head % KEYS if CYCLIC else head // (HEADS // KEYS)
         d, c = tl.arange(0, D), tl.program_id(2) * C + tl.arange(0, C)
         in_key, in_value = d < KD, c < VD
@@ -127,11 +120,9 @@ def _delta_pending(
 ):  # fmt: skip
     let_next_start()
     wait()
-    span, head = spans + tl.program_id(0) * 9, tl.program_id(1)
-    n_rows = tl.load(span + 1)
+    first_row, n_rows, position, _, _, _, _, n_written, target_ring = load_span(spans, tl.program_id(0))
+    head = tl.program_id(1)
     if n_rows > 0:
-        first_row, position = tl.load(span).to(tl.int64), tl.load(span + 2)
-        n_written, target_ring = tl.load(span + 7), tl.load(span + 8).to(tl.int64)
         key = head % KEYS if CYCLIC else head // (HEADS // KEYS)
         d, c = tl.arange(0, D), tl.arange(0, V)
         W: tl.constexpr = 2 * KEYS * KD + HEADS * VD
