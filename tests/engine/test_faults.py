@@ -157,6 +157,21 @@ def test_a_request_that_always_fails_ends_alone(llm: LLM, undisturbed: list[tupl
     llm._call(llm._loaded.cache.check_integrity)
 
 
+@pytest.mark.parametrize("llm", ["native"], indirect=True)
+def test_a_lone_request_that_fails_twice_ends_with_the_first_error(llm: LLM) -> None:
+    numbers = iter(range(1, 10))
+
+    def failing(batch: Any, tokens: Any, copies: Any) -> Any:
+        raise DeviceError(f"failure {next(numbers)}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm._loaded.runner, "run", failing)
+        for message in ("failure 1", "failure 3"):
+            with pytest.raises(DeviceError, match=message):
+                llm.generate([5, 6, 7], max_tokens=4)
+    llm._call(llm._loaded.cache.check_integrity)
+
+
 def test_a_broken_engine_says_so_instead_of_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(bundled_model_path(), n_ctx=64) as llm:
         scheduler = llm._loaded.engine.scheduler

@@ -25,7 +25,8 @@ def test_a_demand_paged_cache_takes_memory_and_gives_it_back(load: Load) -> None
     pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
     llm = load(n_ctx=8192, kv_cache_demand_paged=True)
     idle = resident(llm)
-    llm.generate(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True)  # loads kernels, makes plans
+    for _ in range(2):  # loads kernels, makes plans and captures them: graphs keep their memory
+        llm.generate(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True)
     llm.memory()  # the engine has given back what that request held
     torch.cuda.empty_cache()
     n_free = torch.cuda.mem_get_info()[0]
@@ -80,6 +81,27 @@ def test_a_request_that_runs_out_of_memory_fails_and_the_next_is_answered(
         with pytest.raises(MotleyError, match="out of memory"):
             llm.generate(PROMPT[:400], max_tokens=8, temperature=0.0)
     assert llm.generate("Once upon a time", max_tokens=8, temperature=0.0).tokens == expected
+
+
+def test_the_first_prompt_of_the_engines_thread_is_captured(load: Load) -> None:
+    llm = load(n_ctx=4096, n_batch=2048)  # loading has run a batch of 2048 rows, in another thread
+    prompt = PROMPT[:2048]
+    answers = [llm.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True) for _ in range(3)]
+    assert all(answer.tokens == answers[0].tokens for answer in answers)
+
+
+@pytest.mark.parametrize("n_left", [96, 256, 1024])
+def test_prompts_are_answered_where_little_memory_is_left(load: Load, n_left: int) -> None:
+    """MiB: not enough for graphs, or only for some of them."""
+    llm = load(n_ctx=4096, n_batch=2048)
+    sizes = (2048, 1500, 700, 300, 40, 2048, 1500)
+    ask = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    expected = [llm.generate(PROMPT[:n], **ask).tokens for n in sizes]
+    llm = load(n_ctx=4096, n_batch=2048)
+    torch.cuda.empty_cache()
+    hog = torch.empty(torch.cuda.mem_get_info()[0] - n_left * MIB, dtype=torch.uint8, device="cuda:0")
+    assert [llm.generate(PROMPT[:n], **ask).tokens for n in sizes] == expected
+    del hog
 
 
 def test_captured_graphs_share_the_memory_of_their_outputs(load: Load) -> None:

@@ -21,6 +21,7 @@ from motley.gguf import read_spec
 from motley.graph.ops import Weight
 from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, GraphOptions, build_graph, read_params
+from motley.plan import activation_bytes
 from motley.runtime import CacheConfig, CacheFit, ModelSplit, fit_cache, make_crew, split_model
 from motley.runtime.budget import device_needs
 from motley.runtime.defaults import chosen_crew
@@ -138,9 +139,9 @@ def test_weights_count_as_they_lie_on_the_gpu(kind: str) -> None:
 def test_slots_of_experts_count_if_they_take_more_than_loading() -> None:
     spec = read_spec(bundled_experts_path())
     params = read_params(spec)
-    few, many = (
-        workspace_bytes(build_graph(spec, params, BatchShape(n, 1), GraphOptions(64))) for n in (1, 4096)
-    )
+    few_rows, many_rows = (build_graph(spec, params, BatchShape(n, 1), GraphOptions(64)) for n in (1, 4096))
+    few, many = workspace_bytes(few_rows), workspace_bytes(many_rows)
     n_slots, n_embd, n_ff = 4096 * 4, 256, 96
-    assert many - RESERVE == n_slots * (6 * n_ff + 8 * n_embd)
+    in_graphs = n_slots * (6 * n_ff + 8 * n_embd) + 2 * activation_bytes(many_rows)
+    assert many - RESERVE == n_slots * (6 * n_ff + 8 * n_embd) + in_graphs
     assert RESERVE < few < many

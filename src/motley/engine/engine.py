@@ -77,6 +77,7 @@ class Engine:
         self._chooser: Chooser | None = None  # created when the device of the logits is known
         self._ahead: _Planned | None = None  # the look-ahead plan, valid if no request changes
         self._running: _Running | None = None  # the step that is already launched
+        self._first_error: BaseException | None = None  # of the last failed step, if it had a single request
         self._drafts: dict[Request, Draft] = {}  # of the step that is being computed
         self._foretold: list[Found] | None = None  # the tokens of all its rows, if they were chosen at once
         self._is_blocked = False  # in the latest step, no request had room in the cache
@@ -412,9 +413,12 @@ class Engine:
             return
         self._ahead = self._running = None
         failed = self.scheduler.abandon()
-        if failed is not None:
+        if failed is None:
+            # Of a single request, the next error may be but a consequence of this one.
+            self._first_error = error if self.scheduler.n_suspects == 1 else None
+        else:
             self.scheduler.remove(failed)
-            self._fail(failed, error)
+            self._fail(failed, self._first_error or error)
         if self.runner.is_broken_off:
             self.lose_crew(as_motley_error(error))
 

@@ -98,6 +98,10 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
+    def n_suspects(self) -> int:
+        return len(self._suspects)
+
+    @property
     def requests(self) -> list[Request]:
         return [*self.running, *self.waiting]
 

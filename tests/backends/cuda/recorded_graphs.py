@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from triton.runtime.interpreter import GridExecutor
 
+from motley.backends.cuda.capture import CaptureError
+
 _execute = GridExecutor.__call__
 
 
@@ -62,13 +64,26 @@ class RecordedGraph(TorchDispatchMode):
 class RecordingPool:
     """Stands in for capture.GraphPool."""
 
+    def __init__(self) -> None:
+        self.n_bytes = 2**30  # that a capture may take
+        self.failures: list[Exception] = []  # of the next captures
+
     def capture(self, work: Callable[[], Any]) -> RecordedGraph:
+        if self.failures:
+            raise CaptureError(self.failures.pop(0))
         return RecordedGraph(work)
+
+    def peak_of(self, work: Callable[[], None]) -> int:
+        work()
+        return 2**20
+
+    def has_room(self, n_bytes: int) -> bool:
+        return n_bytes <= self.n_bytes
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes programs on the CPU capture."""
+def graphs(monkeypatch: pytest.MonkeyPatch) -> RecordingPool:
+    """Makes programs on the CPU capture. Returns the pool of all of them."""
     from motley.backends.cuda import backend, program, prompt_graphs, runs
 
     def launch(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
@@ -77,6 +92,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             RecordedGraph.current.launch(executor, args, kwargs)
 
+    pool = RecordingPool()
     original = program.Program.__init__
 
     def capturing(self: program.Program, *args: Any, **kwargs: Any) -> None:
@@ -85,7 +101,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(GridExecutor, "__call__", launch)
     monkeypatch.setattr(program.Program, "__init__", capturing)
-    monkeypatch.setattr(backend, "GraphPool", lambda device: RecordingPool())
+    monkeypatch.setattr(backend, "GraphPool", lambda device: pool)
     for module in (runs, prompt_graphs):
         monkeypatch.setattr(module, "alias_of", lambda tensor: tensor)
     monkeypatch.setattr(runs.Lanes, "side_by_side", staticmethod(lambda n, device: runs.Lanes()))
+    return pool

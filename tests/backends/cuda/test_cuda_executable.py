@@ -20,7 +20,16 @@ from motley.graph import CACHE, Graph
 from motley.kvcache.arena import Arena, GroupBatch, LayerGroup
 from motley.kvcache.types import CacheType, get_cache_type
 from motley.models import BatchShape, GraphOptions, build_graph, read_params
-from motley.plan import AttentionBlock, DevicePlan, Gate, Linear, Norm, Single, Stage
+from motley.plan import (
+    AttentionBlock,
+    DevicePlan,
+    Gate,
+    Linear,
+    Norm,
+    Single,
+    Stage,
+    activation_bytes,
+)
 
 
 def filled_arena(kind: CacheType, batch: GroupBatch) -> Arena:
@@ -144,7 +153,7 @@ def test_stages_of_a_layer() -> None:
 
 
 def test_the_workspace_holds_the_matrices_that_are_unpacked_at_once() -> None:
-    graph, _ = small_graph("Q8_0", get_cache_type("f16"), BatchShape(256, 1))
+    graph, _ = small_graph("Q8_0", get_cache_type("f16"), BatchShape(1, 1))
     at_once = [
         sum(part.weight.n_values for part in stage.parts)
         for stage in stages_of(graph)
@@ -152,3 +161,6 @@ def test_the_workspace_holds_the_matrices_that_are_unpacked_at_once() -> None:
     ]
     assert max(at_once) > max(weight.n_values for weight in graph.weights)
     assert workspace_bytes(graph) == RESERVE + 4 * max(at_once)  # while they are repacked
+    graph, _ = small_graph("Q8_0", get_cache_type("f16"), BatchShape(256, 1))
+    in_graphs = 2 * max(at_once) + 2 * activation_bytes(graph)
+    assert workspace_bytes(graph) == RESERVE + 2 * max(at_once) + in_graphs  # while they run

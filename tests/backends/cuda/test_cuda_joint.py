@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from cuda_models import DIM, SIZE, inputs_of, make_batch, make_spec, use_few_programs
+from recorded_graphs import RecordingPool
 
 from motley.backends import Executable, join
 from motley.backends.cuda import backend as backend_module
@@ -184,13 +185,13 @@ def test_a_batch_that_cannot_be_captured_for_want_of_memory_is_launched(
     batch, (member,) = make_batch([1], [1]), make_members("cpu", None, BatchShape(1, 1))
     joint = join([member.executable])
     assert isinstance(joint, runs.JointRun)
-    joint._captures = True
+    joint._captures, joint._pool = True, RecordingPool()  # type: ignore[assignment]
     logits = [joint.run([member.inputs(batch, [0])])[0][0].clone() for _ in range(4)]
     assert all(torch.equal(row, logits[0]) for row in logits)
     assert len(tries) == 1
 
     alone = runs.ThreadRun(joint._programs)
-    alone._captures = True
+    alone._captures, alone._pool = True, RecordingPool()  # type: ignore[assignment]
     alone.run([member.inputs(batch, [0])])
     with pytest.raises(DeviceError, match="out of memory"):
         alone.run([member.inputs(batch, [0])])

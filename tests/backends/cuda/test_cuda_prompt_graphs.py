@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from cuda_models import DIM, SIZE, inputs_of, make_batch, make_spec, use_few_programs
-from recorded_graphs import graphs  # noqa: F401  a fixture
+from recorded_graphs import RecordingPool, graphs  # noqa: F401  a fixture
 
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.executable import CudaExecutable
@@ -56,7 +56,7 @@ def inputs(graph: Graph, cache: Arena, batch: GroupBatch, first_token: int) -> d
 
 @pytest.mark.slow
 def test_replays_give_what_launches_give(
-    graphs: None,  # noqa: F811
+    graphs: RecordingPool,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_few_programs(monkeypatch)
@@ -75,3 +75,29 @@ def test_replays_give_what_launches_give(
         torch.testing.assert_close(got, expected)
         kinds.append(type(getattr(captured, "_prompt")))  # noqa: B009
     assert kinds == [type(None)] + [PromptGraphs] * (len(BATCHES) - 1)
+
+
+@pytest.mark.parametrize("reason", ["fails", "no memory"])
+def test_a_prompt_that_cannot_be_captured_is_launched(
+    graphs: RecordingPool,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
+) -> None:
+    use_few_programs(monkeypatch)
+    spec, weights = make_spec("Q8_0", n_layers=1)
+    graph = build_graph(spec, read_params(spec), BatchShape(N_ROWS, 1), GraphOptions(128))
+    run = CudaExecutable.join([prepare(graph, weights)])
+    assert run is not None
+    cache, results = arena(), []
+    if reason == "no memory":
+        graphs.n_bytes = 0
+    for number in range(3):
+        graphs.failures = (
+            [RuntimeError("cannot")] if number == 1 else []
+        )  # only the second one would be captured
+        ((logits,),) = run.run([inputs(graph, cache, make_batch([20], [20]), 0)])
+        results.append(logits.clone())
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
+    assert getattr(run, "_prompt") is None  # noqa: B009
+    assert len(graphs.failures) == 0

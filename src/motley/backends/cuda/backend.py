@@ -61,6 +61,8 @@ class CudaBackend(Backend):
     def finish_loading(self) -> None:
         with as_device_errors(self.device):
             self._uploader.finish()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what repacking took: a graph's memory is apart from torch's other memory
 
     def prepare(self, plan: DevicePlan, weights: Mapping[str, LoadedWeight]) -> Executable:
         with as_device_errors(self.device):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any
 
@@ -15,6 +14,15 @@ Part = tuple[Work | None, Callable[[], Work] | None]
 
 
 _capturing = Lock()  # torch allows one capture at a time in a process
+_MARGIN = 64 << 20  # bytes beside what a run took: the allocator's blocks in a graph's memory are other ones
+
+
+class CaptureError(Exception):
+    """A capture failed. Nothing of its work has run, and later captures are not affected."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class GraphPool:
@@ -27,29 +35,68 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-
-    @cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        """Where captures happen: torch's own stream for that belongs to the GPU of the process's first capture."""
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    @cached_property
-    def _keeper(self) -> torch.cuda.CUDAGraph:
-        return self._capture(lambda: torch.zeros(1, device=self._device), None)
+        self._keeper: torch.cuda.CUDAGraph | None = None
+        # Where captures happen: torch's own stream for that belongs to the GPU of the process's first capture.
+        self._stream: torch.cuda.Stream | None = None
+        self._abandoned: list[torch.cuda.CUDAGraph] = []  # torch may still refer to them
 
     def capture(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        """The kernels that `work` launches, as a graph; none of them runs yet."""
-        return self._capture(work, self._keeper.pool())
+        """The kernels that `work` launches, as a graph; none of them runs yet. CaptureError: there is no graph."""
+        with _capturing:
+            if self._keeper is None:
+                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                # Almost nothing, but not nothing: torch warns of an empty graph.
+                self._keeper = self._capture(
+                    lambda: torch.zeros(1, device=self._device), torch.cuda.graph_pool_handle()
+                )
+            return self._capture(work, self._keeper.pool())
 
     def _capture(self, work: Callable[[], Any], pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # Other devices' threads go on meanwhile; only this one's calls must be fit for capture.
-        mode = "thread_local"
-        with _capturing:
-            torch.cuda.synchronize(self._device)
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=mode):
+        with torch.cuda.stream(self._stream):
+            # A thread's first use of cuBLAS makes a handle, which fails in a capture and breaks it.
+            torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+            try:
+                # Other devices' threads go on meanwhile; only this one's calls must be fit for capture.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 work()
+                graph.capture_end()
+            except BaseException as error:
+                self._abandon(graph, pool)
+                if isinstance(error, Exception):
+                    raise CaptureError(error) from error
+                raise
         return graph
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """End a capture that failed. torch (2.11) ends neither the capture nor the recording into the pool if an
+        error has made the capture invalid, and refuses each later capture into the pool: these get another one.
+        """
+        try:
+            graph.capture_end()
+        except Exception:
+            with suppress(Exception):  # a later torch has ended it
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, pool)
+            self._abandoned.append(graph)
+            self._keeper = self._stream = None
+
+    def peak_of(self, work: Work) -> int:
+        """Runs `work`; returns the most bytes that it had allocated at a time."""
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        work()
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether the GPU has memory for a capture of work that takes `n_bytes`, some of it given back by torch.
+
+        Asked before a capture: one that finds no memory fails, and torch cannot free any meanwhile.
+        """
+        n_bytes += n_bytes // 4 + _MARGIN
+        if torch.cuda.mem_get_info(self._device)[0] < n_bytes:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0] >= n_bytes
 
 
 class Captured:

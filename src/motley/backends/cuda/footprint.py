@@ -9,7 +9,7 @@ import torch
 
 from motley.backends.base import Footprint
 from motley.backends.cuda.planes import plane_bytes
-from motley.backends.cuda.support import CudaKernel
+from motley.backends.cuda.support import MAX_KERNEL_ROWS, CudaKernel
 from motley.formats import get_format
 from motley.graph import Graph, Tensor
 from motley.graph.ops import ExpertFfn
@@ -18,6 +18,7 @@ from motley.plan import Linear, activation_bytes, fuse
 # Bytes: compiled kernels, the libraries' workspaces, what the allocator loses between its blocks.
 RESERVE = 512 << 20
 _REPACKING = 4  # bytes of temporary memory for each value of a matrix that is repacked
+_UNPACKED = 2  # bytes of each value of a matrix that is unpacked for a product with many rows
 
 
 def free_bytes(device: torch.device) -> int:
@@ -27,9 +28,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 def footprint(graph: Graph) -> Footprint:
-    # Activations twice: products read them in forms of their own, which lie beside them for a while.
     weights = sum(stored_bytes(weight) for weight in graph.weights)
-    return Footprint(weights, 2 * activation_bytes(graph), workspace_bytes(graph))
+    return Footprint(weights, _run_bytes(graph), workspace_bytes(graph))
+
+
+def _run_bytes(graph: Graph) -> int:
+    """Of activations, twice: products read them in forms of their own, which lie beside them for a while."""
+    return 2 * activation_bytes(graph)
 
 
 def stored_bytes(weight: Tensor) -> int:
@@ -41,11 +46,11 @@ def stored_bytes(weight: Tensor) -> int:
 
 
 def workspace_bytes(graph: Graph) -> int:
-    """Beside activations: what loading takes, or what a step takes for the slots of experts if that is more.
-
-    Other steps with many rows take less than loading, two bytes for each value.
+    """Beside activations: what loading takes, or, if that is more, what batches take for the slots of experts or for
+    unpacked matrices, once by launches and once in captured graphs, whose memory is apart.
     """
-    return RESERVE + max(_REPACKING * max(_at_once(graph), default=0), max(_slot_bytes(graph), default=0))
+    of_steps = max(max(_slot_bytes(graph), default=0), _UNPACKED * max(_unpacked(graph), default=0))
+    return RESERVE + max(_REPACKING * max(_at_once(graph), default=0), 2 * of_steps + _run_bytes(graph))
 
 
 def _slot_bytes(graph: Graph) -> Iterator[int]:
@@ -59,7 +64,18 @@ def _slot_bytes(graph: Graph) -> Iterator[int]:
 def _at_once(graph: Graph) -> Iterator[int]:
     """Values that are unpacked together: of a matrix, or of all that one stage multiplies by."""
     yield from (weight.n_values for weight in graph.weights)
-    kernel = CudaKernel()
-    for stage in fuse(graph, lambda stage: kernel.supports(stage) is None):
-        if isinstance(stage, Linear):
+    for stage in _linear_stages(graph):
+        yield sum(part.weight.n_values for part in stage.parts)
+
+
+def _unpacked(graph: Graph) -> Iterator[int]:
+    """Values of the matrices of each stage that unpacks them, for a product by the library."""
+    for stage in _linear_stages(graph):
+        if stage.x.shape[0] > MAX_KERNEL_ROWS:
             yield sum(part.weight.n_values for part in stage.parts)
+
+
+def _linear_stages(graph: Graph) -> Iterator[Linear]:
+    kernel = CudaKernel()
+    stages = fuse(graph, lambda stage: kernel.supports(stage) is None)
+    return (stage for stage in stages if isinstance(stage, Linear))

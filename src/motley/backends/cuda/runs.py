@@ -10,6 +10,7 @@ is one CUDA graph, in which the devices' kernels stand side by side between coll
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from motley.backends.cuda.capture import Captured, Lanes, Part, Work, alias_of
+from motley.backends.cuda.capture import Captured, CaptureError, Lanes, Part, Work, alias_of
 from motley.backends.cuda.collectives import run_collective
 from motley.backends.cuda.compiling import is_recording
 from motley.backends.cuda.failures import as_device_errors
@@ -31,6 +32,8 @@ from motley.backends.cuda.values import Values
 from motley.backends.paged import PagedLayer
 from motley.graph import I32, Tensor
 from motley.split.collectives import Receive, Send
+
+_log = logging.getLogger(__name__)
 
 Outputs = list[tuple[torch.Tensor, ...]]  # of each program
 
@@ -44,6 +47,8 @@ class Run(ABC):
         self._programs = programs
         self._device = programs[0].device
         self._captures = all(program.captures for program in programs)
+        self._pool = programs[0].pool
+        self._peak_bytes = 0  # that a run of launches had allocated: a graph needs about as much
         self._staging: Staging | None = None
         self._sources: dict[str, int] = {}  # which program's inputs have a name
         self._groups: dict[
@@ -84,17 +89,13 @@ class Run(ABC):
         if not staged.is_decode and self._captures and self.captures_prompts:
             return self._run_prompt(inputs, staged)
         values = self._begin(inputs, staged)
-        if staged.is_decode and self._captures and self._n_decodes > 1:
+        if staged.is_decode and self._can_capture(self._n_decodes):
             try:
                 return self._capture(values, staged.address)
-            except torch.OutOfMemoryError:
-                if not self.can_start_again:
-                    raise
-                self._captures = False  # launches, which share memory with everything else, may still do
-                torch.cuda.empty_cache()
+            except (CaptureError, torch.OutOfMemoryError) as error:
+                self._give_up_captures(error, can_start_again=self.can_start_again)
                 values = self._begin(inputs, staged)
-        self.execute(values)
-        return self._take(values)
+        return self._launch(values)
 
     def _run_prompt(self, inputs: Sequence[Mapping[str, Any]], staged: Staged) -> Outputs:
         """A batch with prompts. From the second one of this plan on, most of it is captured."""
@@ -103,29 +104,47 @@ class Run(ABC):
             self._prompt.replay(values[0])
             return self._prompt_outputs
         self._n_prompts += not is_recording()
-        if self._n_prompts <= 1 or is_recording():
-            self.execute(values)
-            return self._take(values)
+        if is_recording() or not self._can_capture(self._n_prompts):
+            return self._launch(values)
         self._prompt = None  # the memory of an earlier one is free now
         try:
             self._prompt = PromptGraphs(self._programs[0], values[0], staged.address)
-        except torch.OutOfMemoryError:
-            self._n_prompts = -(2**62)  # launches, which share memory with everything else, may still do
-            if self._state is not None:  # some layers may have stored their states already
-                raise
-            torch.cuda.empty_cache()
-            values = self._begin(inputs, staged)
-            self.execute(values)
-            return self._take(values)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            # Some layers may have stored their states already.
+            self._give_up_captures(error, can_start_again=self._state is None)
+            return self._launch(self._begin(inputs, staged))
         self._prompt_outputs = [tuple(map(alias_of, own)) for own in self._take(values)]
         return self._prompt_outputs
+
+    def _can_capture(self, n_runs: int) -> bool:
+        """Whether this run of its kind is captured: not the first, which compiles, nor one without memory for it."""
+        if n_runs < 2 or not self._captures:
+            return False
+        self._captures = self._pool.has_room(self._peak_bytes)
+        return self._captures
+
+    def _give_up_captures(self, error: Exception, *, can_start_again: bool) -> None:
+        """Launches, which share memory with everything else, may still do. What was captured is dropped."""
+        cause = error.cause if isinstance(error, CaptureError) else error
+        self._captures = False
+        if not can_start_again:
+            raise cause
+        _log.warning("%s: no CUDA graph, kernels are launched one by one: %s", self._device, cause)
+        torch.cuda.empty_cache()
+
+    def _launch(self, values: Sequence[Values]) -> Outputs:
+        if not self._captures or is_recording():
+            self.execute(values)
+        else:
+            self._peak_bytes = max(self._peak_bytes, self._pool.peak_of(partial(self.execute, values)))
+        return self._take(values)
 
     def _begin(self, inputs: Sequence[Mapping[str, Any]], staged: Staged) -> list[Values]:
         return [program.begin(own, staged) for program, own in zip(self._programs, inputs, strict=True)]
 
     def _capture(self, values: Sequence[Values], address: int) -> Outputs:
         self._captured = None  # the memory of an earlier one is free now
-        self._captured = Captured(self.parts(values), self._programs[0].pool)
+        self._captured = Captured(self.parts(values), self._pool)
         self._captured_at = address
         self._outputs = [tuple(map(alias_of, own)) for own in self._take(values)]
         return self._outputs

@@ -23,7 +23,7 @@ from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_rows
 from motley.backends.cuda.planes import BLOCK
 from motley.backends.cuda.products import joint_halves, library_product, plain_values, unpacked_product
-from motley.backends.cuda.support import is_lookup
+from motley.backends.cuda.support import MAX_KERNEL_ROWS, is_lookup
 from motley.backends.cuda.values import Values
 from motley.backends.cuda.weights import DeviceWeight, Matrices
 from motley.formats import PackedTensor
@@ -177,7 +177,7 @@ class Steps:
                 out = library_product(values.plain(x), plain_values(matrix), residual)
             elif form == INT8:
                 matvec_kernel.matvec(matrix, values.rows(x, INT8), out, residual)
-            elif n_tokens <= matmul_kernel.MAX_TOKENS:
+            elif n_tokens <= MAX_KERNEL_ROWS:
                 matmul_kernel.matmul(matrix, values.rows(x, HALVES), out, residual)
             else:
                 out = unpacked_product(matrix, values.rows(x, HALVES), residual)

@@ -31,6 +31,9 @@ from motley.plan import (
 )
 
 GATE_FUNCTIONS = ("silu", "gelu_tanh")
+MAX_KERNEL_ROWS = (
+    128  # of a product with packed weights; above, unpacking once and the library's product are faster
+)
 EXPERT_FUNCTIONS = ("silu", "clamped_swiglu")
 
 

@@ -174,9 +174,6 @@ def tile_for(weight: WeightPlanes, n_tokens: int) -> Tile:
     return Tile(64, 32, 4, 3 if is_tall or weight.n_rows <= 64 * _MULTIPROCESSORS // 2 else 2)
 
 
-MAX_TOKENS = 128  # above, unpacking once and the library's product are faster
-
-
 def matmul(
     weight: WeightPlanes,
     x: Rows,
