@@ -29,7 +29,7 @@ from motley.engine.engine import ON_LOSS, WAIT
 from motley.errors import ConfigError, DeviceError
 from motley.gguf import ModelSpec, read_spec
 from motley.kvcache.manager import CacheManager
-from motley.models import DecoderParams, check_tensors, read_params
+from motley.models import BatchShape, DecoderParams, check_tensors, read_params
 from motley.runtime import (
     MAX_LOGIT_ROWS,
     CacheConfig,
@@ -180,6 +180,8 @@ def load_model(
     n_batch, n_parallel = planned.n_batch, planned.n_parallel
     n_ctx, split, fit = context.n_ctx, context.split, context.fit
     require_host_memory(crew, fit.plan)
+    if not companions and not cache.demand_paged:
+        _offer_spare(split, fit, backends)
     manager = CacheManager(
         fit.plan.group_specs(),
         cache.block_size,
@@ -313,6 +315,14 @@ def _plan(crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options) 
     slow = dict.fromkeys(notice for _, notice in chosen)
     notices = (context.notice, experts_notice(crew, settled, params), *slow)
     return _Planned(settled, backends, context, n_batch, n_parallel, notices)
+
+
+def _offer_spare(split: ModelSplit, fit: CacheFit, backends: Sequence[Backend]) -> None:
+    """Tell each backend what memory its device has left beside the model and the cache."""
+    for index, (room, backend) in enumerate(zip(fit.room, backends, strict=True)):
+        if room is not None and split.crew.devices[index].host is None:
+            graph = split.share(index, BatchShape(1, 1)).graph
+            backend.offer_spare(room - fit.plan.n_bytes(index), graph)
 
 
 def _plan_beside(

@@ -12,9 +12,10 @@ pytest.importorskip("triton")
 
 from motley.assembly import Options, _plan_on_crew
 from motley.backends import Backend, backend_for
-from motley.backends.cuda.footprint import RESERVE, stored_bytes, workspace_bytes
+from motley.backends.cuda.backend import CudaBackend
+from motley.backends.cuda.footprint import RESERVE, copied_bytes, stored_bytes, workspace_bytes
 from motley.backends.cuda.weights import load
-from motley.bundled import bundled_experts_path
+from motley.bundled import bundled_experts_path, bundled_model_path
 from motley.errors import DeviceError
 from motley.formats import PackedTensor, get_format
 from motley.gguf import read_spec
@@ -145,3 +146,16 @@ def test_slots_of_experts_count_if_they_take_more_than_loading() -> None:
     in_graphs = n_slots * (6 * n_ff + 8 * n_embd) + 2 * activation_bytes(many_rows)
     assert many - RESERVE == n_slots * (6 * n_ff + 8 * n_embd) + in_graphs
     assert RESERVE < few < many
+
+
+def test_half_of_the_spare_memory_is_used_for_copies() -> None:
+    spec = read_spec(bundled_model_path())
+    graph = build_graph(spec, read_params(spec), BatchShape(1, 1), GraphOptions(64))
+    n_bytes = copied_bytes(graph)
+    matrices = [w for w in graph.weights if len(w.shape) == 2 and w.name != "token_embd.weight"]
+    assert n_bytes >= 2 * sum(weight.n_values for weight in matrices)
+    backend = CudaBackend("cpu")
+    for spare, is_kept in ((-5, False), (2 * n_bytes - 2, False), (2 * n_bytes, True)):
+        backend.offer_spare(spare, graph)
+        assert backend.kernel_variant is is_kept
+        assert bool(backend.details) is is_kept

@@ -156,6 +156,15 @@ class Backend(ABC):
         """Memory of its hardware that this process may still take; None: not known to be limited."""
         return None
 
+    def offer_spare(self, n_bytes: int, graph: Graph) -> None:
+        """Spare memory of its device, to make `graph` faster; said once, before anything is loaded."""
+        return
+
+    @property
+    def kernel_variant(self) -> object:
+        """What its kernels depend on beside the model and the hardware: the same value, the same kernels."""
+        return None
+
     def use_threads(self, n_threads: int, cores: Sequence[int] = ()) -> None:
         """What its device may use, and the cores that its threads keep to; said once, before anything is loaded."""
         return

@@ -82,7 +82,8 @@ class KernelWarmer:
             return
         self._is_gpu = not split.crew.hosts
         targets = sorted({compiling.Target.of(gpu) for gpu in gpus})
-        manifest = compiling.Manifest(targets, _description(split, cache), self._shapes)
+        variants = [backend.kernel_variant for backend in backends]
+        manifest = compiling.Manifest(targets, _description(split, cache), variants, self._shapes)
         if not manifest.exists and len(targets) == 1:  # several kinds of GPU: compiled at first use
             self._manifest, self._compiler = manifest, compiling.Compiler(targets[0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ pytest.importorskip("triton")
 from cuda_models import DIM, SIZE, inputs_of, make_batch, make_spec, use_few_programs
 
 from motley.backends import ReferenceBackend
+from motley.backends.cuda import steps
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.footprint import RESERVE, workspace_bytes
 from motley.formats import PackedTensor
@@ -129,6 +131,19 @@ def test_rows_that_pad_a_batch_change_nothing(
     assert torch.equal(logits[1][:2], logits[0])
     planes, padded = (arena.layer(0).values.planes for arena in arenas)
     assert all(torch.equal(planes[name], padded[name]) for name in planes)
+
+
+def test_copies_of_matrices_give_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_few_programs(monkeypatch)
+    monkeypatch.setattr(steps, "MIN_COPY_ROWS", 2)
+    kind, batch = get_cache_type("f16"), make_batch([9, 21], [1, 1])
+    graph, weights = small_graph("Q8_0", kind, BatchShape(2, 2))
+    backend, with_copies = CudaBackend("cpu"), CudaBackend("cpu")
+    with_copies.offer_spare(2**30, graph)
+    expected = run(backend, graph, weights, filled_arena(kind, batch), batch, [0, 1])
+    monkeypatch.setattr(steps.matmul_kernel, "matmul", Mock(side_effect=AssertionError("by packed weights")))
+    got = run(with_copies, graph, weights, filled_arena(kind, batch), batch, [0, 1])
+    assert float((got - expected).norm() / expected.norm()) < 5e-3
 
 
 def test_buckets_hold_what_they_are_for_and_are_few() -> None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from motley.backends.cuda import products
 from motley.backends.cuda.backend import CudaBackend
+from motley.backends.cuda.compiling import recording
 from motley.backends.cuda.kernels.matmul import matmul
 from motley.backends.cuda.kernels.matvec import Tile, matvec
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
 from motley.backends.cuda.planes import join_rows, to_planes
-from motley.backends.cuda.products import library_product, plain_values, unpacked_product
+from motley.backends.cuda.products import (
+    Copies,
+    library_product,
+    plain_values,
+    unpacked,
+    unpacked_product,
+)
 from motley.backends.cuda.weights import load
 from motley.formats import PackedTensor, get_format
 
@@ -148,8 +158,23 @@ def test_many_rows_go_through_unpacked_weights() -> None:
     torch.manual_seed(1)
     weight, x, residual = packed("Q6_K", 5), torch.randn(3, 256), torch.randn(3, 5)
     rows = convert(x, Rows.empty(HALVES, 3, 256, "cpu"))
-    out = unpacked_product(to_planes(weight), rows, residual)
+    out = unpacked_product(unpacked(to_planes(weight)), rows, residual)
     assert error(out, x @ weight.unpack().T + residual) < 2e-3
+
+
+def test_copies_are_made_once_where_memory_is_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    planes, copies = to_planes(packed("Q6_K", 5)), Copies()
+    assert copies.get(planes) is None
+    copies.is_kept = True
+    with recording({}):  # nothing is computed then
+        assert copies.get(planes) is not None
+    first = copies.get(planes)
+    assert first is not None
+    assert torch.equal(first, unpacked(planes))
+    monkeypatch.setattr(products, "unpacked", Mock(side_effect=torch.OutOfMemoryError("no memory")))
+    assert copies.get(planes) is first
+    assert copies.get(to_planes(packed("Q6_K", 5))) is None  # the memory is gone
+    assert not copies.is_kept
 
 
 @pytest.mark.parametrize("exponent", [100, 104, 140, 141])

@@ -11,7 +11,7 @@ from motley.backends.base import Backend, Executable, Footprint, LoadedWeight, f
 from motley.backends.cuda.capture import GraphPool
 from motley.backends.cuda.executable import CudaExecutable
 from motley.backends.cuda.failures import as_device_errors
-from motley.backends.cuda.footprint import footprint, free_bytes
+from motley.backends.cuda.footprint import copied_bytes, footprint, free_bytes
 from motley.backends.cuda.kernels.attention import supports
 from motley.backends.cuda.planes import BLOCK, has_planes
 from motley.backends.cuda.program import Program
@@ -53,6 +53,20 @@ class CudaBackend(Backend):
 
     def free_bytes(self) -> int | None:
         return free_bytes(self.device)
+
+    def offer_spare(self, n_bytes: int, graph: Graph) -> None:
+        """Half of it at most: the GPU may be shared."""
+        self._matrices.copies.is_kept = 0 < copied_bytes(graph) <= n_bytes // 2
+
+    @property
+    def kernel_variant(self) -> object:
+        return self._matrices.copies.is_kept
+
+    @property
+    def details(self) -> Sequence[str]:
+        if not self._matrices.copies.is_kept:
+            return ()
+        return ("spare memory is used for matrices in 16 bits, for batches of many rows",)
 
     def load(self, weight: PackedTensor) -> LoadedWeight:
         with as_device_errors(self.device):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from motley.backends.base import Footprint
-from motley.backends.cuda.planes import plane_bytes
+from motley.backends.cuda.planes import has_planes, plane_bytes
 from motley.backends.cuda.support import MAX_KERNEL_ROWS, CudaKernel
 from motley.formats import get_format
 from motley.graph import Graph, Tensor
@@ -51,6 +51,14 @@ def workspace_bytes(graph: Graph) -> int:
     """
     of_steps = max(max(_slot_bytes(graph), default=0), _UNPACKED * max(_unpacked(graph), default=0))
     return RESERVE + max(_REPACKING * max(_at_once(graph), default=0), 2 * of_steps + _run_bytes(graph))
+
+
+def copied_bytes(graph: Graph) -> int:
+    """Of float16 copies of all packed matrices that are multiplied by a batch's rows."""
+    weights = {part.weight for stage in _linear_stages(graph) for part in stage.parts}
+    return sum(
+        _UNPACKED * weight.n_values for weight in weights if has_planes(weight.dtype, weight.shape[-1])
+    )
 
 
 def _slot_bytes(graph: Graph) -> Iterator[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from motley.backends.cuda.compiling import is_recording
 from motley.backends.cuda.kernels.rows import Rows
 from motley.backends.cuda.kernels.scale_rows import scale_rows
 from motley.backends.cuda.kernels.unpack import unpack_by_value
@@ -41,7 +42,36 @@ def library_product(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tenso
     return out if residual is None else out + residual
 
 
-def unpacked_product(weight: WeightPlanes, x: Rows, residual: torch.Tensor | None) -> torch.Tensor:
-    dense = torch.empty(weight.n_rows, weight.n_columns, dtype=torch.float16, device=x.values.device)
-    unpack_by_value(weight, dense)
+def unpacked_product(dense: torch.Tensor, x: Rows, residual: torch.Tensor | None) -> torch.Tensor:
+    """`dense`: a matrix as `unpacked` gives it."""
     return scale_rows(F.linear(x.values, dense), x.scale, residual)
+
+
+def unpacked(weight: WeightPlanes) -> torch.Tensor:
+    """The matrix as float16 (rows, columns), columns by value."""
+    dense = torch.empty(weight.n_rows, weight.n_columns, dtype=torch.float16, device=weight.codes.device)
+    return unpack_by_value(weight, dense)
+
+
+class Copies:
+    """Float16 copies of packed matrices, where memory is spare. A batch of many rows then unpacks nothing; one of 64 or
+    128 rows is bound by the tensor cores or by memory, and no longer by the arithmetic that unpacks.
+    """
+
+    def __init__(self) -> None:
+        self.is_kept = False
+        self._copies: dict[WeightPlanes, torch.Tensor] = {}
+
+    def get(self, weight: WeightPlanes) -> torch.Tensor | None:
+        """The matrix's copy, made at the first use; None: there are none."""
+        if not self.is_kept or weight in self._copies:
+            return self._copies.get(weight)
+        try:
+            dense = unpacked(weight)
+        except torch.OutOfMemoryError:  # another process has taken the memory since
+            self.is_kept = False
+            return None
+        is_capturing = weight.codes.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not is_recording() and not is_capturing:  # otherwise the kernel has not run
+            self._copies[weight] = dense
+        return dense

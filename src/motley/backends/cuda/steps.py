@@ -22,8 +22,14 @@ from motley.backends.cuda.kernels.rope_and_store import HeadNorms
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_rows
 from motley.backends.cuda.planes import BLOCK
-from motley.backends.cuda.products import joint_halves, library_product, plain_values, unpacked_product
-from motley.backends.cuda.support import MAX_KERNEL_ROWS, is_lookup
+from motley.backends.cuda.products import (
+    joint_halves,
+    library_product,
+    plain_values,
+    unpacked,
+    unpacked_product,
+)
+from motley.backends.cuda.support import MAX_KERNEL_ROWS, MIN_COPY_ROWS, is_lookup
 from motley.backends.cuda.values import Values
 from motley.backends.cuda.weights import DeviceWeight, Matrices
 from motley.formats import PackedTensor
@@ -168,7 +174,7 @@ class Steps:
         x, added = stage.x, stage.parts[0].residual
         matrix = self._matrices.joined([part.weight.name for part in stage.parts], self._weights)
         form, n_tokens = self._form_of(stage), x.shape[0]
-        sizes = [node.shape[1] for node in stage.outputs]
+        sizes, copies = [node.shape[1] for node in stage.outputs], self._matrices.copies
 
         def step(values: Values) -> None:
             residual = None if added is None else values.plain(added).contiguous()
@@ -177,10 +183,13 @@ class Steps:
                 out = library_product(values.plain(x), plain_values(matrix), residual)
             elif form == INT8:
                 matvec_kernel.matvec(matrix, values.rows(x, INT8), out, residual)
-            elif n_tokens <= MAX_KERNEL_ROWS:
-                matmul_kernel.matmul(matrix, values.rows(x, HALVES), out, residual)
             else:
-                out = unpacked_product(matrix, values.rows(x, HALVES), residual)
+                copy = copies.get(matrix) if n_tokens >= MIN_COPY_ROWS else None
+                if copy is None and n_tokens <= MAX_KERNEL_ROWS:
+                    matmul_kernel.matmul(matrix, values.rows(x, HALVES), out, residual)
+                else:
+                    dense = unpacked(matrix) if copy is None else copy
+                    out = unpacked_product(dense, values.rows(x, HALVES), residual)
             for node, part in zip(stage.outputs, torch.split(out, sizes, 1), strict=True):
                 values.put(node, part)
 

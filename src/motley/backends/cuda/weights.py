@@ -9,6 +9,7 @@ import torch
 
 from motley.backends.base import LoadedWeight
 from motley.backends.cuda.planes import WeightPlanes, join_rows, to_planes
+from motley.backends.cuda.products import Copies
 from motley.backends.cuda.upload import Uploader
 from motley.formats import PackedTensor
 
@@ -56,6 +57,7 @@ class Matrices:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.copies = Copies()
         self._refs: dict[str, PlaneRef] = {}
         self._joined: dict[tuple[str, ...], WeightPlanes] = {}
 
