@@ -194,10 +194,10 @@ def load_model(
             on = given if len(given) == len(crew) else crew
             loaded.append(load_companion(companion, on, backends, cache, _draft_options(options, planned)))
             undo.callback(loaded[-1].close)
-        # A large vocabulary takes most of a second: time in which other threads read the weights.
-        reading = undo.enter_context(ThreadPoolExecutor(1)).submit(Tokenizer.from_spec, spec)
         warmer = KernelWarmer(split, backends, fit.plan, n_batch=n_batch, n_parallel=n_parallel)
         undo.callback(warmer.close)
+        # A large vocabulary takes most of a second: time in which other threads read the weights.
+        reading = undo.enter_context(ThreadPoolExecutor(1)).submit(Tokenizer.from_spec, spec)
         hosts = None
         if crew.hosts:
             is_one_machine = all(is_loopback(parse_address(host)[0]) for host in crew.hosts)
@@ -212,7 +212,7 @@ def load_model(
         undo.callback(runner.close)
         tokenizer = reading.result()
         warm_up = warmer.warm(runner, compiling)
-        warmer.run_first_batches(runner)
+        plan_seconds = warmer.run_first_batches(runner)
         undo.pop_all()
     engine = Engine(
         runner,
@@ -238,6 +238,7 @@ def load_model(
             n_vocab=params.n_vocab,
             max_rows=max(n_parallel, MAX_LOGIT_ROWS),
             bucket=runner.bucket,
+            plan_seconds=plan_seconds,
         ),
     )
     said = notices(spec, params, cache, backends, n_ctx=n_ctx, rotates=options.kv_rotation)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from motley.engine.drafting.control import AdaptiveControl
-from motley.engine.drafting.costs import StepCosts
+from motley.engine.drafting.costs import PlanAccount, StepCosts
 from motley.engine.drafting.draft import Draft
 from motley.engine.request import Request, Speculation
 
@@ -107,6 +107,13 @@ def test_drafts_that_are_wrong_cost_little(p_right: float, cost: Cost, noise: fl
 @pytest.mark.parametrize("p_right", [0.0, 0.3, 0.5])
 def test_a_short_answer_does_not_wait_for_plans_that_it_hardly_uses(p_right: float) -> None:
     assert speed_up(p_right, small_cpu, p_draft=0.2, n_steps=300, plan=25.0) > 0.95
+
+
+def test_a_plan_whose_price_is_known_is_not_made_before_it_pays() -> None:
+    known, unknown = PlanAccount(lambda n_rows: n_rows, 0.5), PlanAccount(lambda n_rows: n_rows)
+    known.note(4, 0.01)  # without its capture
+    assert [known.save(saved) for saved in (0.0, 0.9, 0.2, 0.9)] == [False, False, True, False]
+    assert unknown.save(0.0)
 
 
 def test_plans_are_made_once_they_pay() -> None:

@@ -139,6 +139,10 @@ class Backend(ABC):
         """How many rows a plan for a batch of `n_rows` has; more than that are inert. The whole crew must agree."""
         return n_rows
 
+    def output_bucket(self, n_rows: int, n_outputs: int) -> int:
+        """How many output rows a plan has for a batch of `n_rows` with `n_outputs` of them."""
+        return self.bucket(n_outputs)
+
     def unpacks(self, form: str) -> bool:
         """Whether matrices of that format become 16 bits a value here, for want of a kernel."""
         return False

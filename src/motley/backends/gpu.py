@@ -5,6 +5,7 @@ Needs Triton, so it is imported where a GPU is used, and nowhere else.
 
 from motley.backends.cuda.compiling import Compiler, Job, Manifest, Target, can_compile_ahead, recording
 from motley.backends.cuda.kernels.sample import NONE_LEFT
+from motley.backends.cuda.products import load_library
 from motley.backends.cuda.sampler import DeviceSampler, RowSettings
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "RowSettings",
     "Target",
     "can_compile_ahead",
+    "load_library",
     "recording",
 ]

@@ -101,6 +101,7 @@ def load_command(name: str) -> Any:
     try:
         command = getattr(import_module(module), function)
     finally:
+        gc.freeze()  # these objects stay: later collections need not scan them either
         gc.enable()
     alone = typer.Typer(add_completion=False, **_SETTINGS)
     alone.command(name, cls=Command)(command)

@@ -149,9 +149,8 @@ class Runner:
 
     def _padded(self, shape: BatchShape) -> BatchShape:
         """The shape that plans are made for: rows are rounded up to a bucket, if all devices have the same buckets."""
-        n_tokens, n_outputs = (
-            {b.bucket(n) for b in self._backends} for n in (shape.n_tokens, shape.n_outputs)
-        )
+        n_tokens = {b.bucket(shape.n_tokens) for b in self._backends}
+        n_outputs = {b.output_bucket(shape.n_tokens, shape.n_outputs) for b in self._backends}
         if len(n_tokens) != 1 or len(n_outputs) != 1:
             return shape
         return replace(shape, n_tokens=n_tokens.pop(), n_outputs=n_outputs.pop())

@@ -9,8 +9,11 @@ At last the batches of a first request are run: kernels and libraries are loaded
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 _DECODE_ROWS = (1, 2, 32, 64, 128)
 # Rows of prompts for which kernels differ: spans of each size, and matrix products by the library.
 _PROMPT_ROWS = (16, 32, 64, 128, 256)
+_LARGE = 2**15  # rows of a matrix over the vocabulary, which prompts are not multiplied by
 _FEW_ROWS = 8  # a sequence with more rows in a batch is a prompt
 
 
@@ -73,6 +77,7 @@ class KernelWarmer:
         self._is_gpu = False
         self._manifest: Manifest | None = None
         self._compiler: Compiler | None = None
+        self._libraries: list[Thread] = []
         gpus = sorted({backend.device for backend in backends if backend.device.type == "cuda"}, key=str)
         if not gpus or len(gpus) != len({backend.device for backend in backends}):
             return  # no GPU, or a GPU beside a CPU, which does not pad batches and would compute these
@@ -81,14 +86,28 @@ class KernelWarmer:
         if not compiling.can_compile_ahead():
             return
         self._is_gpu = not split.crew.hosts
+        self._start_libraries(split, gpus)
         targets = sorted({compiling.Target.of(gpu) for gpu in gpus})
         variants = [backend.kernel_variant for backend in backends]
         manifest = compiling.Manifest(targets, _description(split, cache), variants, self._shapes)
         if not manifest.exists and len(targets) == 1:  # several kinds of GPU: compiled at first use
             self._manifest, self._compiler = manifest, compiling.Compiler(targets[0])
 
+    def _start_libraries(self, split: ModelSplit, gpus: Sequence[torch.device]) -> None:
+        """Load what multiplies prompts, on other threads: while weights are read."""
+        from motley.backends import gpu as products
+
+        weights = split.share(0, BatchShape(1, 1)).graph.weights
+        shapes = {weight.shape for weight in weights if len(weight.shape) == 2 and max(weight.shape) < _LARGE}
+        for gpu in gpus:
+            task = partial(products.load_library, gpu, self._n_batch, sorted(shapes))
+            self._libraries.append(Thread(target=_try, args=(task,), name=f"motley-{gpu}"))
+            self._libraries[-1].start()
+
     def close(self) -> None:
         """Ends the processes, if they still run."""
+        for thread in self._libraries:
+            thread.join()
         if self._compiler is not None:
             self._compiler.close()
 
@@ -104,8 +123,7 @@ class KernelWarmer:
         try:
             for shape, longest in self._shapes:
                 with recording(jobs):
-                    batch = inert_batch(shape, longest, self._cache, self._extra)
-                    _rehearse_sampling(runner.run(batch, [0] * shape.n_tokens, ()))
+                    self._run_inert(runner, shape, longest)
                 self._compiler.submit(list(jobs)[n_sent:])
                 n_sent = len(jobs)
             done = self._compiler.finish(progress)
@@ -119,14 +137,24 @@ class KernelWarmer:
         kernels = tuple((each.name, each.seconds) for each in done)
         return WarmUp(kernels, time.perf_counter() - started, failures)
 
-    def run_first_batches(self, runner: Runner) -> None:
-        """Run the batches of a first request on GPUs: a prompt, and a decode, launched once and then captured."""
+    def run_first_batches(self, runner: Runner) -> float:
+        """Run the batches of a first request on GPUs: a prompt, and a decode, launched once and then captured.
+
+        Returns the seconds that the plan of a decode takes, its capture included; 0.0: not measured.
+        """
         if not self._is_gpu:
-            return
-        shapes = [(BatchShape(self._n_batch, 1), self._n_batch)] + [(BatchShape(1, 1), 1)] * 2
-        for shape, longest in shapes:
-            batch = inert_batch(shape, longest, self._cache, self._extra)
-            _rehearse_sampling(runner.run(batch, [0] * shape.n_tokens, ()))
+            return 0.0
+        for thread in self._libraries:
+            thread.join()
+        self._run_inert(runner, BatchShape(self._n_batch, 1), self._n_batch)
+        started = time.perf_counter()
+        for _ in range(2):
+            self._run_inert(runner, BatchShape(1, 1), 1)
+        return time.perf_counter() - started
+
+    def _run_inert(self, runner: Runner, shape: BatchShape, longest: int) -> None:
+        batch = inert_batch(shape, longest, self._cache, self._extra)
+        _rehearse_sampling(runner.run(batch, [0] * shape.n_tokens, ()))
 
 
 def rehearsals(n_batch: int, n_parallel: int) -> Iterator[tuple[BatchShape, int]]:
@@ -165,6 +193,12 @@ def inert_batch(
         inputs[name] = torch.full((shape.n_tokens,), value, dtype=torch.int32)
     states = () if cache.states is None else (StateBatch(()),)
     return PlacedBatch(shape, inputs, (*(batch for _ in cache.groups), *states))
+
+
+def _try(task: Callable[[], None]) -> None:
+    """A failure is left to the first batch, which reports it."""
+    with suppress(Exception):
+        task()
 
 
 def _rehearse_sampling(logits: torch.Tensor) -> None:

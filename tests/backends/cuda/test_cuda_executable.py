@@ -155,6 +155,14 @@ def test_buckets_hold_what_they_are_for_and_are_few() -> None:
     assert len({bucket(n) for n in range(1, 2049)}) < 50
 
 
+def test_prompts_have_few_numbers_of_outputs() -> None:
+    backend = CudaBackend("cpu")
+    assert [backend.output_bucket(2048, n) for n in (0, 1, 2, 16, 17, 64, 65, 128, 300)] == [
+        0, 1, 16, 16, 64, 64, 128, 128, 320,
+    ]  # fmt: skip
+    assert [backend.output_bucket(n, n) for n in (1, 3, 100, 256)] == [1, 4, 112, 256]
+
+
 def stages_of(graph: Graph) -> tuple[Stage, ...]:
     return DevicePlan.of(graph, CudaBackend("cpu").kernels).stages
 

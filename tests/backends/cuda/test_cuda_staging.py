@@ -78,6 +78,6 @@ def test_memory_moves_only_when_it_is_outgrown() -> None:
     tokens = {"tokens": torch.zeros(1, dtype=torch.int32)}
     addresses = [
         staging.write(tokens, {0: GroupBatch.of(make_tables([(1, n_before, 0)]), SIZE)}).address
-        for n_before in (0, 9000, 90000, 0, 170000)
+        for n_before in (0, 50_000, 300_000, 0, 500_000)
     ]
     assert addresses[0] == addresses[1] != addresses[2] == addresses[3] == addresses[4]

@@ -22,6 +22,8 @@ from motley.formats import PackedTensor
 from motley.graph import Graph
 from motley.plan import DevicePlan, Kernel
 
+_MANY_ROWS = 256  # of a batch with prompts
+
 
 class CudaBackend(Backend):
     """One device's; devices of one crew do not share it."""
@@ -47,6 +49,13 @@ class CudaBackend(Backend):
 
     def bucket(self, n_rows: int) -> int:
         return few_sizes(n_rows)
+
+    def output_bucket(self, n_rows: int, n_outputs: int) -> int:
+        """Of prompts, fewer sizes: outputs are a small part of their time, and a plan takes as long as a step."""
+        if n_rows <= _MANY_ROWS or n_outputs <= 1:
+            return self.bucket(n_outputs)
+        sizes = (size for size in (16, 64) if n_outputs <= size)
+        return next(sizes, -(-n_outputs // 64) * 64)
 
     def footprint(self, graph: Graph, n_packed: int) -> Footprint:
         return footprint(graph)

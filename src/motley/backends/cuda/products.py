@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 
@@ -51,6 +53,14 @@ def unpacked(weight: WeightPlanes) -> torch.Tensor:
     """The matrix as float16 (rows, columns), columns by value."""
     dense = torch.empty(weight.n_rows, weight.n_columns, dtype=torch.float16, device=weight.codes.device)
     return unpack_by_value(weight, dense)
+
+
+def load_library(device: torch.device, n_rows: int, shapes: Iterable[tuple[int, int]]) -> None:
+    """Multiply `n_rows` by matrices of some shapes: the library's first product loads it, which takes half a second."""
+    with torch.inference_mode(), torch.cuda.device(device):
+        for shape in shapes:
+            x = torch.empty(n_rows, shape[1], dtype=torch.float16, device=device)
+            F.linear(x, torch.empty(shape, dtype=torch.float16, device=device))
 
 
 class Copies:

@@ -30,7 +30,11 @@ from motley.backends.paged import Batch, StateBatch, Table
 
 _ALIGNMENT = 4  # numbers: parts begin at 16 bytes, so that kernels are compiled for one case
 _FEW_ROWS = 8  # of a sequence, that are not worth a span
-_SPARE = 1024  # numbers for tables to begin with
+_SPARE, _ROW_SPARE = (
+    4096,
+    160,
+)  # numbers for tables to begin with, and for each of the first rows: 5,000 tokens
+_SPARE_ROWS = 128
 _FEWEST_ROWS = span_rows(1, most=1 << 30)  # of a span that is full
 STATE_NUMBERS = 9  # of a sequence with a recurrent state: kvcache.state_arena.StateSpan
 _NOTHING = np.zeros(0, dtype=np.int32)
@@ -147,7 +151,7 @@ class Staging:
         start = _aligned(self._states.stop)
         self._n_fixed = start
         self._copied: torch.cuda.Event | None = None
-        self._allocate(start + _SPARE)
+        self._allocate(start + _SPARE + _ROW_SPARE * min(self._n_rows, _SPARE_ROWS))
 
     def write(
         self,

@@ -46,11 +46,16 @@ class AdaptiveControl:
     """Maximizes the expected tokens per second, from measured costs and acceptance."""
 
     def __init__(
-        self, priors: dict[str, tuple[float, ...]], bucket: Callable[[int], int] = lambda n_rows: n_rows
+        self,
+        priors: dict[str, tuple[float, ...]],
+        bucket: Callable[[int], int] = lambda n_rows: n_rows,
+        plan_seconds: float = 0.0,
     ) -> None:
-        """`bucket`: the rows for which a plan is made, by the rows of a step."""
+        """`bucket`: the rows for which a plan is made, by the rows of a step. `plan_seconds`: of a plan; 0.0: unknown,
+        so the first one is made to find out.
+        """
         self.costs = StepCosts()
-        self._plans = PlanAccount(bucket)
+        self._plans = PlanAccount(bucket, plan_seconds)
         self.acceptance = Acceptance(priors)
         self._costly: set[str] = set()  # drafters that take time
         self._rounds = {drafter: RoundCosts() for drafter in priors}

@@ -115,19 +115,19 @@ class PlanAccount:
     it hardly uses.
     """
 
-    def __init__(self, bucket: Callable[[int], int]) -> None:
-        """`bucket`: the rows for which a plan is made, by the rows of a step."""
+    def __init__(self, bucket: Callable[[int], int], price: float = 0.0) -> None:
+        """`bucket`: the rows for which a plan is made, by the rows of a step. `price`: its seconds; 0.0: unknown."""
         self._bucket = cache(bucket)
         self._made: set[int] = set()
-        self._price = (
-            0.0  # seconds of a plan; of the cheapest so far, as the first one also loads other things
-        )
+        self._is_given = price > 0
+        self._price = price  # unless given, of the cheapest so far, as the first one also loads other things
         self._saved = 0.0
 
     def note(self, n_rows: int, seconds: float) -> None:
         """Records that a step of `n_rows` made a plan; `seconds`: how much longer it took for that."""
         self._made.add(self._bucket(n_rows))
-        self._price = min(self._price, seconds) if self._price else seconds
+        if not self._is_given:
+            self._price = min(self._price, seconds) if self._price else seconds
 
     def note_step(self, n_rows: int) -> None:
         self._made.add(self._bucket(n_rows))

@@ -33,16 +33,17 @@ class Speculator:
         n_vocab: int = 0,
         max_rows: int = _MAX_ROWS,
         bucket: Callable[[int], int] = lambda n_rows: n_rows,
+        plan_seconds: float = 0.0,
         control: Control | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`spec`, `draft_max`, `draft_min`: for requests that do not say. `max_rows`: rows of logits in one step.
-        `bucket`: the rows for which a plan is made, by the rows of a step.
+        `bucket`: the rows for which a plan is made, by the rows of a step. `plan_seconds`: of a plan; 0.0: unknown.
         """
         # Free drafters are asked first.
         self._drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.names = tuple(drafter.name for drafter in self._drafters)
-        self._control = control or AdaptiveControl({d.name: d.priors for d in drafters}, bucket)
+        self._control = control or AdaptiveControl({d.name: d.priors for d in drafters}, bucket, plan_seconds)
         self._learners = {each.name: each for each in drafters if isinstance(each, Learner)}
         self._watchers = {each.name: each for each in drafters if isinstance(each, Watcher)}
         self._costly = frozenset(drafter.name for drafter in drafters if not drafter.is_free)
