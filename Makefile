@@ -49,7 +49,8 @@ test-hosts: $(STAMP) ## kill, stop and cut off a worker in a network namespace (
 	$(BIN)/python -m pytest tests/hosts/namespaces.py
 
 test-gpu: $(STAMP) ## run the tests that need an NVIDIA GPU (`make test` skips them)
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu/test_on_gpu_memory.py
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 4 tests/gpu --ignore tests/gpu/test_on_gpu_memory.py
 
 check: $(STAMP) ## lint, format check, types, direction of imports
 	$(BIN)/ruff check .

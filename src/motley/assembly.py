@@ -181,7 +181,7 @@ def load_model(
     n_ctx, split, fit = context.n_ctx, context.split, context.fit
     require_host_memory(crew, fit.plan)
     if not companions and not cache.demand_paged:
-        _offer_spare(split, fit, backends)
+        _offer_spare(split, fit, backends, n_parallel)
     manager = CacheManager(
         fit.plan.group_specs(),
         cache.block_size,
@@ -318,11 +318,11 @@ def _plan(crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options) 
     return _Planned(settled, backends, context, n_batch, n_parallel, notices)
 
 
-def _offer_spare(split: ModelSplit, fit: CacheFit, backends: Sequence[Backend]) -> None:
-    """Tell each backend what memory its device has left beside the model and the cache."""
+def _offer_spare(split: ModelSplit, fit: CacheFit, backends: Sequence[Backend], n_parallel: int) -> None:
+    """Tell each backend what memory its device has left beside the model and the cache: for steps of all requests."""
     for index, (room, backend) in enumerate(zip(fit.room, backends, strict=True)):
         if room is not None and split.crew.devices[index].host is None:
-            graph = split.share(index, BatchShape(1, 1)).graph
+            graph = split.share(index, BatchShape(n_parallel, n_parallel)).graph
             backend.offer_spare(room - fit.plan.n_bytes(index), graph)
 
 

@@ -16,6 +16,7 @@ from by_hand import stepped_by_hand
 
 from motley import LLM
 from motley.backends.cuda import staging
+from motley.backends.cuda.backend import CudaBackend
 
 TEXT = "Once upon a time there was a king who had three sons, and the youngest of them was called"
 ONE: dict[str, Any] = {}
@@ -84,6 +85,20 @@ def test_padded_batches_answer_as_full_ones(load: Load, crew: dict[str, Any]) ->
     prompts = [f"{name} went into the wood" for name in ("Anna", "Tom", "The dog", "Nobody")]
     answers = [[s.finish().tokens for s in streams(llm, prompts[:n])] for n in (3, 4)]
     assert answers[0] == answers[1][:3]
+
+
+def test_many_requests_with_copies_of_matrices_answer_as_without(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products are rounded otherwise, so that a few answers may differ."""
+    prompts = [[5 + i, 9, 7 + i] for i in range(100)]
+    options = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    with_copies = load(n_parallel=128)
+    assert any("16 bits" in detail for detail in with_copies.details)
+    got = with_copies.generate(prompts, **options)
+    monkeypatch.setattr(CudaBackend, "offer_spare", lambda *_: None)
+    expected = load(n_parallel=128).generate(prompts, **options)
+    assert sum(a.tokens == b.tokens for a, b in zip(got, expected, strict=True)) >= 85
 
 
 def test_planning_ahead_is_not_seen_in_answers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ class Backend(ABC):
         return None
 
     def offer_spare(self, n_bytes: int, graph: Graph) -> None:
-        """Spare memory of its device, to make `graph` faster; said once, before anything is loaded."""
+        """Spare memory of its device, to make batches like `graph` faster; said once, before anything is loaded."""
         return
 
     @property

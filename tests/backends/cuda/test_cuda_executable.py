@@ -139,7 +139,7 @@ def test_copies_of_matrices_give_the_same_logits(monkeypatch: pytest.MonkeyPatch
     kind, batch = get_cache_type("f16"), make_batch([9, 21], [1, 1])
     graph, weights = small_graph("Q8_0", kind, BatchShape(2, 2))
     backend, with_copies = CudaBackend("cpu"), CudaBackend("cpu")
-    with_copies.offer_spare(2**30, graph)
+    with_copies._matrices.copies.is_kept = True
     expected = run(backend, graph, weights, filled_arena(kind, batch), batch, [0, 1])
     monkeypatch.setattr(steps.matmul_kernel, "matmul", Mock(side_effect=AssertionError("by packed weights")))
     got = run(with_copies, graph, weights, filled_arena(kind, batch), batch, [0, 1])

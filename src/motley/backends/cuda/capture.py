@@ -38,6 +38,7 @@ class GraphPool:
         self._keeper: torch.cuda.CUDAGraph | None = None
         # Where captures happen: torch's own stream for that belongs to the GPU of the process's first capture.
         self._stream: torch.cuda.Stream | None = None
+        self._n_granted = 0  # bytes that captures could take so far
         self._abandoned: list[torch.cuda.CUDAGraph] = []  # torch may still refer to them
 
     def capture(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -79,6 +80,7 @@ class GraphPool:
                 torch._C._cuda_endAllocateToPool(self._device.index or 0, pool)
             self._abandoned.append(graph)
             self._keeper = self._stream = None
+            self._n_granted = 0
 
     def peak_of(self, work: Work) -> int:
         """Runs `work`; returns the most bytes that it had allocated at a time."""
@@ -92,11 +94,16 @@ class GraphPool:
 
         Asked before a capture: one that finds no memory fails, and torch cannot free any meanwhile.
         """
-        n_bytes += n_bytes // 4 + _MARGIN
-        if torch.cuda.mem_get_info(self._device)[0] < n_bytes:
+        if n_bytes <= self._n_granted:  # the pool has it: one batch runs at a time
+            return True
+        n_needed = n_bytes + n_bytes // 4 + _MARGIN
+        if torch.cuda.mem_get_info(self._device)[0] < n_needed:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self._device)[0] >= n_bytes
+        if torch.cuda.mem_get_info(self._device)[0] < n_needed:
+            return False
+        self._n_granted = n_bytes
+        return True
 
 
 class Captured:

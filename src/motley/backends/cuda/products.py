@@ -64,8 +64,8 @@ def load_library(device: torch.device, n_rows: int, shapes: Iterable[tuple[int, 
 
 
 class Copies:
-    """Float16 copies of packed matrices, where memory is spare. A batch of many rows then unpacks nothing; one of 64 or
-    128 rows is bound by the tensor cores or by memory, and no longer by the arithmetic that unpacks.
+    """Float16 copies of packed matrices, where memory is spare. A batch of many rows then unpacks nothing; one of 128
+    rows is bound by memory, and no longer by the arithmetic that unpacks.
     """
 
     def __init__(self) -> None:

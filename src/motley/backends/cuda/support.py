@@ -34,7 +34,7 @@ GATE_FUNCTIONS = ("silu", "gelu_tanh")
 MAX_KERNEL_ROWS = (
     128  # of a product with packed weights; above, unpacking once and the library's product are faster
 )
-MIN_COPY_ROWS = 48  # from which a product with a matrix's float16 copy is faster than with packed weights
+MIN_COPY_ROWS = 65  # from which a product with a matrix's float16 copy is faster than with packed weights
 EXPERT_FUNCTIONS = ("silu", "clamped_swiglu")
 
 
