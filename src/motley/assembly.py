@@ -40,8 +40,9 @@ from motley.runtime import (
     split_model,
 )
 from motley.runtime.budget import require_host_memory
-from motley.runtime.crew import Crew, is_loopback, parse_address
+from motley.runtime.crew import Crew
 from motley.runtime.defaults import ContextChoice, batch_sizes, choose_context, chosen_crew
+from motley.runtime.device_names import is_loopback, parse_address
 from motley.runtime.expert_fitting import experts_notice, settle_experts, with_cpu_experts
 from motley.runtime.hosts.opening import Opening
 from motley.runtime.hosts.protocol import read_secret

@@ -116,6 +116,7 @@ class LLM:
         time that a model runs on a kind of GPU.
         `devices="auto"`: all GPUs, split by tensor and by their free memory; without any, the CPU.
         `devices="cpu,cpu"`, `split_mode="tensor"` (or "layer"), `tensor_split=(3, 1)`: share the model over devices;
+        `devices="(cuda:0,cuda:1),(cpu,cpu)@host"`: groups share layers and split tensors within;
         `device_memory=("2GiB", "1GiB")`: what each may use at most. `devices="cpu:0-7,cpu:8+10"` or `"cpu:node0"`: each
         keeps to these cores, or to a NUMA node's. `n_threads`: over all devices that name no cores.
         `devices="cpu,cpu@10.0.0.2:29400"`: a device of a worker process (`motley worker`) on another host, or on this

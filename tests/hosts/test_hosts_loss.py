@@ -55,7 +55,11 @@ def expected(random_llama: Path) -> tuple[int, ...]:
 
 
 def open_llm(path: Path, worker: WorkerProcess, mode: str = "tensor", **options: Any) -> LLM:
-    return LLM(path, devices=f"cpu,cpu@{worker.address}", split_mode=mode, **(OPTIONS | options))
+    """A crew with a worker. Mode "groups": two devices in each process, which split the same layers."""
+    names, split_mode = f"cpu,cpu@{worker.address}", mode
+    if mode == "groups":
+        names, split_mode = f"(cpu,cpu),(cpu,cpu)@{worker.address}", "layer"
+    return LLM(path, devices=names, split_mode=split_mode, **(OPTIONS | options))
 
 
 def at_token(llm: LLM, n: int, act: Callable[[], object]) -> Any:
@@ -80,7 +84,7 @@ def back_again(running: list[WorkerProcess]) -> None:
     running.append(WorkerProcess(port=running[-1].port))
 
 
-@pytest.mark.parametrize("mode", ["tensor", pytest.param("layer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["tensor", pytest.param("layer", marks=pytest.mark.slow), "groups"])
 def test_a_killed_worker_comes_back_and_the_text_is_the_same(
     mode: str,
     random_llama: Path,
@@ -177,10 +181,15 @@ def test_a_failure_in_a_worker_is_told_and_the_crew_goes_on(
         assert llm._loaded.engine.n_losses == 1
 
 
+@pytest.mark.parametrize("mode", ["tensor", "groups"])
 def test_a_device_of_this_process_that_fails_breaks_the_crew_off_and_it_is_connected_again(
-    random_llama: Path, worker: WorkerProcess, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    random_llama: Path,
+    worker: WorkerProcess,
+    expected: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with open_llm(random_llama, worker) as llm:
+    with open_llm(random_llama, worker, mode) as llm:
         local = llm._loaded.runner.local
         run, n_runs = local.run, 0
 

@@ -59,10 +59,14 @@ def answers(llm: LLM) -> tuple[npt.NDArray[np.float32], list[tuple[int, ...]]]:
         ("cpu,cpu@a,cpu@b", "tensor", (1, 0, 1)),
         ("cpu,cpu@a,cpu,cpu@a", "tensor", (1, 1, 1, 1)),  # two devices in each process, and mixed
         pytest.param("cpu,cpu@a,cpu,cpu@a", "layer", (1, 1, 1, 1), marks=pytest.mark.slow),
+        ("(cpu,cpu),(cpu)@a", None, (3, 1, 2)),  # groups: layers between, tensors within
+        ("cpu,(cpu,cpu)@a,(cpu,cpu)@b", None, (1, 1, 1, 3, 1)),
+        pytest.param("(cpu,cpu),(cpu)@a", None, (0, 0, 1), marks=pytest.mark.slow),
+        pytest.param("cpu,(cpu,cpu)@a,cpu@a,(cpu,cpu)", None, (1, 0, 1, 1, 1, 1), marks=pytest.mark.slow),
     ],
 )
 def test_logits_and_texts_are_those_of_one_process(
-    names: str, mode: str, shares: tuple[int, ...], random_llama: Path, workers: list[WorkerProcess]
+    names: str, mode: str | None, shares: tuple[int, ...], random_llama: Path, workers: list[WorkerProcess]
 ) -> None:
     options = OPTIONS | {"split_mode": mode, "tensor_split": shares}
     with LLM(random_llama, devices=devices(names, []), **options) as llm:
@@ -74,21 +78,31 @@ def test_logits_and_texts_are_those_of_one_process(
     assert found[1] == expected[1]
 
 
-@pytest.mark.parametrize("mode", ["tensor", pytest.param("layer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("names", "mode"),
+    [
+        ("cpu,cpu@a,cpu@b", "tensor"),
+        pytest.param("cpu,cpu@a,cpu@b", "layer", marks=pytest.mark.slow),
+        ("(cpu,cpu),(cpu,cpu)@a,cpu@b", None),
+    ],
+)
 def test_the_same_without_shared_memory(
-    mode: str, random_llama: Path, workers: list[WorkerProcess], monkeypatch: pytest.MonkeyPatch
+    names: str,
+    mode: str | None,
+    random_llama: Path,
+    workers: list[WorkerProcess],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Collectives over direct lines, as between machines; then over Gloo alone."""
     found = []
     for shared_memory, direct_lines in (("1", "1"), ("0", "1"), ("0", "0")):
         monkeypatch.setenv("MOTLEY_SHARED_MEMORY", shared_memory)
         monkeypatch.setenv("MOTLEY_DIRECT_LINES", direct_lines)
-        names = devices("cpu,cpu@a,cpu@b", workers)
-        with LLM(random_llama, devices=names, split_mode=mode, **OPTIONS) as llm:
+        with LLM(random_llama, devices=devices(names, workers), split_mode=mode, **OPTIONS) as llm:
             hosts = llm._loaded.runner._hosts
             assert hosts is not None
             is_shared = hosts.link.mesh._shared is not None
-            assert is_shared == (shared_memory == "1" and SharedGroup.n_bytes(3) > 0)
+            assert is_shared == (shared_memory == "1" and SharedGroup.n_bytes(5) > 0)
             assert (hosts.link.mesh._lines is not None) == (not is_shared and direct_lines == "1")
             found.append(answers(llm))
     for logits, texts in found[1:]:
@@ -123,24 +137,42 @@ def test_all_processes_add_up_what_the_wire_holds(
     assert 0 < np.abs(found - exact).max() < tolerance * np.abs(exact).max()
 
 
-@pytest.mark.parametrize("mode", ["tensor", pytest.param("layer", marks=pytest.mark.slow)])
-def test_windows_and_quantized_caches(mode: str, random_gemma3: Path, workers: list[WorkerProcess]) -> None:
+@pytest.mark.parametrize(
+    ("names", "mode"),
+    [
+        ("cpu,cpu@a", "tensor"),
+        pytest.param("cpu,cpu@a", "layer", marks=pytest.mark.slow),
+        ("cpu,(cpu,cpu)@a", None),
+    ],
+)
+def test_windows_and_quantized_caches(
+    names: str, mode: str | None, random_gemma3: Path, workers: list[WorkerProcess]
+) -> None:
     options = OPTIONS | {"split_mode": mode, "cache_type_k": "q8_0", "cache_type_v": "q4_0"}
     found = []
     for crew in ([], workers):
-        with LLM(random_gemma3, devices=devices("cpu,cpu@a", crew), **options) as llm:
+        with LLM(random_gemma3, devices=devices(names, crew), **options) as llm:
             found.append(answers(llm))
     assert np.array_equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", pytest.param("gpt-oss", marks=pytest.mark.slow)])
-def test_experts(architecture: str, shared: Path, workers: list[WorkerProcess]) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "names", "mode"),
+    [
+        ("qwen3moe", "cpu,cpu@a", "tensor"),
+        pytest.param("gpt-oss", "cpu,cpu@a", "tensor", marks=pytest.mark.slow),
+        ("qwen3moe", "cpu,(cpu,cpu)@a", None),
+    ],
+)
+def test_experts(
+    architecture: str, names: str, mode: str | None, shared: Path, workers: list[WorkerProcess]
+) -> None:
     path = shared / "golden" / architecture / "model.gguf"
     tokens = np.load(path.parent / "tokens.npy")[:24].tolist()
     found = []
     for crew in ([], workers):
-        with LLM(path, devices=devices("cpu,cpu@a", crew), n_ctx=64, split_mode="tensor") as llm:
+        with LLM(path, devices=devices(names, crew), n_ctx=64, split_mode=mode) as llm:
             done = [llm.generate(tokens, max_tokens=6, temperature=0, n_expert_used=n) for n in (None, 1)]
             found.append((llm.logits(tokens), [each.tokens for each in done]))
     assert np.array_equal(found[0][0], found[1][0])
@@ -160,20 +192,24 @@ def test_experts_on_another_host(shares: tuple[int, ...] | None, workers: list[W
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.parametrize("mode", ["tensor", "layer"])
-def test_recurrent_states(mode: str, shared: Path, workers: list[WorkerProcess], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "mode"), [("cpu,cpu@a", "tensor"), ("cpu,cpu@a", "layer"), ("cpu,(cpu,cpu)@a", None)]
+)
+def test_recurrent_states(
+    names: str, mode: str | None, shared: Path, workers: list[WorkerProcess], tmp_path: Path
+) -> None:
     path = shared / "golden" / "qwen3next" / "model.gguf"
     tokens = np.load(path.parent / "golden.npz")["tokens"].tolist()[:40]
     found = []
     for crew in ([], workers):
-        with LLM(path, devices=devices("cpu,cpu@a", crew), split_mode=mode, **OPTIONS) as llm:
+        with LLM(path, devices=devices(names, crew), split_mode=mode, **OPTIONS) as llm:
             done = llm.generate([tokens, tokens[:17]], max_tokens=8, temperature=0, ignore_eos=True)
             llm.save_session(tmp_path / f"{bool(crew)}", tokens)
             found.append((llm.logits(tokens), [each.tokens for each in done]))
     assert np.array_equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
     assert (tmp_path / "True").read_bytes() == (tmp_path / "False").read_bytes()
-    with LLM(path, devices=devices("cpu,cpu@a", workers), split_mode=mode, **OPTIONS) as llm:
+    with LLM(path, devices=devices(names, workers), split_mode=mode, **OPTIONS) as llm:
         assert llm.load_session(tmp_path / "False") == tokens
         assert llm.generate(tokens, max_tokens=8, temperature=0, ignore_eos=True).tokens == found[0][1][0]
 
@@ -202,12 +238,15 @@ def test_embeddings(random_llama: Path, workers: list[WorkerProcess]) -> None:
     assert np.array_equal(*found)
 
 
-def test_context_shift(random_llama: Path, workers: list[WorkerProcess]) -> None:
+@pytest.mark.parametrize(("names", "mode"), [("cpu,cpu@a", "tensor"), ("cpu,(cpu,cpu)@a", None)])
+def test_context_shift(
+    names: str, mode: str | None, random_llama: Path, workers: list[WorkerProcess]
+) -> None:
     """The context is full several times: each worker rotates the keys of its heads."""
     found = []
     for crew in ([], workers):
-        options = OPTIONS | {"n_ctx": 64, "split_mode": "tensor"}
-        with LLM(random_llama, devices=devices("cpu,cpu@a", crew), **options) as llm:
+        options = OPTIONS | {"n_ctx": 64, "split_mode": mode}
+        with LLM(random_llama, devices=devices(names, crew), **options) as llm:
             sampling = {"max_tokens": 120, "temperature": 0, "ignore_eos": True, "context_shift": True}
             found.append(llm.generate(TOKENS[:30], n_keep=4, **sampling).tokens)
     assert found[0] == found[1]

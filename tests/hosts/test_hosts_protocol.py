@@ -362,6 +362,7 @@ def asked(model: str) -> opening.Opening:
         rank=1,
         owners=(0, 1),
         devices=("cpu", "cpu"),
+        groups=(),
         shares=("1", "1"),
         mode="tensor",
         experts="auto",
@@ -398,6 +399,11 @@ def test_openings_are_refused_with_a_reason(server: WorkerServer, random_llama: 
         {"n_blocks": []},
         {"n_ctx": 0},
         {"mode": "x"},
+        {"groups": [0]},
+        {"groups": [0, 0]},  # a group of two processes
+        {"groups": [1, 0]},
+        {"groups": [0, 2]},
+        {"groups": [-1, 0]},
     ):
         assert "contradict" in refusal(server, **change)
     assert "no fractions" in refusal(server, model=str(random_llama), shares=["1", "x"])

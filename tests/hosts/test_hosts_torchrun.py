@@ -42,3 +42,17 @@ def test_one_process_alone_is_no_crew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torchrun.is_worker()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert not torchrun.is_active()
+
+
+def test_a_group_of_each_rank_s_devices_has_the_rank_s_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store:
+        def set(self, key: str, value: str) -> None: ...
+
+        def get(self, key: str) -> bytes:
+            return b"cpu 10.0.0.2:7"
+
+    monkeypatch.setattr(torchrun, "_store", Store)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    crew = torchrun.gather("(cuda:0,cuda:1),cpu")
+    assert crew.devices == "(cuda:0,cuda:1),cpu,(cuda:0,cuda:1)@10.0.0.2:7,cpu@10.0.0.2:7"
+    crew.secret_file.unlink()

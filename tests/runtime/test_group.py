@@ -177,6 +177,29 @@ def test_devices_at_the_backends_rendezvous_are_aborted_and_not_named_as_the_cau
     group.close()
 
 
+def test_devices_of_a_group_exchange_among_themselves_and_end_with_any_other() -> None:
+    group = ThreadGroup([1] * N, groups=[(0, 2)])
+
+    def exchange(device: int) -> list[float | None]:
+        if device == 1:
+            return []
+        parts = group.lines[device].exchange_among((0, 2), torch.tensor(float(device)))
+        return [None if part is None else float(part) for part in parts]
+
+    assert group.run(exchange) == [[0, None, 2], [], [0, None, 2]]
+
+    def fail(device: int) -> None:
+        if device == 1:
+            raise ZeroDivisionError("the device outside is broken")
+        if device == 2:
+            group.lines[device].exchange_among((0, 2), None)  # device 0 never comes
+
+    with pytest.raises(DeviceError, match="the device outside is broken"):
+        group.run(fail)
+    assert group.run(exchange) == [[0, None, 2], [], [0, None, 2]]
+    group.close()
+
+
 def test_what_a_user_caused_is_raised_as_it_is(group: ThreadGroup) -> None:
     def work(device: int) -> None:
         if device == 2:
@@ -248,7 +271,7 @@ def test_an_interrupt_while_devices_work_is_raised_when_they_have_ended(
             signal.pthread_kill(
                 threading.main_thread().ident, signal.SIGINT
             )  # also wakes a thread that waits
-            while not group._barrier.broken:  # until the others are told to stop
+            while not group._exchanges[()].barrier.broken:  # until the others are told to stop
                 pass
         ended.append(device)
 

@@ -99,10 +99,12 @@ def join(executables: Sequence[Executable]) -> Joint | None:
     return kinds.pop().join(executables) if len(kinds) == 1 else None
 
 
-def make_rendezvous(backends: Sequence[Backend]) -> Rendezvous | None:
-    """For a crew whose devices are all of one kind of backend that has one; None otherwise."""
+def make_rendezvous(backends: Sequence[Backend], groups: Sequence[tuple[int, ...]] = ()) -> Rendezvous | None:
+    """For a crew whose devices are all of one kind of backend that has one; None otherwise. `groups`: of devices that
+    have collectives of their own.
+    """
     kinds = {type(backend) for backend in backends}
-    return kinds.pop().make_rendezvous(len(backends)) if len(kinds) == 1 else None
+    return kinds.pop().make_rendezvous(len(backends), groups) if len(kinds) == 1 else None
 
 
 def few_sizes(n_rows: int) -> int:
@@ -148,7 +150,7 @@ class Backend(ABC):
         return False
 
     @classmethod
-    def make_rendezvous(cls, n_devices: int) -> Rendezvous | None:
+    def make_rendezvous(cls, n_devices: int, groups: Sequence[tuple[int, ...]] = ()) -> Rendezvous | None:
         """Where devices that all have this backend do collectives by themselves; None: the group does them."""
         return None
 

@@ -25,8 +25,8 @@ _COLUMNS = (
 def read_bandwidth(crew: Crew, n_threads: int | None = None) -> float:
     """Bytes per second at which the crew can read weights; `n_threads` as in `motley.LLM`.
 
-    In tensor mode all devices read at the same time; otherwise each reads its share, one after the other. Virtual
-    devices on the same hardware share its bandwidth.
+    Devices that split tensors (in tensor mode all, otherwise those of a group) read at the same time; groups, or single
+    devices, read their shares one after the other. Virtual devices on the same hardware share its bandwidth.
     """
     threads = crew.threads(n_threads)
     names = ["cpu" if device.name.startswith("cpu") else device.name for device in crew.devices]
@@ -36,8 +36,11 @@ def read_bandwidth(crew: Crew, n_threads: int | None = None) -> float:
     }
     if crew.mode == TENSOR:
         return sum(speeds.values())
-    shares = [float(share / sum(crew.shares)) for share in crew.shares]
-    return 1 / sum(share / speeds[name] for share, name in zip(shares, names, strict=True))
+    total, seconds = sum(crew.shares), 0.0
+    for members in crew.groups or [(device,) for device in range(len(crew))]:
+        share = float(sum(crew.shares[device] for device in members) / total)
+        seconds += share / sum(speeds[name] for name in {names[device] for device in members})
+    return 1 / seconds
 
 
 def cpu_bandwidth(n_threads: int) -> float:

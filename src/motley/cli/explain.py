@@ -55,6 +55,7 @@ def explain_command(
     \b
     [bold]motley explain model.gguf --device cpu,cpu -sm tensor -ts 3,1[/]
     [bold]motley explain model.gguf --device cpu,cpu,cpu -sm layer --svg split.svg[/]
+    [bold]motley explain model.gguf --device "(cpu,cpu),(cpu)" -ts 3,1,2[/]
     [bold]motley explain moe.gguf --device cpu,cpu --n-cpu-moe 20[/]
     [bold]motley explain model.gguf --device cpu,cpu -sm tensor -ctk q8_0 --all[/]
     """
@@ -116,7 +117,13 @@ def _fingerprint(section: Section) -> str:
 
 
 def _devices(contents: Explanation) -> Table:
-    table = Table(title=f"Split mode {contents['split_mode']}", title_justify="left", box=box.SIMPLE_HEAD)
+    mode = f"Split mode {contents['split_mode']}"
+    if contents["groups"]:
+        mode += " between groups of devices, tensor within: " + ", ".join(
+            f"({', '.join(contents['devices'][device]['device'] for device in members)})"
+            for members in contents["groups"]
+        )
+    table = Table(title=mode, title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("device", "asked", "achieved", "weights", "KV heads (all layers)"):
         table.add_column(name, justify="left" if name == "device" else "right")
     for row in contents["devices"]:

@@ -44,6 +44,8 @@ _files: list[Path] = []  # to be removed at the end
 @cache
 def gather(device: str) -> Crew:
     """Rank 0: waits for the workers. `device`: the devices of each rank; "auto": its GPU, or the CPU."""
+    from motley.runtime.device_names import list_items
+
     store = _store()
     secret = secrets.token_hex(32)
     store.set(_SECRET, secret)
@@ -51,7 +53,7 @@ def gather(device: str) -> Crew:
     for rank in range(1, int(os.environ["WORLD_SIZE"])):
         found, address = store.get(_key(rank)).decode().split(" ")
         own = found if device == "auto" else device
-        names += [f"{name.strip()}@{address}" for name in own.split(",")]
+        names += [f"{name}@{address}" for name in list_items(own)]
     handle, path = tempfile.mkstemp(prefix="motley-secret-")
     with os.fdopen(handle, "w") as file:
         file.write(secret)

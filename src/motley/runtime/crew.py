@@ -6,19 +6,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from ipaddress import ip_address
 
 import torch
 
 from motley.errors import ConfigError, DeviceError
 from motley.runtime.cores import parse_cores
+from motley.runtime.device_names import parse_devices
 from motley.split.apart import ExpertsApart
 from motley.split.placement import AUTO, EXPERT_SPLITS, LAYER, NONE, SPLIT_MODES, TENSOR
 from motley.units import parse_bytes
 
-DEFAULT_PORT = 29400  # of workers
 _REMOTE_NAME = re.compile(r"cpu(:[0-9a-z+-]+)?|cuda:[0-9]{1,3}")
-_ADDRESS = re.compile(r"(\[(?P<v6>[0-9a-fA-F:.%]+)\]|(?P<host>[^:\[\]@/\s]+))(:(?P<port>[0-9]{1,5}))?")
 _ALL_LAYERS = 2**31  # more than any model has
 
 
@@ -50,6 +48,9 @@ class Crew:
     shares: tuple[Fraction, ...]
     experts: str = AUTO  # how experts are shared out in tensor mode
     apart: ExpertsApart | None = None  # experts that other devices have than the rest of their layers
+    # Devices that split the tensors of the same layers; groups share layers. Each device is in one. Empty: no groups,
+    # `mode` is that of all devices.
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -117,13 +118,16 @@ def make_crew(
     `n_cpu_moe`: the routed experts of this many layers are on the CPU (of CPU devices: on the last one), or are shared
     out by `expert_split`; "auto": of as few layers as fit. Other weights are shared out over the other devices.
     """
-    names, hosts = _names(devices)
+    named = parse_devices(devices)
+    names, hosts = named.names, named.hosts
+    _require_known(names, hosts)
     is_apart = n_cpu_moe not in (None, 0) or expert_split is not None
     if is_apart and len(names) == 1 and names[0].startswith("cuda"):
         names.append("cpu")
         hosts.append(None)
     is_apart = is_apart and len(names) > 1
-    mode = split_mode or (NONE if len(names) == 1 else TENSOR if is_apart else LAYER)
+    mode, groups = _grouped_mode(named.groups, split_mode)
+    mode = mode or (NONE if len(names) == 1 else TENSOR if is_apart else LAYER)
     if mode not in SPLIT_MODES:
         raise ConfigError(f"unknown split mode {mode!r}", hint=f"there are: {', '.join(SPLIT_MODES)}")
     if split_experts not in EXPERT_SPLITS:
@@ -151,17 +155,43 @@ def make_crew(
             )
         return Crew(crew[:1], mode, (Fraction(1),))
     if not is_apart:
-        return Crew(crew, mode, shares, split_experts)
-    holders = _expert_devices(names)
+        return Crew(crew, mode, shares, split_experts, groups=groups)
+    holders = _expert_devices(names, groups)
     if not _listed(tensor_split):
         shares = tuple(Fraction(0) if device in holders else share for device, share in enumerate(shares))
-    return Crew(crew, mode, shares, split_experts, _apart(n_cpu_moe, expert_split, holders, len(names)))
+    apart = _apart(n_cpu_moe, expert_split, holders, len(names))
+    return Crew(crew, mode, shares, split_experts, apart, groups)
 
 
-def _expert_devices(names: Sequence[str]) -> list[int]:
-    """The devices for experts that are apart: the CPUs beside GPUs; otherwise the last device."""
-    cpus = [index for index, name in enumerate(names) if name.startswith("cpu")]
-    return cpus if 0 < len(cpus) < len(names) else [len(names) - 1]
+def _grouped_mode(
+    groups: Sequence[tuple[int, ...]], asked: str | None
+) -> tuple[str | None, tuple[tuple[int, ...], ...]]:
+    """The split mode that parentheses around devices mean, and the groups if there are several of several devices.
+
+    Without parentheses: the mode that was asked for.
+    """
+    if not groups or (len(groups) == 1 and len(groups[0]) == 1):
+        return asked, ()
+    meant = TENSOR if len(groups) == 1 else LAYER
+    if asked not in (None, NONE, meant):
+        raise ConfigError(
+            f"split mode {asked}, but parentheses mean: tensors are split within groups, layers between them",
+            hint="leave out --split-mode, or the parentheses",
+        )
+    is_nested = len(groups) > 1 and any(len(members) > 1 for members in groups)
+    return asked or meant, tuple(groups) if is_nested and asked != NONE else ()
+
+
+def _expert_devices(names: Sequence[str], groups: Sequence[tuple[int, ...]]) -> list[int]:
+    """The devices for experts that are apart: the CPUs beside GPUs; otherwise the last device. Of groups: of each that
+    has several devices.
+    """
+    holders = []
+    for members in groups or [tuple(range(len(names)))]:
+        cpus = [device for device in members if names[device].startswith("cpu")]
+        if len(members) > 1:
+            holders += cpus if len(cpus) < len(members) and cpus else [members[-1]]
+    return holders
 
 
 def _apart(
@@ -186,14 +216,8 @@ def _apart(
     return ExpertsApart(int(n_cpu_moe), shares)
 
 
-def _names(devices: str | Sequence[str]) -> tuple[list[str], list[str | None]]:
-    """The name of each device on its host, and its host."""
+def _require_known(names: Sequence[str], hosts: Sequence[str | None]) -> None:
     known = known_devices()
-    names, hosts = [], []
-    for given in _listed(devices):
-        name, _, address = given.partition("@")
-        names.append("cuda:0" if name == "cuda" else name)
-        hosts.append(join_address(*parse_address(address)) if "@" in given else None)
     if not names:
         raise DeviceError("no devices were named", hint=f"there are: {', '.join(known)}")
     for name, host in zip(names, hosts, strict=True):
@@ -202,28 +226,6 @@ def _names(devices: str | Sequence[str]) -> tuple[list[str], list[str | None]]:
         if host is None and name not in known and not name.startswith("cpu:"):
             blind = "; torch sees no GPU" if name.startswith("cuda") and known == ("cpu",) else ""
             raise DeviceError(f"unknown device {name!r}", hint=f"there are: {', '.join(known)}{blind}")
-    return names, hosts
-
-
-def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """Host and port of `10.0.0.2:29400`, `host` or `[::1]:29400`."""
-    match = _ADDRESS.fullmatch(text.strip())
-    port = int(match["port"] or default_port) if match else -1
-    if match is None or not 0 <= port < 1 << 16:
-        raise ConfigError(f"{text!r} is not the address of a worker", hint="for example 10.0.0.2:29400")
-    return match["v6"] or match["host"], port
-
-
-def join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address is of this machine, and cannot be reached from others."""
-    try:
-        return ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def device_cores(name: str) -> tuple[int, ...]:

@@ -14,10 +14,11 @@ from motley.kvcache.session_file import Identity
 from motley.kvcache.state_arena import STATE_TYPES
 from motley.kvcache.types import TILE, CacheType
 from motley.models import BatchShape
-from motley.ownership import Split, State
+from motley.ownership import Split, State, Word
 from motley.runtime.caching import CachePlan
 from motley.runtime.splitting import ModelSplit
 from motley.split.collectives import put, take
+from motley.split.infer import SplitGraph
 
 _SAMPLE_BYTES = 4096  # of each end of each tensor: enough to tell a model from a fine-tuned version of it
 
@@ -38,21 +39,28 @@ class CacheExchange:
     """Reads and writes planes of whole layers, whichever devices own their heads."""
 
     def __init__(self, split: ModelSplit, plan: CachePlan, parts: Parts) -> None:
-        whole = split.split(BatchShape(1, 1))
         self._parts = parts
         self._n_devices = len(split.crew)
-        self._repeat = split.options.kv_repeat
         self._n_heads = split.params.n_kv_heads
         self._head_dim = plan.head_dim
         self._kinds = plan.config.k_type, plan.config.v_type
-        self._words = {}
+        self._state_dtype = STATE_TYPES[plan.config.state_type]
+        self._repeats: dict[int, int] = {}  # by layer: copies of each KV head
+        self._words: dict[
+            int, Word | None
+        ] = {}  # by layer: which device has which heads; None: every device has all
+        self._states: dict[int, list[tuple[Tensor, State]]] = {}  # by layer: inputs, and how they are split
+        for group in range(split.n_groups):
+            self._add(split.split(BatchShape(1, 1), group), split.kv_repeat(group))
+
+    def _add(self, whole: SplitGraph, kv_repeat: int) -> None:
+        """Adds the layers of a group of devices."""
         for node in whole.graph.nodes:
             if isinstance(node.op, CacheStore):
                 state = whole.ways[node].inputs[0]
                 layer = cache_layer(node.inputs[0])
                 self._words[layer] = state.word if isinstance(state, Split) else None
-        self._state_dtype = STATE_TYPES[plan.config.state_type]
-        self._states: dict[int, list[tuple[Tensor, State]]] = {}  # by layer: inputs, and how they are split
+                self._repeats[layer] = kv_repeat
         for node in whole.graph.nodes:
             for tensor, state in zip(node.inputs, whole.ways[node].inputs, strict=True):
                 if tensor.dtype == RECURRENT:
@@ -62,12 +70,13 @@ class CacheExchange:
         """The planes of K and of V, with each KV head once. Of a layer with a state: its parts, from its slot."""
         if layer in self._states:
             return self._read_states(layer, torch.tensor(slots))
-        whole = [self._empty(kind, len(slots), self._n_heads * self._repeat) for kind in self._kinds]
+        repeat = self._repeats[layer]
+        whole = [self._empty(kind, len(slots), self._n_heads * repeat) for kind in self._kinds]
         for device, own in enumerate(self._parts.gather(layer, torch.tensor(slots))):
             for part, planes in zip(own, whole, strict=True):
                 for name, items in part.items():
                     self._put(planes[name], items, layer, device)
-        return [{name: items[:, :: self._repeat] for name, items in planes.items()} for planes in whole]
+        return [{name: items[:, ::repeat] for name, items in planes.items()} for planes in whole]
 
     def write(self, layer: int, slots: Sequence[int], planes: Sequence[Planes]) -> None:
         """Stores planes as `read` returns them; a repeated head is stored on each device that has it."""
@@ -75,7 +84,7 @@ class CacheExchange:
             self._write_states(layer, torch.tensor(slots), planes)
             return
         whole = [
-            {name: items.repeat_interleave(self._repeat, 1) for name, items in part.items()}
+            {name: items.repeat_interleave(self._repeats[layer], 1) for name, items in part.items()}
             for part in planes
         ]
         parts = [
@@ -165,7 +174,7 @@ def fingerprint(split: ModelSplit, salt: bytes = b"") -> str:
     """A hash of the parameters, of the ropes (they may depend on the context size) and of samples of all weights."""
     state = blake2b(digest_size=32)
     state.update(repr(split.params).encode() + salt)
-    for node in split.split(BatchShape(1, 1)).graph.nodes:
+    for node in split.graph(BatchShape(1, 1)).nodes:
         if isinstance(node.op, Rope):
             sources = [t.op.source for t in node.inputs if isinstance(t.op, Weight)]
             state.update(repr((node.op, sources)).encode())

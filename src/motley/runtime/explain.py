@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypedDict
 
 from motley.graph import CACHE, Tensor
@@ -11,9 +11,10 @@ from motley.models import BatchShape
 from motley.ownership import Mirrored, Split, State
 from motley.runtime.loading import lookup_tables, packed_bytes, weight_bytes
 from motley.runtime.splitting import ModelSplit
+from motley.split.collectives import Broadcast, Receive, Send
 from motley.split.infer import SplitGraph
 from motley.split.localize import LocalGraph, original_name
-from motley.split.transitions import Transition
+from motley.split.transitions import ITEM_BYTES, Transition
 
 
 class DeviceRow(TypedDict):
@@ -51,6 +52,7 @@ class Section(TypedDict):
 class Explanation(TypedDict):
     model: str
     split_mode: str
+    groups: list[list[int]]  # devices that split the tensors of the same layers; empty: no groups
     kv_repeat: int  # how many copies of each KV head are stored
     split_experts: (
         str  # ffn: a part of every expert on each device; whole: whole experts; "": no experts are cut
@@ -66,29 +68,22 @@ class Explanation(TypedDict):
 def explain(split: ModelSplit) -> Explanation:
     """The states, bytes and collectives of a split, for one token."""
     batch = BatchShape(1, 1)
-    whole = split.split(batch)
+    parts = [split.split(batch, group) for group in range(split.n_groups)]
     shares = [split.share(device, batch) for device in range(len(split.crew))]
-    mapped = {t.name for t in lookup_tables(whole.graph)}
+    mapped = {t.name for t in lookup_tables(split.graph(batch))}
     sections: dict[str, Section] = {}
-    section = ""
-    by_user: dict[Tensor | None, list[Transition]] = {}
-    for transition in whole.collectives:
-        by_user.setdefault(transition.user, []).append(transition)
-    for node in whole.graph.nodes:
-        section = _section(node) or section
-        here = sections.setdefault(section, Section(name=section, tensors=[], collectives=[]))
-        here["collectives"] += [_collective(t) for t in by_user.get(node, [])]
-        if node.name:
-            here["tensors"].append(_tensor(whole, shares, node, is_mapped=node.name in mapped))
-    sections[section]["collectives"] += [_collective(t) for t in by_user.get(None, [])]
+    for part in parts:
+        _add_sections(sections, part, shares, mapped)
+    rows = [row for section in sections.values() for row in section["collectives"]]
 
     total = sum(split.crew.shares)
     loaded = [weight_bytes(share) for share in shares]
-    kinds = [t.kind for t in whole.collectives]
+    kinds = [row["kind"] for row in rows]
     experts = split.placement.experts
     return Explanation(
         model=str(split.spec.path),
         split_mode=split.crew.mode,
+        groups=[list(members) for members in split.crew.groups],
         kv_repeat=split.options.kv_repeat,
         split_experts="" if experts is None else experts.way,
         split_experts_reason="" if experts is None else experts.reason,
@@ -105,8 +100,51 @@ def explain(split: ModelSplit) -> Explanation:
         ],
         sections=list(sections.values()),
         collectives={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
-        bytes_per_token=sum(t.n_bytes for t in whole.collectives),
+        bytes_per_token=sum(row["bytes_per_token"] for row in rows),
     )
+
+
+def _add_sections(
+    sections: dict[str, Section], split: SplitGraph, shares: Sequence[LocalGraph], mapped: Collection[str]
+) -> None:
+    """Adds the tensors and collectives of a group's graph, in the order in which it runs."""
+    by_user: dict[Tensor | None, list[Transition]] = {}
+    for transition in split.collectives:
+        by_user.setdefault(transition.user, []).append(transition)
+    section, messages = "", list[CollectiveRow]()
+    for node in split.graph.nodes:
+        if isinstance(node.op, Send | Receive | Broadcast):
+            messages += [*(_collective(t) for t in by_user.get(node, [])), *_message(node)]
+            continue
+        section = _section(node) or section
+        here = sections.setdefault(section, Section(name=section, tensors=[], collectives=[]))
+        here["collectives"] += [*messages, *(_collective(t) for t in by_user.get(node, []))]
+        messages = []
+        if node.name and not any(row["name"] == node.name for row in here["tensors"]):
+            here["tensors"].append(_tensor(split, shares, node, is_mapped=node.name in mapped))
+    sections[section]["collectives"] += [*messages, *(_collective(t) for t in by_user.get(None, []))]
+
+
+def _message(node: Tensor) -> list[CollectiveRow]:
+    """A message between groups, of which the receiver tells: none for a sender."""
+    op = node.op
+    if isinstance(op, Receive):
+        reason = (
+            f"is on the group of device {op.source}, but the layers from here on are on that of {op.target}"
+        )
+    elif isinstance(op, Broadcast) and node.inputs:
+        reason = f"is on the group of device {op.root}, but the first device needs it"
+    else:
+        return []
+    name = node.name.split("→")[0] or "hidden rows"
+    return [
+        CollectiveRow(
+            kind="send" if isinstance(op, Receive) else "broadcast",
+            tensor=name,
+            reason=reason,
+            bytes_per_token=node.n_values * ITEM_BYTES,
+        )
+    ]
 
 
 def _apart(split: ModelSplit) -> str:
@@ -139,14 +177,16 @@ def _tensor(split: SplitGraph, shares: Sequence[LocalGraph], node: Tensor, *, is
     state = _laid_out(split, node)
     is_weight, is_cache = isinstance(node.op, Weight), isinstance(node.op, CacheInput)
     held = _held_states(shares, node) if is_weight else []
+    states = held or [str(state)]
+    is_split = isinstance(state, Split) and states == [str(state)]
     return TensorRow(
         name=node.name,
         kind="weight" if is_weight else "cache" if is_cache else "activation",
         type=node.dtype,
         shape=list(node.shape),
-        state="mapped" if is_mapped else " and ".join(held) if len(held) > 1 else str(state),
-        axis=state.axis if isinstance(state, Split) and len(held) < 2 else None,
-        owners=list(state.word.runs()) if isinstance(state, Split) and len(held) < 2 else [],
+        state="mapped" if is_mapped else " and ".join(states),
+        axis=state.axis if isinstance(state, Split) and is_split else None,
+        owners=list(state.word.runs()) if isinstance(state, Split) and is_split else [],
         bytes=[0 if is_mapped else _loaded(share, node) for share in shares],
     )
 

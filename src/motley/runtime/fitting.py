@@ -52,7 +52,7 @@ def fit_cache(
     largest = BatchShape(n_tokens, min(n_tokens, max(n_parallel, MAX_LOGIT_ROWS)))
     room = room_for_cache(split, backends, device_needs(split, backends, largest))
     plan = plan_cache(
-        split.split(smallest).graph,
+        split.graph(smallest),
         [split.share(device, smallest) for device in range(len(split.crew))],
         config,
         n_ctx=n_ctx,

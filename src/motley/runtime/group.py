@@ -42,25 +42,31 @@ _DTYPES = {F32: torch.float32, I32: torch.int32}
 class PartSizes:
     """The shape of each device's part in one collective (None: it sends nothing), and the type of all parts."""
 
-    shapes: tuple[Shape | None, ...]
+    shapes: tuple[Shape | None, ...]  # by device of the crew
     dtype: torch.dtype
     is_sum: bool = False  # parts are addends, which may be rounded on the wire
     reader: int | None = None  # the only device that needs the result; None: all
+    members: tuple[
+        int, ...
+    ] = ()  # the devices that take part, of one process; empty: all devices of the crew
     follower: PartSizes | None = None  # of the next collective of the same plan, once it is known
 
     @staticmethod
     def of(node: Tensor, n_devices: int, reader: int | None = None) -> PartSizes:
-        """For a collective of all devices."""
+        """For a collective of all devices, or of a group of them."""
         op, dtype = node.op, _DTYPES[node.dtype]
+        assert isinstance(op, Collective)
         if isinstance(op, Broadcast):
             root = tuple(op.size if d == op.root else None for d in range(n_devices))
-            return PartSizes(root, dtype, reader=reader)
+            return PartSizes(root, dtype, reader=reader, members=op.members)
         shape = node.inputs[0].shape
         if isinstance(op, AllGather):
             counts = [op.word.count(device) for device in range(n_devices)]
             shapes = tuple((*shape[: op.axis], n, *shape[op.axis + 1 :]) for n in counts)
-            return PartSizes(shapes, dtype, reader=reader)
-        return PartSizes((shape,) * n_devices, dtype, is_sum=True, reader=reader)
+            return PartSizes(shapes, dtype, reader=reader, members=op.members)
+        is_in = [not op.members or device in op.members for device in range(n_devices)]
+        addends = tuple(shape if is_member else None for is_member in is_in)
+        return PartSizes(addends, dtype, is_sum=True, reader=reader, members=op.members)
 
 
 class Communicator(Protocol):
@@ -74,7 +80,7 @@ class Communicator(Protocol):
     def exchange(self, part: torch.Tensor | None, sizes: PartSizes) -> Sequence[torch.Tensor | None]:
         """The tensors of all devices, in the order of devices. They may be read until the next call.
 
-        May be empty if another device is the only reader of the result.
+        Devices that take no part have none. May be empty if another device is the only reader of the result.
         """
         ...
 
@@ -122,7 +128,7 @@ class CollectiveKernel:
                 case AllReduce():
                     _sum_into(out, parts)
                 case ReduceScatter(axis, word, device):
-                    _sum_into(out, [take(_some(t), axis, word, device) for t in parts])
+                    _sum_into(out, [take(t, axis, word, device) for t in parts if t is not None])
                 case AllGather(axis, word):
                     _join_into(out, parts, axis, word)
                 case Broadcast(root, _):
@@ -137,20 +143,17 @@ class CollectiveKernel:
 
 
 def _sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
-    total = _some(parts[0]).to(out.device, copy=True)
-    for part in parts[1:]:
-        total += _some(part).to(out.device)
+    first, *others = [part for part in parts if part is not None]
+    total = first.to(out.device, copy=True)
+    for part in others:
+        total += part.to(out.device)
     out.copy_(total)
 
 
 def _join_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None], axis: int, word: Word) -> None:
     for device, part in enumerate(parts):
-        put(out, _some(part), axis, word, device)
-
-
-def _some(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None, "a device sent nothing"
-    return tensor
+        if part is not None:
+            put(out, part, axis, word, device)
 
 
 class ThreadGroup:
@@ -161,14 +164,16 @@ class ThreadGroup:
         n_threads: Sequence[int],
         cores: Sequence[Sequence[int]] | None = None,
         rendezvous: Rendezvous | None = None,
+        groups: Sequence[tuple[int, ...]] = (),
     ) -> None:
         """For each device, its number of threads and the cores that they are pinned to. `rendezvous`: where the
-        executables of all devices do collectives without this group.
+        executables of all devices do collectives without this group. `groups`: devices that have collectives of their
+        own.
         """
         n_devices = len(n_threads)
-        self._barrier = threading.Barrier(n_devices)
         self.rendezvous = rendezvous
-        self._slots: list[list[torch.Tensor | None]] = [[None] * n_devices, [None] * n_devices]
+        self._exchanges: dict[tuple[int, ...], _Exchange] = {(): _Exchange(n_devices, range(n_devices))}
+        self._exchanges |= {members: _Exchange(n_devices, members) for members in groups}
         self._mail: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor | None]] = {
             (a, b): queue.SimpleQueue() for a in range(n_devices) for b in range(n_devices)
         }
@@ -223,7 +228,8 @@ class ThreadGroup:
 
     def _abort_peers(self, device: int) -> None:
         """Makes the devices that wait for a failed device fail too, so that they do not wait for ever."""
-        self._barrier.abort()
+        for exchange in self._exchanges.values():
+            exchange.barrier.abort()
         if self.rendezvous is not None:
             self.rendezvous.abort()
         for (_, target), box in self._mail.items():
@@ -231,14 +237,13 @@ class ThreadGroup:
                 box.put(None)
 
     def _reset(self) -> None:
-        self._barrier.reset()
+        for exchange in self._exchanges.values():
+            exchange.reset()
         if self.rendezvous is not None:
             self.rendezvous.reset()
         for box in self._mail.values():
             while not box.empty():
                 box.get()
-        for line in self.lines:
-            line.n_exchanges = 0
 
 
 class _Job:
@@ -310,28 +315,49 @@ class _AbortedError(Exception):
     """Another device has failed."""
 
 
-class _Line:
-    """One device's communicator in a ThreadGroup.
+class _Exchange:
+    """Where some devices of a ThreadGroup exchange tensors.
 
-    Exchanged tensors are copied into one of two sets of slots, alternately. A device writes to a set again only after
+    Tensors are copied into one of two sets of slots, alternately. A device writes to a set again only after
     the barrier of the exchange in between, and by then all devices have read it: one barrier per exchange is enough.
     """
+
+    def __init__(self, n_devices: int, members: Sequence[int]) -> None:
+        self.barrier = threading.Barrier(len(members))
+        self._slots: list[list[torch.Tensor | None]] = [[None] * n_devices, [None] * n_devices]
+        self._n_done = [0] * n_devices  # exchanges of each device
+
+    def run(self, device: int, part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        slots = self._slots[self._n_done[device] % 2]
+        self._n_done[device] += 1
+        slots[device] = None if part is None else part.clone()
+        self.barrier.wait()
+        return slots
+
+    def reset(self) -> None:
+        self.barrier.reset()
+        self._n_done = [0] * len(self._n_done)
+
+
+class _Line:
+    """One device's communicator in a ThreadGroup."""
 
     def __init__(self, group: ThreadGroup, device: int) -> None:
         self._group = group
         self.device = device
         self.n_devices = len(group._workers)
         self.rendezvous = None if group.rendezvous is None else (group.rendezvous, device)
-        self.n_exchanges = 0
 
     def exchange(
         self, part: torch.Tensor | None, sizes: PartSizes | None = None
     ) -> Sequence[torch.Tensor | None]:
-        slots = self._group._slots[self.n_exchanges % 2]
-        self.n_exchanges += 1
-        slots[self.device] = None if part is None else part.clone()
-        self._group._barrier.wait()
-        return slots
+        return self.exchange_among(() if sizes is None else sizes.members, part)
+
+    def exchange_among(
+        self, members: tuple[int, ...], part: torch.Tensor | None
+    ) -> Sequence[torch.Tensor | None]:
+        """The parts of some devices; empty: of all."""
+        return self._group._exchanges[members].run(self.device, part)
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
         self._group._mail[self.device, target].put(tensor.clone())

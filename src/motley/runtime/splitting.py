@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Generic, TypeVar
 
 from motley.gguf import ModelSpec
+from motley.graph import Graph, Tensor
 from motley.models import BatchShape, DecoderParams, GraphOptions, build_graph
 from motley.ownership import MIRRORED
 from motley.runtime.crew import Crew
 from motley.split.apart import demands_of
 from motley.split.infer import SplitGraph, infer
 from motley.split.localize import LocalGraph, localize
-from motley.split.placement import TENSOR, choose_kv_repeat, place
+from motley.split.nested import LayersOfGroups, apart_of_group, shares_of_group
+from motley.split.placement import TENSOR, Placement, choose_kv_repeat, place
 
 _MAX_KEPT = 64  # batch shapes
 
@@ -23,42 +25,101 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Devices that split the same layers, and the placement of these layers' weights."""
+
+    members: tuple[int, ...]
+    options: GraphOptions
+    placement: Placement
+    is_cut: bool  # several devices have a part of each layer
+
+
 class ModelSplit:
-    """The split of one model over one crew. Loads no weights. `share` may be called from any thread."""
+    """The split of one model over one crew. Loads no weights. `share` may be called from any thread.
+
+    A crew is one group of devices, which split the whole graph, unless the user named several (see `split.nested`).
+    """
 
     def __init__(self, spec: ModelSpec, params: DecoderParams, crew: Crew, options: GraphOptions) -> None:
         self.spec = spec
         self.params = params
         self.crew = crew
-        smallest = BatchShape(1, 1)
-        weights = build_graph(spec, params, smallest, options).weights
-        repeat = choose_kv_repeat(weights, params, crew.shares) if crew.mode == TENSOR else 1
-        self.options = replace(options, kv_repeat=repeat)
-        weights = build_graph(spec, params, smallest, self.options).weights
-        self.placement = place(crew.mode, weights, params, crew.shares, repeat, crew.experts, crew.apart)
-        self._splits: _Memo[BatchShape, SplitGraph] = _Memo()
+        self._layers = LayersOfGroups(params, crew.groups, crew.shares) if crew.groups else None
+        self._groups = [self._place(options, index) for index in range(len(crew.groups) or 1)]
+        repeat = max(group.options.kv_repeat for group in self._groups)
+        self.options = replace(options, kv_repeat=repeat)  # the most copies of a KV head in any group
+        states = {name: state for group in self._groups for name, state in group.placement.states.items()}
+        experts = next((g.placement.experts for g in self._groups if g.placement.experts is not None), None)
+        self.placement = Placement(states, experts, crew.apart)
+        self._graphs: _Memo[tuple[int, BatchShape], Graph] = _Memo()
+        self._splits: _Memo[tuple[int, BatchShape], SplitGraph] = _Memo()
         self._shares: _Memo[tuple[int, BatchShape], LocalGraph] = _Memo()
 
-    def split(self, batch: BatchShape) -> SplitGraph:
-        """The whole graph for a batch shape, with the states of its tensors."""
+    def _place(self, options: GraphOptions, index: int) -> _Group:
+        """A group's placement. `options`: of a graph with each KV head once."""
+        crew, params = self.crew, self.params
+        members = crew.groups[index] if crew.groups else tuple(range(len(crew)))
+        shares, apart = shares_of_group(crew.shares, members), apart_of_group(crew.apart, members)
+        mode = TENSOR if crew.groups else crew.mode
+
+        def own(options: GraphOptions) -> list[Tensor]:
+            found = build_graph(self.spec, params, BatchShape(1, 1), options).weights
+            return list(found) if self._layers is None else self._layers.own(found, index)
+
+        weights = own(options)
+        if not any(shares):  # no layers
+            return _Group(members, options, Placement({}), is_cut=False)
+        if mode == TENSOR:
+            options = replace(options, kv_repeat=choose_kv_repeat(weights, params, shares))
+            weights = own(options)
+        placed = place(mode, weights, params, shares, options.kv_repeat, crew.experts, apart)
+        return _Group(
+            members, options, placed, is_cut=mode == TENSOR and sum(share > 0 for share in shares) > 1
+        )
+
+    @property
+    def n_groups(self) -> int:
+        return len(self._groups)
+
+    def graph(self, batch: BatchShape) -> Graph:
+        """The whole graph for a batch shape, as one device would run it."""
+        return self._graph(self.options.kv_repeat, batch)
+
+    def split(self, batch: BatchShape, group: int = 0) -> SplitGraph:
+        """The graph of a group of devices for a batch shape, with the states of its tensors."""
 
         def make() -> SplitGraph:
-            graph = build_graph(self.spec, self.params, batch, self.options)
+            own = self._groups[group]
+            graph = self._graph(own.options.kv_repeat, batch)
+            if self._layers is not None:
+                graph = self._layers.graph_of(graph, group)
             names = {node.name for node in graph.nodes if not node.inputs}  # fewer if fewer layers run
-            states = {name: state for name, state in self.placement.states.items() if name in names}
-            is_cut = self.crew.mode == TENSOR and sum(share > 0 for share in self.crew.shares) > 1
-            demands = demands_of(graph, states, self.crew.apart, is_cut=is_cut)
-            return infer(graph, len(self.crew), states, demands)
+            states = {name: state for name, state in own.placement.states.items() if name in names}
+            demands = demands_of(graph, states, own.placement.apart, is_cut=own.is_cut)
+            return infer(graph, len(self.crew), states, demands, own.members)
 
-        return self._splits.get(batch, make)
+        return self._splits.get((group, batch), make)
+
+    def kv_repeat(self, group: int) -> int:
+        """How often each KV head is stored in a group's layers."""
+        return self._groups[group].options.kv_repeat
 
     def share(self, device: int, batch: BatchShape) -> LocalGraph:
         """One device's graph. A device alone has the whole graph: nothing is split, so that nothing is inferred."""
-        make = self._whole if len(self.crew) == 1 else lambda batch: localize(self.split(batch), device)
-        return self._shares.get((device, batch), lambda: make(batch))
+        if len(self.crew) == 1:
+            return self._shares.get((device, batch), lambda: self._whole(batch))
+        group = next(i for i, group in enumerate(self._groups) if device in group.members)
+        return self._shares.get((device, batch), lambda: localize(self.split(batch, group), device))
+
+    def _graph(self, kv_repeat: int, batch: BatchShape) -> Graph:
+        options = replace(self.options, kv_repeat=kv_repeat)
+        return self._graphs.get(
+            (kv_repeat, batch), lambda: build_graph(self.spec, self.params, batch, options)
+        )
 
     def _whole(self, batch: BatchShape) -> LocalGraph:
-        graph = build_graph(self.spec, self.params, batch, self.options)
+        graph = self.graph(batch)
         states = self.placement.states
         return LocalGraph(graph, {node.name: states.get(node.name, MIRRORED) for node in graph.weights})
 

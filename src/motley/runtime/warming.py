@@ -229,4 +229,5 @@ def _description(split: ModelSplit, cache: CachePlan) -> list[object]:
         windows,
         repr(replace(split.options, n_ctx=0)),
         split.crew.mode,
+        split.crew.groups,
     ]

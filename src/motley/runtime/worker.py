@@ -76,7 +76,12 @@ class Worker:
         cores = [split.crew.devices[device].cores for device in self.members]
         for backend, count, bound in zip(own, threads, cores, strict=True):
             backend.use_threads(count, bound)
-        self._group = ThreadGroup(threads, cores, make_rendezvous(own) if link is None else None)
+        groups = [members for members in split.crew.groups if members[0] in self.members]
+        rendezvous = make_rendezvous(own, groups) if link is None else None
+        numbers = [
+            tuple(map(self.members.index, members)) for members in groups
+        ]  # among this process's devices
+        self._group = ThreadGroup(threads, cores, rendezvous, numbers)
         lines: Sequence[Communicator] = self._group.lines
         if link is not None:
             lines = [MeshLine(self._group, index, self.members, link) for index in range(len(own))]

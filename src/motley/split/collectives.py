@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,12 @@ from motley.ownership import Word
 
 @dataclass(frozen=True)
 class Collective(Op):
-    """An op that communicates with other devices. Every device runs the same collectives in the same order."""
+    """An op that communicates with other devices. All devices that take part run these ops in the same order.
+
+    `members`: the devices that take part, in order; empty: all devices of the crew. Send and Receive do not use it.
+    """
+
+    members: tuple[int, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ before an op that cannot take a partial input.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -17,6 +17,7 @@ from types import MappingProxyType
 from motley.errors import SplitError
 from motley.graph import Graph, Tensor, Way
 from motley.ownership import MIRRORED, PARTIAL, Split, State, Word, sole_owner
+from motley.split.collectives import Collective
 from motley.split.transitions import FREE, Cost, Transition, transition_cost
 
 _MAX_COMBINATIONS = 256  # maximum number of input-state combinations tried for one node
@@ -24,12 +25,13 @@ _MAX_COMBINATIONS = 256  # maximum number of input-state combinations tried for 
 
 @dataclass(frozen=True)
 class SplitGraph:
-    """A graph and the states of its tensors on `n_devices`."""
+    """A graph and the states of its tensors on the devices that run it."""
 
     graph: Graph
-    n_devices: int
+    n_devices: int  # of the crew: words name these
     ways: Mapping[Tensor, Way]  # of every node; a source's way has no inputs
     transitions: tuple[Transition, ...]  # in the order in which they run
+    members: tuple[int, ...]  # the devices that run the graph: "mirrored" means all of these
 
     def state(self, tensor: Tensor) -> State:
         """The state in which the tensor is computed."""
@@ -38,7 +40,7 @@ class SplitGraph:
     @property
     def collectives(self) -> tuple[Transition, ...]:
         """Transitions that need a collective."""
-        return tuple(t for t in self.transitions if t.kind) if self.n_devices > 1 else ()
+        return tuple(t for t in self.transitions if t.kind) if len(self.members) > 1 else ()
 
 
 def infer(
@@ -46,16 +48,19 @@ def infer(
     n_devices: int,
     placement: Mapping[str, State],
     demands: Mapping[Tensor, State] = MappingProxyType({}),
+    members: Sequence[int] | None = None,
 ) -> SplitGraph:
     """States of all tensors, given the states of weights and inputs by name (default: mirrored).
 
     `demands`: states in which all users of an activation get it, also if a cheaper state would do for the first user.
+    `members`: the devices that run the graph, a group of the crew (see `nested`); default: all.
     """
+    devices = tuple(range(n_devices) if members is None else members)
     known = {node.name for node in graph.nodes if not node.inputs}
     unknown = sorted(set(placement) - known)
     if unknown:
         raise SplitError("placement", [], f"{unknown[0]!r} is no weight or input of the graph")
-    inference = _Inference(n_devices, demands)
+    inference = _Inference(devices, demands)
     for node in graph.nodes:
         if node.inputs:
             inference.visit(node)
@@ -63,7 +68,7 @@ def infer(
             inference.start(node, placement.get(node.name, MIRRORED))
     for output in graph.outputs:
         inference.require(output, MIRRORED, None)
-    return SplitGraph(graph, n_devices, inference.ways, tuple(inference.transitions))
+    return SplitGraph(graph, n_devices, inference.ways, tuple(inference.transitions), devices)
 
 
 def sole(tensor: Tensor, device: int) -> State:
@@ -73,8 +78,8 @@ def sole(tensor: Tensor, device: int) -> State:
 
 
 class _Inference:
-    def __init__(self, n_devices: int, demands: Mapping[Tensor, State]) -> None:
-        self.n_devices = n_devices
+    def __init__(self, devices: Sequence[int], demands: Mapping[Tensor, State]) -> None:
+        self._devices = devices
         self._demands = dict(demands)  # those of tensors that have not been used yet
         self.ways: dict[Tensor, Way] = {}
         self.transitions: list[Transition] = []
@@ -83,9 +88,11 @@ class _Inference:
 
     def start(self, node: Tensor, state: State) -> None:
         if isinstance(state, Split) and not (
-            state.fits(node.shape) and _names_only(state.word, self.n_devices)
+            state.fits(node.shape) and _names_only(state.word, self._devices)
         ):
-            raise SplitError(node.name, [state], f"is no split of {node.shape} over {self.n_devices} devices")
+            raise SplitError(
+                node.name, [state], f"is no split of {node.shape} over {len(self._devices)} devices"
+            )
         self._produce(node, Way((), state))
 
     def visit(self, node: Tensor) -> None:
@@ -121,7 +128,14 @@ class _Inference:
             available.append(target)
 
     def _ways(self, node: Tensor) -> Iterator[Way]:
-        """Ways to run a node: on the one device that has all inputs; the op's own ways; mirrored on all devices."""
+        """Ways to run a node: on the one device that has all inputs; the op's own ways; mirrored on all devices.
+
+        A message to another group of devices has only the last: the group's first device sends it (`localize`).
+        """
+        mirrored = Way((MIRRORED,) * len(node.inputs), MIRRORED)
+        if isinstance(node.op, Collective):
+            yield mirrored
+            return
         combinations = self._combinations(node)
         owners = {sole_owner(state): None for states in combinations for state in states}
         for owner in owners:
@@ -129,7 +143,7 @@ class _Inference:
                 yield Way(tuple(sole(t, owner) for t in node.inputs), sole(node, owner))
         for states in combinations:
             yield from node.op.ways(node.inputs, states)
-        yield Way((MIRRORED,) * len(node.inputs), MIRRORED)
+        yield mirrored
 
     def _combinations(self, node: Tensor) -> list[tuple[State, ...]]:
         """Combinations of the inputs' available states. If too many: each state once, for all inputs that have it.
@@ -167,5 +181,5 @@ def _cheapest(tensor: Tensor, available: Iterable[State], target: State) -> tupl
     )
 
 
-def _names_only(word: Word, n_devices: int) -> bool:
-    return sum(word.count(device) for device in range(n_devices)) == len(word)
+def _names_only(word: Word, devices: Iterable[int]) -> bool:
+    return sum(word.count(device) for device in devices) == len(word)

@@ -70,9 +70,14 @@ class _Walk:
     def __init__(self, split: SplitGraph, device: int) -> None:
         self._split = split
         self._device = device
+        self._first = split.members[0]
+        self._is_alone = len(split.members) == 1
+        # Of collectives: empty if all devices of the crew take part.
+        self._members = split.members if len(split.members) < split.n_devices else ()
         self._parts: dict[tuple[Tensor, State], Tensor | None] = {}
         self.made: list[Tensor] = []  # in node order
         self.layouts: dict[str, State] = {}
+        self._loaded: dict[tuple[Tensor, State], Tensor] = {}  # weights and cache layers
 
     def part(self, tensor: Tensor, state: State) -> Tensor | None:
         """This device's part of `tensor` in `state`; None if another device holds it alone."""
@@ -82,6 +87,9 @@ class _Walk:
         if self._is_elsewhere(way.output):
             self._parts[node, way.output] = None
             return
+        if isinstance(node.op, Collective):
+            self._parts[node, way.output] = self._relay(node, way)
+            return
         if is_fixed(node) and not node.inputs:
             part = self._lay_out(node, way.output)
         else:
@@ -90,6 +98,28 @@ class _Walk:
             part = node.op.local(inputs, way, shape, self._device, node.name)
         self._parts[node, way.output] = part
         self.made.append(part)
+
+    def _relay(self, node: Tensor, way: Way) -> Tensor | None:
+        """A collective between groups of devices: the first device of this group sends and receives for all of them."""
+        op, is_first = node.op, self._device == self._first
+        inputs = [self._present(t, state) for t, state in zip(node.inputs, way.inputs, strict=True)]
+        match op:
+            case Send():
+                made = [op(*inputs, name=node.name)] if is_first else []
+            case Receive(_, _, size, kind) if not self._is_alone:
+                here = [op(name=f"{node.name} here" if node.name else "")] if is_first else []
+                made = [
+                    *here,
+                    Broadcast(self._first, size, kind, members=self._members)(*here, name=node.name),
+                ]
+            case Receive():
+                made = [op(name=node.name)]
+            case Broadcast(root):
+                made = [op(*(inputs if self._device == root else []), name=node.name)]
+            case _:
+                raise AssertionError(f"{op.name} is no collective between groups")
+        self.made.extend(made)
+        return made[-1] if made else None
 
     def bring(self, transition: Transition) -> None:
         """Make the tensor's part in the transition's target state."""
@@ -106,12 +136,21 @@ class _Walk:
             self.made.append(part)
 
     def _lay_out(self, tensor: Tensor, state: State) -> Tensor:
-        """This device's part of a weight or cache layer, which is loaded in this state and not split at run time."""
-        shape = state.local_shape(tensor.shape, self._device)
-        is_as_placed = state == self._split.state(tensor) or not isinstance(tensor.op, Weight)
-        name = tensor.name if is_as_placed else f"{tensor.name}{_AS}{state}"
-        self.layouts[name] = state
-        return tensor.op.local([], Way((), state), shape, self._device, name)
+        """This device's part of a weight or cache layer, which is loaded in this state and not split at run time.
+
+        A weight that is placed mirrored and read by this device alone is loaded once, as one that is mirrored: which
+        devices read it depends on the batch, as fewer layers may run.
+        """
+        placed = self._split.state(tensor)
+        if isinstance(tensor.op, Weight) and placed == MIRRORED and sole_owner(state) == self._device:
+            state = MIRRORED
+        if (tensor, state) not in self._loaded:
+            shape = state.local_shape(tensor.shape, self._device)
+            is_as_placed = state == placed or not isinstance(tensor.op, Weight)
+            name = tensor.name if is_as_placed else f"{tensor.name}{_AS}{state}"
+            self.layouts[name] = state
+            self._loaded[tensor, state] = tensor.op.local([], Way((), state), shape, self._device, name)
+        return self._loaded[tensor, state]
 
     def _transit(self, tensor: Tensor, source: State, target: State) -> Tensor | None:
         here, device = self._parts[tensor, source], self._device
@@ -119,21 +158,23 @@ class _Walk:
         owner, new_owner = sole_owner(source), sole_owner(target)
         if isinstance(source, Mirrored):
             return self._cut(here, target, name)
-        if (owner is not None and owner == new_owner) or self._split.n_devices == 1:
+        if (owner is not None and owner == new_owner) or self._is_alone:
             return here
         match source, target:
             case Partial(), Mirrored():
-                return AllReduce()(_some(here), name=name)
+                return AllReduce(members=self._members)(_some(here), name=name)
             case Partial(), Split(axis, word):
-                return self._unless_empty(ReduceScatter(axis, word, device)(_some(here), name=name), target)
+                scatter = ReduceScatter(axis, word, device, members=self._members)
+                return self._unless_empty(scatter(_some(here), name=name), target)
             case Split(axis, word), Partial():
                 return Place(axis, word, device)(self._present(tensor, source), name=name)
             case Split(), Mirrored() if owner is not None:
-                return Broadcast(owner, tensor.shape, tensor.dtype)(*([here] if here else []), name=name)
+                broadcast = Broadcast(owner, tensor.shape, tensor.dtype, members=self._members)
+                return broadcast(*([here] if here else []), name=name)
             case Split(), Split() if owner is not None and new_owner is not None:
                 return self._hand_over(tensor, here, owner, new_owner, name)
             case Split(axis, word), _:
-                whole = AllGather(axis, word)(self._present(tensor, source), name=name)
+                whole = AllGather(axis, word, members=self._members)(self._present(tensor, source), name=name)
                 self.made.append(whole)
                 return self._cut(whole, target, name)
         raise AssertionError(f"no transition from {source} to {target}")
@@ -146,7 +187,7 @@ class _Walk:
         match target:
             case Split(axis, word) if sole_owner(target) is None:
                 return Shard(axis, word, self._device)(whole, name=name)
-            case Partial() if self._device != 0:
+            case Partial() if self._device != self._first:
                 return Zeros(whole.shape)(name=name)
         return whole
 

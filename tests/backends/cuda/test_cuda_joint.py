@@ -94,13 +94,17 @@ def answers(devices: str, mode: str | None) -> list[list[torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["tensor", "layer"])
-def test_devices_in_lockstep_answer_as_one(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("devices", "mode"), [("cpu,cpu", "tensor"), ("cpu,cpu", "layer"), ("(cpu,cpu),(cpu)", None)]
+)
+def test_devices_in_lockstep_answer_as_one(
+    devices: str, mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_few_programs(monkeypatch)
     (expected,) = answers("cpu", None)
-    first, second = answers("cpu,cpu", mode)
-    for alone, one, other in zip(expected, first, second, strict=True):
-        assert torch.equal(one, other)
+    first, *others = answers(devices, mode)
+    for index, (alone, one) in enumerate(zip(expected, first, strict=True)):
+        assert all(torch.equal(one, other[index]) for other in others)
         assert float((one - alone).norm() / alone.norm()) < 2e-2
 
 
@@ -166,6 +170,9 @@ def test_collectives_in_one_memory() -> None:
         [Broadcast(1, (3,))(), Broadcast(1, (3,))(Input((3,), F32)(name="x"))], [None, parts[1]]
     )
     assert all(torch.equal(result, parts[1]) for result in shared)
+    word = Word.concat([Word.of(2, 1), Word.of(4, 2)])
+    group = [AllGather(0, word, members=(2, 4))(Input((n,), F32)(name="x")) for n in (1, 2)]
+    assert [found.tolist() for found in run_collective(group, pieces, (2, 4))] == [[5.0, 6.0, 7.0]] * 2
 
 
 def test_a_batch_that_cannot_be_captured_for_want_of_memory_is_launched(

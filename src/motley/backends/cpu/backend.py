@@ -94,8 +94,8 @@ class CpuBackend(Backend):
         return f"{self._pool.n_threads} threads with {set_name} kernels", *self._patterns.report
 
     @classmethod
-    def make_rendezvous(cls, n_devices: int) -> Rendezvous | None:
-        return NativeRendezvous(core.Group(n_devices))
+    def make_rendezvous(cls, n_devices: int, groups: Sequence[tuple[int, ...]] = ()) -> Rendezvous | None:
+        return NativeRendezvous(core.Group(n_devices), groups)
 
     def load(self, weight: PackedTensor) -> CpuWeight:
         if self._is_mapping and can_map(weight):

@@ -314,33 +314,35 @@ class Compiler:
         op, out, where = node.op, self._memory.address(node), _rendezvous(step)
         assert where is not None
         rendezvous, device = where
-        group = rendezvous.group
+        assert isinstance(op, Collective)
+        group, members = rendezvous.among(op.members)
+        own, is_shared = members.index(device), rendezvous.is_shared(group)
         x = self._memory.address(node.inputs[0]) if node.inputs else 0
         match op:
             case AllReduce():
-                self._program.all_reduce(group, device, x, out, node.n_values)
+                self._program.all_reduce(group, own, x, out, node.n_values)
             case AllGather(axis, word):
                 outer, total, inner = around(node, axis)
                 pieces = []
-                for source in range(group.n_devices):
-                    n, done = word.count(source), 0
-                    for start, stop in word.global_ranges(source):
+                for source, member in enumerate(members):
+                    n, done = word.count(member), 0
+                    for start, stop in word.global_ranges(member):
                         shape = (1, outer, stop - start, inner)
                         strides = (0, n * inner, inner, 1), (0, total * inner, inner, 1)
                         pieces.append((source, done * inner, out + 4 * start * inner, shape, *strides))
                         done += stop - start
-                counts = [word.count(source) * outer * inner for source in range(group.n_devices)]
-                self._program.exchange(group, device, x, pieces, *([counts] if rendezvous.is_shared else []))
+                counts = [word.count(member) * outer * inner for member in members]
+                self._program.exchange(group, own, x, pieces, *([counts] if is_shared else []))
             case Send(_, target):
-                self._program.send(group, device, target, x, node.inputs[0].n_values)
+                self._program.send(group, own, target, x, node.inputs[0].n_values)
             case Receive(source, _, _):
-                counts = [node.n_values] if rendezvous.is_shared else []
-                self._program.receive(group, device, source, out, *counts)
+                counts = [node.n_values] if is_shared else []
+                self._program.receive(group, own, source, out, *counts)
             case Broadcast(root, _):
                 flat = (1, 1, 1, node.n_values)
-                pieces = [(root, 0, out, flat, (0, 0, 0, 1), (0, 0, 0, 1))]
-                counts = [node.n_values if source == root else 0 for source in range(group.n_devices)]
-                self._program.exchange(group, device, x, pieces, *([counts] if rendezvous.is_shared else []))
+                pieces = [(members.index(root), 0, out, flat, (0, 0, 0, 1), (0, 0, 0, 1))]
+                counts = [node.n_values if member == root else 0 for member in members]
+                self._program.exchange(group, own, x, pieces, *([counts] if is_shared else []))
 
 
 def _op(stage: Single, kind: type[Any]) -> Any:

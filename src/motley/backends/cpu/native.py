@@ -46,21 +46,32 @@ MAX_EXPERTS = 1 << 18  # whose scores fit a thread's scratch memory
 class NativeRendezvous:
     """Where native programs of several devices do their collectives (base.Rendezvous)."""
 
-    def __init__(self, group: Any) -> None:
-        """`group`: the module's Group, or its SharedGroup."""
+    def __init__(self, group: Any, groups: Sequence[tuple[int, ...]] = ()) -> None:
+        """`group`: of all devices of the crew, the module's Group or its SharedGroup. `groups`: devices of this process
+        that have collectives of their own.
+        """
         self.group = group
+        self._groups = {members: core.Group(len(members)) for members in groups}
         self.aborted_error: type[Exception] = core.AbortedError
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether it has devices of other processes."""
-        return HAS_SHARED_GROUP and isinstance(self.group, core.SharedGroup)
+    def among(self, members: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
+        """The group of a collective's devices, and these devices in the group's order. Empty `members`: all devices."""
+        if members:
+            return self._groups[members], members
+        return self.group, tuple(range(self.group.n_devices))
+
+    @staticmethod
+    def is_shared(group: Any) -> bool:
+        """Whether a group has devices of other processes."""
+        return HAS_SHARED_GROUP and isinstance(group, core.SharedGroup)
 
     def abort(self) -> None:
-        self.group.abort()
+        for group in (self.group, *self._groups.values()):
+            group.abort()
 
     def reset(self) -> None:
-        self.group.reset()
+        for group in (self.group, *self._groups.values()):
+            group.reset()
 
 
 class SharedGroup:
@@ -77,9 +88,11 @@ class SharedGroup:
         """The memory that it needs. 0: the native module has no such groups, or there are too many members."""
         return core.SharedGroup.n_bytes(n_members) if HAS_SHARED_GROUP and n_members <= _MAX_MEMBERS else 0
 
-    def rendezvous(self) -> NativeRendezvous:
-        """The group as a rendezvous of native programs."""
-        return NativeRendezvous(self.native)
+    def rendezvous(self, groups: Sequence[tuple[int, ...]] = ()) -> NativeRendezvous:
+        """The group as a rendezvous of native programs. `groups`: of this process's members, with collectives of their
+        own.
+        """
+        return NativeRendezvous(self.native, groups)
 
     def exchange(
         self, member: int, values: torch.Tensor, counts: Sequence[int]

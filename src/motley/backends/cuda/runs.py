@@ -31,7 +31,7 @@ from motley.backends.cuda.staging import Staged, Staging
 from motley.backends.cuda.values import Values
 from motley.backends.paged import PagedLayer
 from motley.graph import I32, Tensor
-from motley.split.collectives import Receive, Send
+from motley.split.collectives import Collective, Receive, Send
 
 _log = logging.getLogger(__name__)
 
@@ -266,10 +266,14 @@ def _run_collectives(
     for device, node in waiting.items():
         if isinstance(node.op, Receive) and messages[node.op.source, device]:
             results[device] = messages[node.op.source, device].popleft()
-    reached = [node for node in waiting.values() if not isinstance(node.op, Send | Receive)]
-    if len(reached) == len(values):
-        parts = [own.plain(n.inputs[0]) if n.inputs else None for own, n in zip(values, reached, strict=True)]
-        results = dict(enumerate(run_collective(reached, parts)))
+    reached: dict[tuple[int, ...], dict[int, Tensor]] = defaultdict(dict)  # by the devices that take part
+    for device, node in waiting.items():
+        if isinstance(node.op, Collective) and not isinstance(node.op, Send | Receive):
+            reached[node.op.members or tuple(range(len(values)))][device] = node
+    for members, own in reached.items():
+        if len(own) == len(members):
+            parts = [values[d].plain(n.inputs[0]) if n.inputs else None for d, n in own.items()]
+            results |= zip(own, run_collective(list(own.values()), parts, members), strict=True)
     for device, result in results.items():
         values[device].put(waiting[device], result)
     return sorted(results)

@@ -6,7 +6,7 @@ import socket
 import struct
 
 from motley.errors import DeviceError, MotleyError
-from motley.runtime.crew import parse_address
+from motley.runtime.device_names import parse_address
 from motley.runtime.hosts.protocol import Channel, Kind, ProtocolError, call, read_json
 from motley.runtime.inventory import DeviceInfo
 

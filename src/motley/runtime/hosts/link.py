@@ -32,7 +32,16 @@ class MeshLine:
         return None if found is None else (found, self.device)
 
     def exchange(self, part: torch.Tensor | None, sizes: PartSizes) -> Sequence[torch.Tensor | None]:
-        """The first device of the process exchanges the parts of all its devices; the others wait for it."""
+        """The first device of the process exchanges the parts of all its devices; the others wait for it.
+
+        A group of devices is in one process: it needs no other.
+        """
+        if sizes.members:
+            own = self._inner.exchange_among(tuple(map(self._members.index, sizes.members)), part)
+            found: list[torch.Tensor | None] = [None] * self.n_devices
+            for index, device in enumerate(self._members):
+                found[device] = own[index]
+            return found
         if len(self._members) == 1:
             return self._link.mesh.exchange([part], sizes)
         own = self._inner.exchange(part)

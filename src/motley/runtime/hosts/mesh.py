@@ -23,7 +23,7 @@ import torch.distributed as dist
 from motley.backends import Rendezvous, have_native_collectives
 from motley.errors import DeviceError
 from motley.graph import Shape
-from motley.runtime.crew import is_loopback
+from motley.runtime.device_names import is_loopback
 from motley.runtime.group import PartSizes
 from motley.runtime.hosts.gloo import Lookup, MailStore, Publish, sockets_of
 from motley.runtime.hosts.lines import MAX_BYTES, LineClosedError, Pair, open_lines
@@ -58,9 +58,10 @@ class Mesh:
         lookup: Lookup,
         wire: str = "f32",
         backends: Sequence[str] = (),
+        groups: Sequence[tuple[int, ...]] = (),
     ) -> None:
         """`address`: this host's address on the network of the crew; Gloo listens nowhere else. `wire`: see wire.py.
-        `backends`: of all devices.
+        `backends`: of all devices. `groups`: of devices that split the same layers, each in one process.
         """
         self.rank = rank
         self.owners = tuple(owners)
@@ -89,7 +90,8 @@ class Mesh:
         # Where native programs do collectives without this object, if those of all devices can.
         self.rendezvous: Rendezvous | None = None
         if self._shared is not None and have_native_collectives(backends):
-            self.rendezvous = self._shared.devices.rendezvous()
+            own = [members for members in groups if owners[members[0]] == rank]
+            self.rendezvous = self._shared.devices.rendezvous(own)
 
     def abort(self) -> None:
         """Ends all connections: whichever thread waits for another process fails now. May be called by any thread.
@@ -98,6 +100,8 @@ class Mesh:
         """
         if self._shared is not None:
             self._shared.abort()
+        if self.rendezvous is not None:
+            self.rendezvous.abort()
         if self._lines is not None:
             self._lines.abort()
         for own in self._sockets:

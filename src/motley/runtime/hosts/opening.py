@@ -52,6 +52,9 @@ class Opening:
     rank: int  # of the worker
     owners: tuple[int, ...]  # the rank of each device's process
     devices: tuple[str, ...]
+    groups: tuple[
+        int, ...
+    ]  # the group of each device, which splits the layers of its group; empty: no groups
     shares: tuple[str, ...]
     mode: str
     experts: str
@@ -86,6 +89,7 @@ class Opening:
             rank=1,
             owners=crew.owners,
             devices=tuple(device.name for device in crew.devices),
+            groups=tuple(number for number, members in enumerate(crew.groups) for _ in members),
             shares=tuple(map(str, crew.shares)),
             mode=crew.mode,
             experts=crew.experts,
@@ -145,6 +149,7 @@ class Opening:
             n == len(self.shares) == len(self.owners) == len(self.backends)
             and ranks == set(range(len(ranks)))
             and self.rank in ranks - {0}
+            and self._are_groups_right
             and self.mode in SPLIT_MODES
             and self.wire in WIRES
             and 0 <= self.n_state_slots <= _MAX_BLOCKS
@@ -163,6 +168,16 @@ class Opening:
         if not is_right:
             raise ProtocolError("an opening whose numbers contradict each other")
 
+    @property
+    def _are_groups_right(self) -> bool:
+        """Whether groups are devices one after the other, those of each group in one process."""
+        numbers = sorted(set(self.groups))
+        owners = {(group, owner) for group, owner in zip(self.groups, self.owners, strict=False)}
+        is_in_order = list(self.groups) == sorted(self.groups) and numbers == list(range(len(numbers)))
+        return not self.groups or (
+            len(self.groups) == len(self.devices) and is_in_order and len(owners) == len(numbers)
+        )
+
     @cached_property
     def crew(self) -> Crew:
         shares = _fractions(self.shares)
@@ -171,7 +186,11 @@ class Opening:
             Device(name, None, device_cores(name) if owner == self.rank else (), None)
             for name, owner in zip(self.devices, self.owners, strict=True)
         )
-        return Crew(devices, self.mode, shares, self.experts, apart)
+        groups = tuple(
+            tuple(device for device, number in enumerate(self.groups) if number == group)
+            for group in sorted(set(self.groups))
+        )
+        return Crew(devices, self.mode, shares, self.experts, apart, groups)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -194,7 +213,9 @@ def layout_hash(split: ModelSplit, plan: CachePlan) -> str:
     states = sorted((name, str(state)) for name, state in split.placement.states.items())
     groups = [(group.window, group.layers, group.n_blocks) for group in plan.groups]
     heads = [sorted(own.items()) for own in plan.heads]
-    described = repr((states, groups, heads, plan.head_dim, plan.states, split.options, split.crew.mode))
+    described = repr(
+        (states, groups, heads, plan.head_dim, plan.states, split.options, split.crew.mode, split.crew.groups)
+    )
     return blake2b(described.encode(), digest_size=16).hexdigest()
 
 
@@ -264,7 +285,7 @@ class WorkerModel:
     def _plan(self, opening: Opening, config: CacheConfig) -> CachePlan:
         smallest = BatchShape(1, 1)
         shares = [self.split.share(device, smallest) for device in range(len(self.split.crew))]
-        plan = plan_layout(self.split.split(smallest).graph, shares, config)
+        plan = plan_layout(self.split.graph(smallest), shares, config)
         if len(plan.groups) != len(opening.n_blocks):
             raise ProtocolError(
                 f"{len(opening.n_blocks)} groups of cache layers instead of {len(plan.groups)}"

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from motley.errors import ConfigError, DeviceError, MotleyError
-from motley.runtime.crew import is_loopback, join_address, parse_address
+from motley.runtime.device_names import is_loopback, join_address, parse_address
 from motley.runtime.hosts.addresses import AddressBook, read_address, write_address
 from motley.runtime.hosts.cache_bytes import DeviceBytes, split_bytes
 from motley.runtime.hosts.link import MeshLink
@@ -239,9 +239,11 @@ class _Session:
 
         opening, address = self._opening, self._channel.local_address
         lookup = self._book.lookup
-        link.connect(
-            Mesh(opening.rank, opening.owners, address, publish, lookup, opening.wire, opening.backends)
+        mesh = Mesh(
+            *(opening.rank, opening.owners, address, publish, lookup),
+            *(opening.wire, opening.backends, opening.crew.groups),
         )
+        link.connect(mesh)
         self._channel.send(Kind.READY)
 
     def _listen(self) -> None:

@@ -22,7 +22,7 @@ from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape
 from motley.runtime.batch import PlacedBatch
 from motley.runtime.caching import CachePlan
-from motley.runtime.crew import is_loopback
+from motley.runtime.device_names import is_loopback
 from motley.runtime.hosts.addresses import AddressBook
 from motley.runtime.hosts.cache_bytes import DeviceBytes
 from motley.runtime.hosts.link import MeshLink
@@ -109,6 +109,7 @@ class Hosts:
                 self._book.lookup,
                 self._opening.wire,
                 self._opening.backends,
+                self._opening.crew.groups,
             )
             self.link.connect(mesh)
             for worker in self.workers:
