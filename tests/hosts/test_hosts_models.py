@@ -14,7 +14,7 @@ from worker_process import WorkerProcess, worker_processes
 
 from motley import LLM
 from motley.backends import SharedGroup
-from motley.bundled import bundled_experts_path
+from motley.bundled import bundled_draft_path, bundled_experts_path
 from motley.engine.drafting.control import FixedControl
 from motley.errors import ConfigError, DeviceError
 from motley.runtime import group, make_crew
@@ -228,6 +228,36 @@ def test_speculation(spec: str, bundled: Path, workers: list[WorkerProcess]) -> 
             found.append([each.tokens for each in done])
             assert sum(each.timings.drafts[spec].drafted for each in done if each.timings.drafts) > 0
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "mode", "shares"),
+    [
+        ("cpu,cpu@a", "layer", (1, 1)),
+        ("cpu,cpu@a", "tensor", (0, 1)),
+        ("(cpu,cpu),(cpu)@a", None, (1, 1, 1)),
+    ],
+)
+def test_a_draft_model_runs_on_the_devices_of_this_process(
+    names: str, mode: str | None, shares: tuple[int, ...], bundled: Path, workers: list[WorkerProcess]
+) -> None:
+    options = OPTIONS | {"split_mode": mode, "tensor_split": shares, "n_threads": 1}
+    prompts = ["Once upon a time there was a fox. The fox", "One two one two one two one"]
+    with LLM(bundled, devices=devices(names, []), spec="off", **options) as llm:
+        done = llm.generate(prompts, max_tokens=40, temperature=0, ignore_eos=True)
+        expected = [each.tokens for each in done]
+    with LLM(
+        bundled, devices=devices(names, workers), draft_model=bundled_draft_path(), spec="draft", **options
+    ) as llm:
+        (companion,) = llm._loaded.companions
+        assert len(companion.runner.memory()) == names.split("@")[0].count("cpu") - 1
+        assert all(own["weights"] > 0 for own in companion.runner.memory())
+        speculator = llm._loaded.engine.speculator
+        assert speculator is not None
+        speculator._control = FixedControl()
+        done = llm.generate(prompts, max_tokens=40, temperature=0, ignore_eos=True)
+        assert sum(each.timings.drafts["draft"].accepted for each in done if each.timings.drafts) > 0
+    assert [each.tokens for each in done] == expected
 
 
 def test_embeddings(random_llama: Path, workers: list[WorkerProcess]) -> None:

@@ -120,6 +120,23 @@ def test_experts_apart_are_on_the_cpu_of_each_group(monkeypatch: pytest.MonkeyPa
     assert found.apart.shares == tuple(map(Fraction, (0, 1, 0, 0, 1, 0)))
 
 
+@pytest.mark.parametrize(
+    ("names", "shares", "local"),
+    [
+        ("cpu,cpu@a", (1, 2), ("none", (1,), ())),
+        ("cpu,cpu,cpu@a", (3, 1, 2), ("layer", (3, 1), ())),
+        ("cpu,cpu,cpu@a", (0, 0, 2), ("layer", (1, 1), ())),
+        ("(cpu,cpu),(cpu)@a", (3, 1, 2), ("tensor", (3, 1), ())),
+        ("(cpu,cpu),(cpu,cpu)@a,cpu", (1, 2, 3, 4, 5), ("layer", (1, 2, 5), ((0, 1), (2,)))),
+    ],
+)
+def test_the_devices_of_this_process_are_a_crew(names: str, shares: tuple[int, ...], local: Any) -> None:
+    found = make_crew(names, None, shares).local
+    assert (found.mode, found.shares, found.groups) == local
+    assert not found.hosts
+    assert found.local is found
+
+
 def split_of(path: Path, names: str, shares: tuple[int, ...] | None = None, **options: Any) -> ModelSplit:
     spec = read_spec(path)
     return ModelSplit(spec, read_params(spec), make_crew(names, None, shares, **options), GraphOptions(64))

@@ -76,6 +76,23 @@ class Crew:
         """The devices of a process."""
         return tuple(device for device, owner in enumerate(self.owners) if owner == rank)
 
+    @property
+    def local(self) -> Crew:
+        """The devices of this process as a crew of their own, with all experts where their layers are.
+
+        If they have no shares, they get equal ones.
+        """
+        own = self.members(0)
+        if len(own) == len(self):
+            return self
+        shares = tuple(self.shares[device] for device in own)
+        shares = shares if any(shares) else (Fraction(1),) * len(own)
+        groups = tuple(tuple(map(own.index, members)) for members in self.groups if set(members) <= set(own))
+        mode = self.mode if len(own) > 1 else NONE
+        if len(groups) == 1 and len(own) > 1:
+            mode, groups = TENSOR, ()
+        return Crew(tuple(self.devices[device] for device in own), mode, shares, self.experts, None, groups)
+
     def threads(self, asked: int | None, members: Sequence[int] | None = None) -> list[int]:
         """The number of threads of each device: one for each of its cores. Devices without cores share the rest of
         `asked` (default: torch's number of threads) evenly, with at least one each. Beside a CPU, a GPU has one thread,

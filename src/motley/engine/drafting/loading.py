@@ -1,4 +1,8 @@
-"""Loads what drafts for a model, on its devices: a draft model, or the model's own multi-token prediction layer."""
+"""Loads what drafts for a model, on its devices: a draft model, or the model's own multi-token prediction layer.
+
+Of a crew of several hosts, it runs on the devices of this process: a draft is several passes, each of which would wait
+for the network.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,8 @@ def nextn_companion(spec: ModelSpec, params: DecoderParams, crew: Crew) -> Compa
 @dataclass(frozen=True)
 class _Plan:
     context: ContextChoice
-    taken: list[int]  # bytes on each device
+    taken: list[int]  # bytes on each device of this process
+    backends: list[Backend]  # of these devices
 
 
 def without_companion(
@@ -75,10 +80,11 @@ def without_companion(
     options: DraftOptions,
 ) -> Crew:
     """The crew with the memory that the companion leaves. Loads nothing."""
-    taken = _plan(companion, crew, backends, cache, options).taken
-    devices = []
-    names = [device.name for device in crew.devices]
-    for index, (device, backend, n_bytes) in enumerate(zip(crew.devices, backends, taken, strict=True)):
+    taken = dict(zip(crew.members(0), _plan(companion, crew, backends, cache, options).taken, strict=True))
+    devices = list(crew.devices)
+    names = [device.name for device in crew.devices if device.host is None]
+    for index, n_bytes in taken.items():
+        device, backend = crew.devices[index], backends[index]
         limit = device.memory
         if limit is None and names.count(device.name) == 1:
             limit = backend.free_bytes()
@@ -88,7 +94,7 @@ def without_companion(
                 f"{show_bytes(n_bytes)}",
                 hint="leave out -md or --spec mtp, or raise --device-memory",
             )
-        devices.append(device if limit is None else replace(device, memory=limit - n_bytes))
+        devices[index] = device if limit is None else replace(device, memory=limit - n_bytes)
     return replace(crew, devices=tuple(devices))
 
 
@@ -100,8 +106,9 @@ def load_companion(
     options: DraftOptions,
 ) -> DraftModel | NextnLayer:
     """The companion, loaded on the model's own backends: both share threads and activation memory."""
-    context = _plan(companion, crew, backends, cache, options).context
-    runner = Runner(context.split, backends, context.fit.plan, n_threads=options.n_threads)
+    plan = _plan(companion, crew, backends, cache, options)
+    context = plan.context
+    runner = Runner(context.split, plan.backends, context.fit.plan, n_threads=options.n_threads)
     manager = CacheManager(context.fit.plan.group_specs(), cache.block_size, find_prefixes=False)
     if companion.params.is_nextn:
         return NextnLayer(runner, manager, n_ctx=context.n_ctx, n_batch=options.n_batch)
@@ -117,10 +124,8 @@ def _plan(
     cache: CacheConfig,
     options: DraftOptions,
 ) -> _Plan:
-    if crew.hosts:
-        raise ConfigError(
-            "a draft model on devices of several hosts is not available yet", hint="leave out -md"
-        )
+    backends = [backends[device] for device in crew.members(0)]
+    crew = crew.local
     spec, params = companion.spec, companion.params
     own = replace(cache, max_tokens=None, max_bytes=_cache_bytes(crew, backends), find_prefixes=False)
     try:
@@ -141,7 +146,7 @@ def _plan(
         ) from error
     needs = device_needs(context.split, backends, BatchShape(1, 1))
     taken = [need.weights + context.fit.plan.n_bytes(device) for device, need in enumerate(needs)]
-    return _Plan(context, taken)
+    return _Plan(context, taken, backends)
 
 
 def require_same_vocabulary(draft: ModelSpec, target: ModelSpec) -> None:
