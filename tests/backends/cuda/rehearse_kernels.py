@@ -55,16 +55,20 @@ def placed(rows: list[int]) -> PlacedBatch:
 def main() -> int:
     driver.set_active(compile_kernels.NoGpu(90))
     known, unknown = rehearse(128, BATCHES)
+    unknown += rehearse(128, BATCHES, has_copies=True)[1]
     unknown += rehearse(1, [rows for rows in BATCHES if len(rows) == 1])[1]
     return bool(unknown) or (compiled_elsewhere(list(known)) if len(sys.argv) > 1 else 0)
 
 
-def rehearse(n_parallel: int, batches: list[list[int]]) -> tuple[dict[Job, None], int]:
+def rehearse(
+    n_parallel: int, batches: list[list[int]], *, has_copies: bool = False
+) -> tuple[dict[Job, None], int]:
     """What the rehearsal of a model meets, and how many kernels of `batches` are not among that."""
     spec, kind = read_spec(MODEL), get_cache_type("q8_0")
     config = CacheConfig(kind, kind, block_size=SIZE)
     split = split_model(spec, read_params(spec), make_crew("cpu"), config, n_ctx=512, rotate=True)
     backends = [CudaBackend("cpu", captures=False)]
+    backends[0]._matrices.copies.is_kept = has_copies
     fit = fit_cache(split, [get_backend("auto")], config, n_batch=N_BATCH, n_parallel=n_parallel)
     runner = Runner(split, backends, fit.plan)
     sampler = DeviceSampler(torch.device("cpu"))

@@ -42,6 +42,25 @@ def test_a_models_batches_compile_nothing_that_was_not_rehearsed(tmp_path: Path)
     assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-2000:]}"
 
 
+def test_kernels_are_the_same_in_a_process_without_torch() -> None:
+    script = Path(__file__).parent / "kernel_keys.py"
+    results = []
+    for arguments in ([], ["without torch"]):
+        run = subprocess.run(
+            [sys.executable, script, *arguments],
+            env=os.environ | {"TRITON_INTERPRET": "0"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        results.append(json.loads(run.stdout))
+    (keys, has_torch), (others, still_has_torch) = results
+    assert has_torch
+    assert not still_has_torch
+    assert len(keys) > 50
+    assert keys == others
+
+
 def test_constants_that_name_a_type_stay_strings_in_a_job() -> None:
     """Triton takes "int8" for the type, and keeps the other kernel that this gives under the right one's key."""
     script = Path(__file__).parent / "preload_strings.py"

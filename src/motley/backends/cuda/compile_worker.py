@@ -1,5 +1,5 @@
-"""Compiles kernels into Triton's cache: `python -m motley.backends.cuda.compile_worker`
-CAPABILITY SHARED_MEMORY WORKERS.
+"""Compiles kernels into Triton's cache: a process of its own (`compiling.Compiler`), with the arguments CAPABILITY
+SHARED_MEMORY WORKERS, in which `without_torch` stands in for torch.
 
 Reads a job on each line, until the input ends; writes [name, seconds, error] for each, as they are done. Needs no GPU.
 It imports everything once and then forks: it has no threads and has touched no GPU, so that is safe here. In the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import pkgutil
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from typing import Any
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+
+from motley.backends.cuda import kernels
 
 
 class NoGpu:
@@ -92,17 +95,17 @@ def _lines() -> Iterator[str]:
             yield line
 
 
+def import_kernels() -> None:
+    """Import all kernels, before the workers are made."""
+    for module in pkgutil.iter_modules(kernels.__path__):
+        import_module(f"{kernels.__name__}.{module.name}")
+
+
 def main() -> None:
     capability, shared_memory, n_workers = map(int, sys.argv[1:4])
     driver.set_active(NoGpu(capability, shared_memory))
     keep_strings()
-    import motley.backends.cuda.sampler
-    import motley.backends.cuda.steps  # noqa: F401  all kernels, before the workers are made
-
+    import_kernels()
     with multiprocessing.get_context("fork").Pool(n_workers) as pool:
         for result in pool.imap_unordered(compile_job, _lines()):
             print(json.dumps(result), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -29,6 +29,14 @@ from motley.errors import DeviceError
 
 OnDone = Callable[[int, int], None]  # number of jobs done, number of all jobs
 
+_WORKER = """
+from motley.without_torch import stand_in
+
+stand_in()
+from motley.backends.cuda.compile_worker import main
+
+main()
+"""
 _recording = False
 
 
@@ -101,7 +109,7 @@ class Compiler:
 
     def __init__(self, target: Target, n_workers: int | None = None) -> None:
         numbers = target.capability, target.shared_memory, n_workers or os.cpu_count() or 1
-        command = [sys.executable, "-m", "motley.backends.cuda.compile_worker", *map(str, numbers)]
+        command = [sys.executable, "-c", _WORKER, *map(str, numbers)]
         # Hide the GPUs: each worker would allocate memory there. PYTHONPATH: the worker must import this package.
         paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
         own = {
