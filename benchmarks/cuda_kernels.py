@@ -1,6 +1,6 @@
 """Check, then time, the CUDA backend's kernels at Llama-3-8B's shapes, over candidate launch shapes.
 
-    python benchmarks/cuda_kernels.py [--out FILE.json] [--only matvec,matmul,attention,small]
+    python benchmarks/cuda_kernels.py [--out FILE.json] [--only matvec,matmul,attention,bundles,small]
 
 Each kernel is first compared with a float32 reference on random data; a time is the median of graph replays that
 rotate among enough copies of the data to miss the L2 cache. GB/s counts the bytes of packed weights or cache.
@@ -135,7 +135,18 @@ def attention_tunings() -> list[Tuning]:
     return [Tuning(*choice) for choice in choices]
 
 
+def bundle_tunings() -> list[Tuning]:
+    """For several rows of a sequence: queries of a program, warps, stages."""
+    shapes = ((16, 1, 3), (16, 1, 4), (32, 2, 3), (64, 4, 2))
+    return [
+        Tuning(n, stages=stages, warps=warps, most_queries=queries)
+        for queries, warps, stages in shapes
+        for n in (512, 1024)
+    ]
+
+
 BLOCK_SIZE = 32
+BUNDLES = ((2, 4), (4, 4), (8, 8), (16, 16))  # rows, and the most rows of the kernel's variant
 PAIRS = (("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"))
 
 
@@ -156,6 +167,8 @@ def compile_case(case: tuple[Any, ...]) -> str | None:
                 )
             case ("attention", kinds, tuning):
                 run_attention(kinds, 1024, tuning, 1)
+            case ("bundles", kinds, most_rows, tuning):
+                run_attention(kinds, 1024, tuning, 1, bundle=(most_rows, most_rows))
         torch.cuda.synchronize()
     except Exception as problem:  # a launch shape that this GPU does not support
         return f"{case}: {problem!r}"[:200]
@@ -261,17 +274,28 @@ def cache_values(c: CachePlanes, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def run_attention(
-    kinds: tuple[str, str], context: int, tuning: Tuning, n_copies: int, *, check: bool = False
+    kinds: tuple[str, str],
+    context: int,
+    tuning: Tuning,
+    n_copies: int,
+    *,
+    check: bool = False,
+    bundle: tuple[int, int] = (1, 1),
 ) -> tuple[float, float, float]:
-    """µs of attend, of combine, and the error."""
+    """µs of attend, of combine, and the error.
+
+    `bundle`: rows at the end of the context, and the most rows of the kernel's variant.
+    """
+    n_rows, most_rows = bundle
     size, n_blocks = BLOCK_SIZE, context // BLOCK_SIZE
     caches = [tuple(random_cache(kind, n_blocks, size) for kind in kinds) for _ in range(n_copies)]
     order = torch.randperm(n_blocks, device=GPU).int()
     zero = torch.zeros(1, dtype=torch.int32, device=GPU)
-    tables = Tables(order[None], zero, zero, zero + context - 1)
-    q = torch.randn(1, HEADS, DIM, device=GPU)
-    shares = Shares.empty(1, HEADS, tuning.n_splits(1, KV_HEADS), DIM, GPU)
-    out = Rows.empty(PLAIN, 1, HEADS * DIM, GPU)
+    tables = Tables(order[None], zero, zero, zero + context - n_rows, most_rows, zero, zero + n_rows)
+    q = torch.randn(n_rows, HEADS, DIM, device=GPU)
+    n_splits = tuning.n_splits(1, most_rows * HEADS // KV_HEADS, KV_HEADS)
+    shares = Shares.empty(n_rows, HEADS, n_splits, DIM, GPU)
+    out = Rows.empty(PLAIN, n_rows, HEADS * DIM, GPU)
     rows = slice(0, KV_HEADS)
 
     def launch(i: int) -> None:
@@ -282,9 +306,13 @@ def run_attention(
     wrong = 0.0
     if check:
         launch(0)
-        got = combine(shares, tables, size, out, rotate=False).values.view(KV_HEADS, -1, DIM)
+        got = combine(shares, tables, size, out, rotate=False).values.view(n_rows, KV_HEADS, -1, DIM)
         k, v = (cache_values(c, order.long()) for c in caches[0])
-        weights = torch.softmax(q.view(KV_HEADS, -1, DIM) @ k.mT * 0.05, -1)
+        scores = q.view(n_rows, KV_HEADS, -1, DIM) @ k.mT * 0.05
+        later = (
+            torch.arange(context, device=GPU) > torch.arange(context - n_rows, context, device=GPU)[:, None]
+        )
+        weights = torch.softmax(scores.masked_fill(later[:, None, None], -torch.inf), -1)
         wrong = error(got, weights @ v)
     return us, combine_us, wrong
 
@@ -315,6 +343,39 @@ def bench_attention(
         print(
             f"attention {kinds} {context}: {us:6.1f} us {gbps:5.0f} GB/s combine {combine_us:.1f} "
             f"err {wrong:.1e} {tuning}\n    {all_us}",
+            flush=True,
+        )
+    return results
+
+
+def bench_bundles(context: int = 122880) -> list[Result]:
+    """Several rows of one sequence, in µs of attend and combine, by launch shape."""
+    results = []
+    for kinds, bundle in itertools.product(PAIRS[:3], BUNDLES):
+        by_shape = {}
+        for t in bundle_tunings():
+            name = f"{t.most_queries} queries, {t.warps} warps, {t.stages} stages, {t.n_programs} programs"
+            try:
+                by_shape[name] = [
+                    round(us, 1) for us in run_attention(kinds, context, t, 2, bundle=bundle)[:2]
+                ]
+            except Exception as problem:
+                by_shape[name] = [float("inf"), 0.0]
+                print(f"{name}: {problem!r}"[:200])
+        best = min(by_shape, key=lambda name: sum(by_shape[name]))
+        wrong = run_attention(
+            kinds,
+            context,
+            dict(zip(by_shape, bundle_tunings(), strict=True))[best],
+            1,
+            check=True,
+            bundle=bundle,
+        )[2]
+        single = run_attention(kinds, context, Tuning(512), 2)[:2]
+        row = {"kernel": "bundles", "kinds": kinds, "rows": bundle[0], "best": best, "all": by_shape}
+        results.append(row | {"single": single, "error": wrong})
+        print(
+            f"{bundle[0]} rows {kinds}: {by_shape[best]} µs ({best}), one row {single}, err {wrong:.1e}\n   {by_shape}",
             flush=True,
         )
     return results
@@ -360,6 +421,7 @@ def main() -> None:
         for t in matmul_tiles()
     ]
     cases += [("attention", kinds, tuning) for kinds in PAIRS for tuning in attention_tunings()]
+    cases += [("bundles", kinds, 16, t) for kinds in PAIRS[:3] for t in bundle_tunings()[::2]]
     start = time.time()
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
         for problem in pool.map(compile_case, [c for c in cases if c[0] in wanted]):
@@ -371,6 +433,7 @@ def main() -> None:
         "matvec": bench_matvec,
         "matmul": bench_matmul,
         "attention": bench_attention,
+        "bundles": bench_bundles,
     }
     report: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,

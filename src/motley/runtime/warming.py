@@ -33,12 +33,15 @@ from motley.runtime.splitting import ModelSplit
 if TYPE_CHECKING:
     from motley.backends.gpu import Compiler, Manifest
 
-# Rows of decode batches for which kernels differ: one row; one, two, four tiles of a tensor core; two tiles of tokens.
-_DECODE_ROWS = (1, 2, 32, 64, 128)
+# Rows of decode batches for which kernels differ: one row; a few; one, two, four tiles of a tensor core; two tiles of
+# tokens.
+_DECODE_ROWS = (1, 2, 8, 32, 64, 128)
+# Rows of a sequence with drafts for which kernels differ; one with more rows is taken for a prompt.
+_DRAFT_ROWS = (4, 8, 16)
 # Rows of prompts for which kernels differ: spans of each size, and matrix products by the library.
-_PROMPT_ROWS = (16, 32, 64, 128, 256)
+_PROMPT_ROWS = (32, 64, 128, 256)
 _LARGE = 2**15  # rows of a matrix over the vocabulary, which prompts are not multiplied by
-_FEW_ROWS = 8  # a sequence with more rows in a batch is a prompt
+_FEW_ROWS = _DRAFT_ROWS[-1]  # a sequence with more rows in a batch is a prompt
 
 
 @dataclass(frozen=True)
@@ -166,8 +169,7 @@ def rehearsals(n_batch: int, n_parallel: int) -> Iterator[tuple[BatchShape, int]
     yield from ((BatchShape(n, 1), n) for n in dict.fromkeys([n_batch, *prompts]) if n > _FEW_ROWS)
     decodes = [n for n in _DECODE_ROWS if n <= min(n_parallel, n_batch)]
     yield from ((BatchShape(n, n), 1) for n in dict.fromkeys([*decodes, min(n_parallel, n_batch)]))
-    if n_parallel == 1 and n_batch > 1:  # a prompt of few tokens, whose rows are attended one by one
-        yield BatchShape(2, 1), 2
+    yield from ((BatchShape(n, n), n) for n in _DRAFT_ROWS if n <= n_batch)
     if n_batch > _FEW_ROWS + 1 and n_parallel > 1:  # a prompt in one batch with a decoding request
         yield BatchShape(_FEW_ROWS + 2, 2), _FEW_ROWS + 1
 

@@ -116,6 +116,8 @@ def attention_cases(k_kind: str, v_kind: str, dim: int) -> Iterator[Case]:
     )  # fmt: skip
     shares = Shares.empty(n_rows, n_heads, 16, dim, "cpu")
     yield f"attend{kinds}", partial(attend, rotated, keys, values, HEADS, tables, shares, scale=0.1)
+    bundles = Tables(numbers.view(4, 16), numbers[:4], numbers[:4], numbers[:4], 4, numbers[:4], numbers[:4])
+    yield f"attend{kinds}, bundles", partial(attend, rotated, keys, values, HEADS, bundles, shares, scale=0.1)
     yield f"prefill{kinds}", partial(
         prefill, rotated, keys, values, HEADS, numbers, numbers.view(-1, 4), out,
         span_rows=max_span_rows(k_kind, v_kind, dim), scale=0.1, rotate=rotates_v,
@@ -153,6 +155,8 @@ def product_cases(kind: str) -> Iterator[Case]:
     weight, tall = zeros(kind, 64), zeros(kind, 16384)
     row, out = Rows.empty(INT8, 1, COLUMNS, "cpu"), torch.empty(1, 64)
     yield f"matvec({kind})", partial(matvec, weight, row, out, out)
+    few, outs = Rows.empty(INT8, 3, COLUMNS, "cpu"), torch.empty(3, 64)
+    yield f"matvec({kind}, 3 vectors)", partial(matvec, weight, few, outs, outs)
     for matrix, n_tokens in ((weight, 4), (weight, 64), (tall, 64)):
         rows, out = Rows.empty(HALVES, n_tokens, COLUMNS, "cpu"), torch.empty(n_tokens, matrix.n_rows)
         name = f"matmul({kind}, {matrix.n_rows} rows, {n_tokens} tokens)"

@@ -77,6 +77,50 @@ def test_decode_attention_over_shuffled_blocks(k_kind: str, v_kind: str, window:
     assert float((out.values.view(q.shape) - expected).norm() / expected.norm()) < 2e-3
 
 
+@pytest.mark.parametrize("most_rows", [4, 8, 16])
+@pytest.mark.parametrize(
+    ("k_kind", "v_kind", "window"),
+    [
+        ("f16", "f16", None),
+        ("q8_0", "q8_0", 20),
+        ("q8_0", "q8_0", 3),
+        ("q4_0", "q4_0", None),
+        ("bf16", "q5_1", 17),
+    ],
+)
+def test_rows_of_a_bundle_read_the_context_together(
+    k_kind: str, v_kind: str, window: int | None, most_rows: int
+) -> None:
+    """Three sequences with several rows each, one of which begins a block, and a bundle that pads the batch."""
+    torch.manual_seed(3)
+    keys, values = make_store(k_kind), make_store(v_kind)
+    for store in (keys, values):
+        store.write(HEADS, torch.arange(8 * BLOCK), torch.randn(8 * BLOCK, KV_HEADS, DIM))
+    counts = most_rows, 1, most_rows // 2 - 1
+    befores, firsts, blocks = (46, 0, BLOCK + 3), (0, 0, BLOCK), ([5, 2, 7, 0], [3], [6, 4])
+    starts = [sum(counts[:i]) for i in range(3)]
+    tables = tuple(
+        SequenceTable(start, count, before, first, np.array(table, np.int32))
+        for start, count, before, first, table in zip(starts, counts, befores, firsts, blocks, strict=True)
+    )
+    q = torch.randn(sum(counts), KV_HEADS * GROUP, DIM)
+    layer = ArenaLayer(keys, values, HEADS, 0).on(GroupBatch.of(tables, BLOCK))
+    expected = Attention(0.2, window).reference([q, layer])
+
+    device_tables = Tables(
+        torch.tensor([[5, 2, 7, 0], [3, -1, -1, -1], [6, 4, -1, -1]], dtype=torch.int32),
+        int32(*firsts), int32(0, 1, 2, 0), int32(*befores, -BLOCK), most_rows,
+        int32(*starts, 0), int32(*counts, 0),
+    )  # fmt: skip
+    shares = Shares.empty(len(q), KV_HEADS * GROUP, 3, DIM, "cpu", min_blocks=1)
+    attend(q, planes(keys), planes(values), HEADS, device_tables, shares, scale=0.2, window=window)
+    rows = Rows.empty(PLAIN, len(q), q[0].numel(), "cpu")
+    rows.values.fill_(torch.nan)
+    out = combine(shares, device_tables, BLOCK, rows, rotate=False, window=window).values.view(q.shape)
+    error = (out - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert float(error.max()) < 3e-3
+
+
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0", "q5_1"])
 def test_what_others_left_in_a_block_is_not_read(kind: str, window: int | None) -> None:

@@ -13,7 +13,7 @@ from motley.backends.cuda import products
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.compiling import recording
 from motley.backends.cuda.kernels.matmul import matmul
-from motley.backends.cuda.kernels.matvec import Tile, matvec
+from motley.backends.cuda.kernels.matvec import MOST_VECTORS, Tile, matvec
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
 from motley.backends.cuda.planes import join_rows, to_planes
@@ -64,6 +64,25 @@ def test_matvec(kind: str) -> None:
     in_place = x_residual.clone()
     matvec(to_planes(weight), x, in_place, residual=in_place, tile=Tile(2, 32, 1))
     assert error(in_place, expected + x_residual) < 2e-3
+
+
+@pytest.mark.parametrize("n_vectors", [2, 3, MOST_VECTORS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_vectors_give_what_each_gives_alone(kind: str, n_vectors: int) -> None:
+    torch.manual_seed(2)
+    planes, x, residual = (
+        to_planes(packed(kind, 5, 512)),
+        torch.randn(n_vectors, 512),
+        torch.randn(n_vectors, 5),
+    )
+    tile = Tile(4, 8, 1)
+    rows = convert(x, Rows.empty(INT8, n_vectors, 512, "cpu"))
+    out = matvec(planes, rows, poisoned(n_vectors, 5), residual=residual, tile=tile)
+    for i in range(n_vectors):
+        row = convert(x[i : i + 1], Rows.empty(INT8, 1, 512, "cpu"))
+        assert torch.equal(
+            matvec(planes, row, poisoned(1, 5), residual=residual[i : i + 1], tile=tile)[0], out[i]
+        )
 
 
 @pytest.mark.parametrize(("kind", "n_tokens"), [*((kind, 3) for kind in KINDS), ("Q4_K", 20), ("Q8_0", 65)])

@@ -23,7 +23,7 @@ from motley.plan import DevicePlan
 
 N_ROWS = 20
 # Batches of one plan: prompts of one and of two sequences; with a context, beside a decoding request, padded.
-BATCHES = [([20], [20]), ([20], [20]), ([11, 9], [11, 9]), ([12, 30], [10, 1])]
+BATCHES = [([20], [20]), ([20], [20]), ([17, 3], [17, 3]), ([20, 30], [17, 1])]
 
 
 def arena() -> Arena:

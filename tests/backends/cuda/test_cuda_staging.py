@@ -11,14 +11,17 @@ pytest.importorskip("triton")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.backends.cuda.staging import Place, Staging
+from motley.backends.cuda.staging import BUNDLE_ROWS, Place, Staging
 from motley.kvcache.arena import GroupBatch, SequenceTable
 
-SIZE, N_ROWS, FEW = 16, 40, 8
+SIZE, N_ROWS, FEW = 16, 80, 8
+MOST = BUNDLE_ROWS[-1]
 
 Sequences = list[tuple[int, int, int]]  # of each: rows, context before them, blocks dropped before that
 SEQUENCES = st.lists(
-    st.tuples(st.sampled_from([1, 1, 2, FEW, FEW + 1]), st.integers(0, 300), st.integers(0, 2)),
+    st.tuples(
+        st.sampled_from([1, 1, 2, FEW, FEW + 1, MOST, MOST + 1]), st.integers(0, 300), st.integers(0, 2)
+    ),
     min_size=1,
     max_size=4,
 )
@@ -35,9 +38,9 @@ def make_tables(sequences: Sequences) -> list[SequenceTable]:
     return tables
 
 
-def table_at(place: Place, single: int, n_blocks: int) -> list[int]:
+def table_at(place: Place, bundle: int, n_blocks: int) -> list[int]:
     """What the kernels read: the first position, then block ids."""
-    start = int(place.tables.row_table[single])
+    start = int(place.tables.table[bundle])
     first = int(place.tables.firsts[start])
     return [first, *place.tables.blocks[start : start + n_blocks, 0].tolist()]
 
@@ -55,22 +58,38 @@ def test_rows_find_their_numbers(batches: list[Sequences]) -> None:
         for group_number, group in groups.items():
             place = staged.places[group_number]
             assert place.slots.tolist() == [*group.slots.tolist(), *[-1] * (N_ROWS - n_tokens)]
-            singles = [(table, i) for table in tables if table.n_rows <= FEW for i in range(table.n_rows)]
-            rows = [table.first_row + i for table, i in singles]
-            assert place.single_rows.tolist()[: len(singles)] == rows
-            for number, (table, i) in enumerate(singles):
-                assert int(place.tables.row_position[number]) == table.position + i
+            is_decode = all(table.n_rows <= MOST for table in tables)
+            bundles = [
+                (table, i, table.n_rows if is_decode else 1)
+                for table in tables
+                if is_decode or table.n_rows <= FEW
+                for i in ([0] if is_decode else range(table.n_rows))
+            ]
+            found = place.tables
+            assert found.row is not None
+            assert found.count is not None
+            assert found.row.tolist()[: len(bundles)] == [table.first_row + i for table, i, _ in bundles]
+            assert found.most_rows >= max([count for *_, count in bundles], default=1)
+            assert torch.equal(place.single_rows, found.row)
+            if found.most_rows > 1:
+                assert found.count.tolist()[: len(bundles)] == [count for *_, count in bundles]
+            for number, (table, i, _) in enumerate(bundles):
+                assert int(found.position[number]) == table.position + i
                 assert table_at(place, number, len(table.blocks)) == [table.first, *table.blocks.tolist()]
-            chunks = [table for table in tables if table.n_rows > FEW]
+            chunks = [] if is_decode else [table for table in tables if table.n_rows > FEW]
             for table, span in zip(chunks, place.spans.tolist(), strict=True):
                 *numbered, start = span
                 assert numbered == [table.first_row, table.n_rows, table.position]
                 numbers = place.numbers[start : start + 1 + len(table.blocks)].tolist()
                 assert numbers == [table.first, *table.blocks.tolist()]
             assert place.is_decode == (not chunks)
-            if not chunks:  # rows that pad the batch end before their table begins: they read nothing
-                for i in range(len(singles), N_ROWS):
-                    assert int(place.tables.row_position[i]) == table_at(place, i, 0)[0] - SIZE
+            if (
+                is_decode
+            ):  # what pads the batch has no rows, or ends before its table begins: it reads nothing
+                assert len(found.table) in (N_ROWS, 1, 2, 4)
+                for i in range(len(bundles), len(found.table)):
+                    assert int(found.position[i]) == table_at(place, i, 0)[0] - SIZE
+                    assert int(found.count[i]) == 0
 
 
 def test_memory_moves_only_when_it_is_outgrown() -> None:

@@ -17,7 +17,7 @@ from motley.backends.paged import PagedLayer
 from motley.graph.ops.rope import HALVES as ROPE_HALVES
 from motley.plan import AttentionBlock
 
-_FEW_HEADS = 16  # rows times KV heads for which the GPU has programs to spare
+_FEW_HEADS = 16  # bundles times KV heads for which the GPU has programs to spare
 
 
 class Attending:
@@ -80,9 +80,11 @@ class Attending:
     def _decode(self, q: torch.Tensor, layer: PagedLayer, place: Place, out: Rows) -> Rows:
         n_rows, n_heads, dim = q.shape
         op, n_kv_heads = self._stage.op, layer.rows.stop - layer.rows.start
-        n_splits = attention_kernel.TUNINGS[self._values.kind].n_splits(n_rows, n_kv_heads)
+        n_bundles, n_queries = len(place.tables.table), place.tables.most_rows * n_heads // n_kv_heads
+        tuning = attention_kernel.tuning_of(self._keys.kind, self._values.kind)
+        n_splits = tuning.n_splits(n_bundles, n_queries, n_kv_heads)
         # One request waits for each block of its context in turn: cut even short contexts up for it.
-        min_blocks = 1 if n_rows * n_kv_heads <= _FEW_HEADS else 4
+        min_blocks = 1 if n_bundles * n_kv_heads <= _FEW_HEADS else 4
         shares = Shares.empty(n_rows, n_heads, n_splits, dim, self._device, min_blocks)
         attention_kernel.attend(
             q, self._keys, self._values, layer.rows, place.tables, shares, scale=op.scale, window=op.window

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -38,6 +39,16 @@ _log = logging.getLogger(__name__)
 Outputs = list[tuple[torch.Tensor, ...]]  # of each program
 
 
+@dataclass
+class _Decodes:
+    """Decode batches of one layout."""
+
+    n_launched: int = 0
+    captured: Captured | None = None
+    address: int = 0  # of the staging that was captured
+    outputs: Outputs = field(default_factory=list)  # of the captured batch
+
+
 class Run(ABC):
     """Runs batches of programs that lie on one GPU."""
 
@@ -55,13 +66,10 @@ class Run(ABC):
             int, tuple[int, str]
         ] = {}  # of each group of layers, one: its program and its name
         self._state: tuple[int, str] | None = None  # a program and its name of some recurrent state
-        self._n_decodes = 0
+        self._decodes: dict[tuple[int, int], _Decodes] = defaultdict(_Decodes)  # by the batch's layout
         self._n_prompts = 0
         self._prompt: PromptGraphs | None = None
         self._prompt_outputs: Outputs = []
-        self._captured: Captured | None = None
-        self._captured_at = 0  # the staging's address
-        self._outputs: Outputs = []  # of the captured batch
 
     @property
     def captures_prompts(self) -> bool:
@@ -82,16 +90,23 @@ class Run(ABC):
 
     def _run(self, inputs: Sequence[Mapping[str, Any]]) -> Outputs:
         staged = self._stage(inputs)
-        if staged.is_decode and self._captured is not None and self._captured_at == staged.address:
-            self._captured.replay()
-            return self._outputs
-        self._n_decodes += staged.is_decode and not is_recording()  # what is captured must be compiled
-        if not staged.is_decode and self._captures and self.captures_prompts:
+        if staged.is_decode:
+            return self._run_decode(inputs, staged, self._decodes[staged.layout])
+        if self._captures and self.captures_prompts:
             return self._run_prompt(inputs, staged)
         values = self._begin(inputs, staged)
-        if staged.is_decode and self._can_capture(self._n_decodes):
+        return self._launch(values)
+
+    def _run_decode(self, inputs: Sequence[Mapping[str, Any]], staged: Staged, before: _Decodes) -> Outputs:
+        """A batch that only decodes, after others of its layout: the second one is captured."""
+        if before.captured is not None and before.address == staged.address:
+            before.captured.replay()
+            return before.outputs
+        before.n_launched += not is_recording()  # what is captured must be compiled
+        values = self._begin(inputs, staged)
+        if self._can_capture(before.n_launched):
             try:
-                return self._capture(values, staged.address)
+                return self._capture(values, staged.address, before)
             except (CaptureError, torch.OutOfMemoryError) as error:
                 self._give_up_captures(error, can_start_again=self.can_start_again)
                 values = self._begin(inputs, staged)
@@ -142,12 +157,12 @@ class Run(ABC):
     def _begin(self, inputs: Sequence[Mapping[str, Any]], staged: Staged) -> list[Values]:
         return [program.begin(own, staged) for program, own in zip(self._programs, inputs, strict=True)]
 
-    def _capture(self, values: Sequence[Values], address: int) -> Outputs:
-        self._captured = None  # the memory of an earlier one is free now
-        self._captured = Captured(self.parts(values), self._pool)
-        self._captured_at = address
-        self._outputs = [tuple(map(alias_of, own)) for own in self._take(values)]
-        return self._outputs
+    def _capture(self, values: Sequence[Values], address: int, decodes: _Decodes) -> Outputs:
+        decodes.captured = None  # the memory of an earlier one is free now
+        decodes.captured = Captured(self.parts(values), self._pool)
+        decodes.address = address
+        decodes.outputs = [tuple(map(alias_of, own)) for own in self._take(values)]
+        return decodes.outputs
 
     def _take(self, values: Sequence[Values]) -> Outputs:
         return [program.outputs(own) for program, own in zip(self._programs, values, strict=True)]

@@ -1,12 +1,13 @@
 """A batch's numbers on the device: ids, positions, slots and block tables in one range, brought there by one copy.
 
-    tokens │ positions │ output rows │ of each group of layers: slots, positions, tables, rows │ spans of states │
-    tables and spans
+    tokens │ positions │ output rows │ of each group of layers: slots, positions, tables, rows, counts │
+    spans of states │ tables and spans
 
 A table is the position that it starts with and its block ids; a row holds the number at which its table begins.
-A sequence with many rows is cut into spans (kernels/prefill); the rows of one with few (drafts, say) are taken one by
-one, as in decode, which splits a long context over the whole GPU. Tables and spans come last, so that only as much is
-copied as is used.
+Where every sequence has few rows (a token, and drafts), it is a decode batch: each sequence's rows are a bundle
+(kernels/attention), and a long context is split over the whole GPU. Otherwise, sequences with many rows are cut into
+spans (kernels/prefill), and the rows of the others are taken one by one. Tables and spans come last, so that only as
+much is copied as is used.
 
 A plan may have more rows than the batch (see `CudaBackend.bucket`). What pads it is inert: such a row has slot -1, so
 that nothing of it is stored, and a position one block before its table begins, so that it reads no context. What is
@@ -29,12 +30,10 @@ from motley.backends.cuda.kernels.prefill import SPAN_NUMBERS, span_rows, spans
 from motley.backends.paged import Batch, StateBatch, Table
 
 _ALIGNMENT = 4  # numbers: parts begin at 16 bytes, so that kernels are compiled for one case
-_FEW_ROWS = 8  # of a sequence, that are not worth a span
-_SPARE, _ROW_SPARE = (
-    4096,
-    160,
-)  # numbers for tables to begin with, and for each of the first rows: 5,000 tokens
-_SPARE_ROWS = 128
+_FEW_ROWS = 8  # of a sequence, that are not worth a span beside others' spans
+BUNDLE_ROWS = (1, 4, 8, 16)  # of the largest bundle of a batch, rounded up
+# Numbers for tables to begin with, and for each of the first rows: 5,000 tokens.
+_SPARE, _ROW_SPARE, _SPARE_ROWS = 4096, 160, 128
 _FEWEST_ROWS = span_rows(1, most=1 << 30)  # of a span that is full
 STATE_NUMBERS = 9  # of a sequence with a recurrent state: kvcache.state_arena.StateSpan
 _NOTHING = np.zeros(0, dtype=np.int32)
@@ -46,8 +45,8 @@ class Place:
     """Where one batch writes and reads in one group of layers. On the device, int32."""
 
     slots: torch.Tensor  # (rows,)
-    tables: Tables  # of rows that are taken one by one; in a decode batch, all
-    single_rows: torch.Tensor  # which rows of the batch these are
+    tables: Tables  # of a decode batch's bundles; beside spans, of the rows that are taken one by one
+    single_rows: torch.Tensor  # beside spans: which rows of the batch these are
     numbers: torch.Tensor  # all there is, tables included
     spans: torch.Tensor  # (spans, SPAN_NUMBERS): of sequences with many rows
     span_rows: int  # the most that one has
@@ -62,8 +61,9 @@ class _Group:
     """One group's part of a batch."""
 
     number: int
-    parts: tuple[slice, ...]  # slots, positions, tables, rows
-    n_singles: int  # rows that are taken one by one
+    parts: tuple[slice, ...]  # slots, positions, tables, rows, counts
+    n_bundles: int
+    most_rows: int  # of a bundle
     spans: slice  # of the other rows
     span_rows: int
 
@@ -87,6 +87,11 @@ class Staged:
     def is_decode(self) -> bool:
         return all(group.spans.start == group.spans.stop for group in self.groups)
 
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Of a decode batch, what a captured graph depends on: the number of bundles, and the most rows of one."""
+        return (self.groups[0].n_bundles, self.groups[0].most_rows) if self.groups else (0, 1)
+
     @cached_property
     def values(self) -> dict[str, torch.Tensor]:
         """int32, by the input's name."""
@@ -105,10 +110,10 @@ class Staged:
 
     def _place(self, group: _Group) -> Place:
         slots, *columns = (self.memory[part] for part in group.parts)
-        positions, tables, rows = (column[: group.n_singles] for column in columns)
+        positions, tables, rows, counts = (column[: group.n_bundles] for column in columns)
         return Place(
             slots,
-            Tables(self.memory[1:, None], self.memory, tables, positions),
+            Tables(self.memory[1:, None], self.memory, tables, positions, group.most_rows, rows, counts),
             rows,
             self.memory,
             self.memory[group.spans].view(-1, SPAN_NUMBERS),
@@ -143,7 +148,7 @@ class Staging:
             start = _aligned(start + size)
         for _ in range(n_groups):
             parts = []
-            for _ in range(4):  # slots, positions, tables, rows
+            for _ in range(5):  # slots, positions, tables, rows, counts
                 parts.append(slice(start, start + self._n_rows))
                 start = _aligned(start + self._n_rows)
             self._groups.append(tuple(parts))
@@ -197,35 +202,40 @@ class Staging:
     ) -> tuple[_Group, int]:
         """Write a group's part, its tables and spans from `cursor` on; also gives where these end."""
         pieces: list[npt.NDArray[np.int32]] = []
-        singles: list[tuple[int, int, int]] = []  # position, table, row
+        bundles: list[tuple[int, int, int, int]] = []  # position, table, row, count
         chunks: list[tuple[Table, int]] = []  # sequences with many rows, and where their tables are
         firsts, starts, stop = [], [], cursor
+        longest = max(table.n_rows for table in batch.tables)
+        is_decode = longest <= BUNDLE_ROWS[-1]
         for table in batch.tables:
             start, stop = stop, stop + 1 + len(table.blocks)
             pieces += (_GAP, table.blocks)
             starts.append(start)
             firsts.append(table.first)
-            if table.n_rows == 1:
-                singles.append((table.position, start, table.first_row))
+            if is_decode or table.n_rows == 1:
+                bundles.append((table.position, start, table.first_row, table.n_rows))
             elif table.n_rows <= _FEW_ROWS:
-                singles += [(table.position + i, start, table.first_row + i) for i in range(table.n_rows)]
+                bundles += [(table.position + i, start, table.first_row + i, 1) for i in range(table.n_rows)]
             else:
                 chunks.append((table, start))
         np.concatenate(pieces, out=numbers[cursor:stop])
         numbers[starts] = firsts
         slots, *columns = parts
         _fill(numbers[slots], batch.slots.numpy(), -1)
-        inert = firsts[0] - self._block_size, cursor, 0
-        for part, values, pad in zip(columns, zip(*singles, strict=True), inert, strict=False):
+        inert = firsts[0] - self._block_size, cursor, 0, 0
+        for part, values, pad in zip(columns, zip(*bundles, strict=True), inert, strict=False):
             _fill(numbers[part], np.array(values, dtype=np.int32), pad)
-        n_singles = len(singles) if chunks else self._n_rows
+        most_rows = next(n for n in BUNDLE_ROWS if n >= longest) if is_decode else 1
+        n_bundles = len(bundles)
+        if is_decode:
+            n_bundles = self._n_rows if most_rows == 1 else min(_power_of_two(n_bundles), self._n_rows)
         size = span_rows(max((table.n_rows for table, _ in chunks), default=1), self._max_span_rows)
         first_span = stop = _aligned(stop)
         for table, start in chunks:
             own = spans(table.first_row, table.n_rows, table.position, start, size).ravel()
             numbers[stop : stop + len(own)] = own
             stop += len(own)
-        return _Group(number, parts, n_singles, slice(first_span, stop), size), stop
+        return _Group(number, parts, n_bundles, most_rows, slice(first_span, stop), size), stop
 
     def _allocate(self, n_numbers: int) -> None:
         is_gpu = self._device.type == "cuda"
@@ -244,6 +254,10 @@ def _n_numbers(batch: Batch) -> int:
     n_blocks, n_tables = sum([len(table.blocks) for table in batch.tables]), len(batch.tables)
     n_spans = n_tables + len(batch.slots) // _FEWEST_ROWS
     return n_blocks + n_tables + _ALIGNMENT + SPAN_NUMBERS * n_spans
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 def _aligned(n: int) -> int:

@@ -1,10 +1,13 @@
-"""Attention of single queries over the packed, paged cache: softmax(scale · q·Kᵀ)·V, split over the context.
+"""Attention of few queries over the packed, paged cache: softmax(scale · q·Kᵀ)·V, split over the context.
 
-A program takes one query row, one KV head with the `G` query heads that share it and a share of the row's blocks;
-`combine` joins the shares. Unpacking bounds it, so as little as possible is done per code (see `tiles`):
+A program takes a bundle of rows (consecutive rows of one sequence: a token and its drafts; mostly a single row), one KV
+head with the query heads that share it, up to `G` queries in all, and a share of the sequence's blocks; `combine` joins
+the shares. So a context is read once for all rows of a bundle, as long as G suffices.
+Unpacking bounds it, so as little as possible is done per code (see `tiles`):
 
     scores   rows of the product are (tile of 32 dims, query): a query's row is zero outside of its tile. So scores
              come apart by tile, K's codes enter as they are, and K's scales multiply (tile, query, token) sums.
+             A bundle's queries fill the rows without that (`_is_dense`): there K's codes are scaled first, as V's.
     values   columns of the product are queries, so that sixteen rows of a tensor core's tile are all dims. The zero
              codes' share is one more product, of what all codes have too much, and is subtracted at the end.
 
@@ -46,21 +49,30 @@ from motley.formats import QUANTIZERS
 
 LOG2E = 1.4426950408889634
 KINDS = ("f32", "f16", "bf16", *(name.lower() for name in QUANTIZERS))
-MOST_QUERIES = 16  # of a program; more that share a KV head are other programs'
+MOST_QUERIES = 16  # of a program: a tile of a tensor core
+_LOWEST = tl.constexpr(-1e30)  # a peak where a row sees nothing of a share: its bundle does
 
 
 @triton.constexpr_function
-def _n_groups(kind, n_tiles, group):
+def _is_dense(kind, bundled):
+    """Whether K's words are scaled before the product of scores, which then has one row for each query."""
+    return is_words(kind) and bundled
+
+
+@triton.constexpr_function
+def _n_groups(kind, n_tiles, group, bundled):
     """Groups of rows in the product of scores: one for each tile; of plain values what fills a tensor core's tile."""
+    if _is_dense(kind, bundled):
+        return 1
     if is_words(kind):
         return n_columns(kind, n_tiles) * n_parts(kind) // 32
     return max(1, 16 // max(8, triton.next_power_of_2(group)))
 
 
 @triton.constexpr_function
-def _n_queries(kind, n_tiles, group):
+def _n_queries(kind, n_tiles, group, bundled):
     """Rows of a group: the queries, padded."""
-    return max(triton.next_power_of_2(group), 16 // _n_groups(kind, n_tiles, group))
+    return max(triton.next_power_of_2(group), 16 // _n_groups(kind, n_tiles, group, bundled))
 
 
 @triton.constexpr_function
@@ -69,8 +81,10 @@ def _n_query_columns(n_queries):
 
 
 @triton.constexpr_function
-def _lift(kind):
-    """Codes enter as subnormal numbers."""
+def _lift(kind, bundled):
+    """Codes enter as subnormal numbers, or scaled, as an eighth of values."""
+    if _is_dense(kind, bundled):
+        return 8.0
     return 2.0**24 if is_words(kind) else 1.0
 
 
@@ -91,48 +105,72 @@ def look_up(tables, b, end, N: tl.constexpr):
 
 
 @triton.jit
+def _query_rows(first, x, n_heads, GROUP: tl.constexpr, BUNDLED: tl.constexpr):
+    """Where queries number x of a bundle are among (rows, heads); `first`: its first row's first head that counts."""
+    if not BUNDLED:
+        return first + x
+    return first + x // GROUP * n_heads + x % GROUP
+
+
+@triton.jit
 def _load_queries(
-    q, r, n, factor, KIND: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
-    GP: tl.constexpr,
+    q, first, done, n, n_heads, factor, KIND: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr,
+    GROUPS: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, BUNDLED: tl.constexpr,
 ):  # fmt: skip
     """For each part of K an operand (GROUPS · GP, columns), and what the zero codes add to each row's sum.
 
-    The first `n` queries from row r of q.
+    If `_is_dense`, the sum of all operands instead of the latter: `bias_of` has a surplus for it.
+    `n` queries of a bundle, from number `done` on.
     """
     W: tl.constexpr = n_columns(KIND, TILES)
     row, w = tl.arange(0, GROUPS * GP), tl.arange(0, W)
-    if is_words(KIND):
+    if is_words(KIND) and not _is_dense(KIND, BUNDLED):
         here = row[:, None] // GP == (w * n_parts(KIND) // 32)[None, :]
     else:
         here = (row[:, None] < GP) & (w >= 0)[None, :]
     here &= (row % GP < n)[:, None]
+    r = _query_rows(first, done + row % GP, n_heads, GROUP, BUNDLED)
     queries, zero = (), tl.zeros([GROUPS * GP], tl.float32)
+    total = tl.zeros([GROUPS * GP, W], tl.float32)
     for i in tl.static_range(n_parts(KIND)):
         d = dims(w, i, KIND)[None, :]
-        x = tl.load(q + (r + row % GP)[:, None] * DIM + d, here & (d < DIM), other=0.0)
+        x = tl.load(q + r[:, None] * DIM + d, here & (d < DIM), other=0.0)
         x = (x * (factor / unit(i, KIND))).to(operand(KIND))
-        zero -= tl.sum(x.to(tl.float32), 1) * (unit(i, KIND) * zero_code(KIND) / _lift(KIND))
+        if _is_dense(KIND, BUNDLED):
+            total += x.to(tl.float32) * unit(i, KIND)
+        else:
+            zero -= tl.sum(x.to(tl.float32), 1) * (unit(i, KIND) * zero_code(KIND) / _lift(KIND, BUNDLED))
         queries = queries + (x,)  # type: ignore[assignment]
-    return queries, zero
+    return queries, total.to(operand(KIND)) if _is_dense(KIND, BUNDLED) else zero
 
 
 @triton.jit
 def _scores(
     queries, zero, keys, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr, GROUPS: tl.constexpr,
-    GP: tl.constexpr, NP: tl.constexpr, PLAIN: tl.constexpr,
+    GP: tl.constexpr, NP: tl.constexpr, BUNDLED: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """(NP queries, tokens) of the blocks `at`, without `_lift`. Queries are repeated where NP is more than GP."""
     x = load_columns(keys, at, KIND, TILES, BS)
     T: tl.constexpr = x.shape[1]
     BYTES: tl.constexpr = 4 if is_words(KIND) else 1
     EACH: tl.constexpr = n_parts(KIND) // BYTES
-    s = zero[:, None] + tl.zeros([GROUPS * GP, T], tl.float32)
+    DENSE: tl.constexpr = _is_dense(KIND, BUNDLED)
+    scale, bias = x, x
+    if DENSE:
+        scale = spread(load_scales(keys, at, KIND, TILES, BS), KIND)
+        bias, extra = bias_of(scale, KIND, PLAIN)
+        s = -tl.dot(zero, extra)
+    else:
+        s = zero[:, None] + tl.zeros([GROUPS * GP, T], tl.float32)
     for i in tl.static_range(BYTES):
-        parts = exact_parts(x, i, KIND, PLAIN)
+        if DENSE:
+            parts = scaled_parts(x, scale, bias, i, KIND, PLAIN)
+        else:
+            parts = exact_parts(x, i, KIND, PLAIN)
         for j in tl.static_range(EACH):
             s = tl.dot(queries[i * EACH + j], parts[j], s)
     s = tl.reshape(s, [GROUPS, GP, T])
-    if is_words(KIND):
+    if is_words(KIND) and not DENSE:
         s *= load_scales(keys, at, KIND, TILES, BS).to(tl.float32)[:, None, :]
     s = tl.sum(s, 0)
     if NP > GP:
@@ -178,54 +216,75 @@ def with_sink(total, peak, sink):
 
 
 # Triton would compile one variant for each layer that starts at a multiple of 16 head rows, and one for the others.
-@triton.jit(do_not_specialize=["table_stride", "head_rows", "first_row", "window", "n_splits", "min_blocks"])
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "head_rows",
+        "first_row",
+        "window",
+        "n_splits",
+        "min_blocks",
+        "n_chunks",
+    ]
+)
 def _attend(
-    q, keys, values, tables, row_table, row_position, firsts,
-    out, peaks, sums, table_stride, head_rows, first_row, window, factor, n_splits, min_blocks,
+    q, keys, values, tables, bundle_table, bundle_position, bundle_row, bundle_count, firsts,
+    out, peaks, sums, table_stride, head_rows, first_row, window, factor, n_splits, min_blocks, n_chunks,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BS: tl.constexpr,
-    G: tl.constexpr, PLAIN: tl.constexpr,
+    BUNDLED: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
-    CHUNKS: tl.constexpr = (GROUP + G - 1) // G
-    row, head, split = tl.program_id(2), tl.program_id(0) // CHUNKS, tl.program_id(1)
-    done = tl.program_id(0) % CHUNKS * G  # query heads of the group that other programs take
-    n = tl.minimum(GROUP - done, G)
-    table, position = tl.load(row_table + row), tl.load(row_position + row)
+    bundle, head, split = tl.program_id(2), tl.program_id(0) // n_chunks, tl.program_id(1)
+    done = tl.program_id(0) % n_chunks * G  # queries of the bundle that other programs take
+    row, count = bundle, 1
+    if BUNDLED:
+        row, count = tl.load(bundle_row + bundle), tl.load(bundle_count + bundle)
+    n = tl.minimum(count * GROUP - done, G)
+    table, position = tl.load(bundle_table + bundle), tl.load(bundle_position + bundle)
     first = tl.load(firsts + table)  # the position that the table starts with
-    lowest = tl.maximum(position - window + 1, first)
-    start, stop = (lowest - first) // BS, (position - first) // BS + 1  # blocks of the table
+    lowest, highest = tl.maximum(position - window + 1, first), position + count - 1  # of the whole bundle
+    start, stop = (lowest - first) // BS, (highest - first) // BS + 1  # blocks of the table
     wait()  # tables are there before the first kernel of a batch starts; queries, keys and values are not
     share = tl.maximum(tl.cdiv(stop - start, n_splits), min_blocks)
     begin, end = start + split * share, tl.minimum(start + (split + 1) * share, stop)
-    if begin >= end:
+    if (begin >= end) | (n <= 0):
         return
     TILES: tl.constexpr = (DIM + 31) // 32
-    GROUPS: tl.constexpr = _n_groups(K_KIND, TILES, G)
-    GP: tl.constexpr = _n_queries(K_KIND, TILES, G)
+    GROUPS: tl.constexpr = _n_groups(K_KIND, TILES, G, BUNDLED)
+    GP: tl.constexpr = _n_queries(K_KIND, TILES, G, BUNDLED)
     NP: tl.constexpr = _n_query_columns(GP)
-    LIFT: tl.constexpr = _lift(K_KIND)
+    LIFT: tl.constexpr = _lift(K_KIND, BUNDLED)
     N: tl.constexpr = _n_blocks(K_KIND, V_KIND, TILES, BS)
     T: tl.constexpr = N * BS
     W: tl.constexpr = n_columns(V_KIND, TILES)
-    r = row * (tl.num_programs(0) // CHUNKS * GROUP) + head * GROUP + done
-    queries, zero = _load_queries(q, r, n, factor, K_KIND, DIM, TILES, GROUPS, GP)
+    n_heads = tl.num_programs(0) // n_chunks * GROUP
+    r = row * n_heads + head * GROUP
+    queries, zero = _load_queries(
+        q, r, done, n, n_heads, factor, K_KIND, DIM, TILES, GROUPS, GP, GROUP, BUNDLED
+    )
     acc, surplus = (), tl.zeros([W, NP], tl.float32)
     for i in tl.static_range(n_parts(V_KIND)):
         acc = acc + (tl.zeros([W, NP], tl.float32),)  # type: ignore[assignment]
     peak, total = tl.full([NP], -float("inf"), tl.float32), tl.zeros([NP, T], tl.float32)
     tables += table * table_stride
-    last = tl.minimum(position, first + end * BS - 1) - lowest
+    last = tl.minimum(highest, first + end * BS - 1) - lowest
+    own = position - lowest + (done + tl.arange(0, NP) % GP) // GROUP  # the last key that each query sees
     blocks = look_up(tables, begin, end, N)
     for b in range(begin, end, N):
         at = ()
         for i in tl.static_range(N):
             at = at + (blocks[i].to(tl.int64) * head_rows + first_row + head,)  # type: ignore[assignment]
         blocks = look_up(tables, b + N, end, N)
-        s = _scores(queries, zero, keys, at, K_KIND, TILES, BS, GROUPS, GP, NP, PLAIN)
+        s = _scores(queries, zero, keys, at, K_KIND, TILES, BS, GROUPS, GP, NP, BUNDLED, PLAIN)
         key = (first - lowest + b * BS + tl.arange(0, T)).to(tl.uint32)  # one comparison for both ends
         seen = key <= last.to(tl.uint32)
-        s = tl.where(seen[None, :], s, -float("inf"))
-        top = tl.maximum(peak, tl.max(s, 1))
+        if not BUNDLED:
+            s = tl.where(seen[None, :], s, -float("inf"))
+            top = tl.maximum(peak, tl.max(s, 1))
+        else:
+            ago = own[:, None] - key.to(tl.int32)[None, :]
+            s = tl.where(seen[None, :] & (ago >= 0) & (ago < window), s, -float("inf"))
+            top = tl.maximum(tl.maximum(peak, tl.max(s, 1)), _LOWEST)
         fade = tl.exp2((peak - top) * LIFT)
         p = tl.exp2(s * LIFT - (top * LIFT)[:, None])
         total = total * fade[:, None] + p
@@ -233,7 +292,7 @@ def _attend(
         p = tl.trans(p).to(operand(V_KIND))
         acc, surplus = _add_values(acc, surplus, p, fade, values, at, seen, V_KIND, TILES, BS, PLAIN)
     g, w = tl.arange(0, NP), tl.arange(0, W)[:, None]
-    place = (r + g) * n_splits + split
+    place = _query_rows(r, done + g, n_heads, GROUP, BUNDLED) * n_splits + split
     for i in tl.static_range(n_parts(V_KIND)):
         v = acc[i]  # type: ignore[var-annotated]
         if is_words(V_KIND):
@@ -246,12 +305,22 @@ def _attend(
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Where the rows of a batch find their context. All int32, on the device; data, not shape."""
+    """Where bundles of rows find their context. All int32, on the device; data, not shape."""
 
     blocks: torch.Tensor  # (tables, most blocks): of each sequence
     firsts: torch.Tensor  # (tables,): the position that the table starts with
-    row_table: torch.Tensor  # (rows,)
-    row_position: torch.Tensor  # (rows,)
+    table: torch.Tensor  # (bundles,): which table
+    position: torch.Tensor  # (bundles,): of the first row
+    most_rows: int = 1  # of a bundle; 1: bundle i is row i
+    row: torch.Tensor | None = None  # (bundles,): the first row, where a bundle may have several
+    count: torch.Tensor | None = None  # (bundles,): its rows
+
+    @property
+    def rows_and_counts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For kernels, which do not read them of single rows."""
+        if self.row is None or self.count is None:
+            return self.table, self.table
+        return self.row, self.count
 
 
 @dataclass(frozen=True)
@@ -262,14 +331,21 @@ class Tuning:
     registers: int | None = None
     stages: int = 3
     warps: int = 1
+    most_queries: int = MOST_QUERIES  # of a program; more that share a KV head are other programs'
 
-    def n_splits(self, n_rows: int, n_kv_heads: int) -> int:
-        return max(1, self.n_programs // max(1, n_rows * n_kv_heads))
+    def n_splits(self, n_bundles: int, n_queries: int, n_kv_heads: int) -> int:
+        """`n_queries`: of a bundle and a KV head."""
+        n_programs = n_bundles * n_kv_heads * -(-n_queries // self.most_queries)
+        return max(1, self.n_programs // max(1, n_programs))
 
 
 # Four programs for each multiprocessor of an H200; more are as fast, and leave more to combine. Measured with
 # benchmarks/cuda_kernels.py. Values that are unpacked one by one are not worth the memory of a pipeline.
 TUNINGS = {kind: Tuning(512) if is_fast(kind) else Tuning(512, stages=1, warps=4) for kind in KINDS}
+
+
+def tuning_of(k_kind: str, v_kind: str) -> Tuning:
+    return TUNINGS[v_kind if is_fast(k_kind) else k_kind]
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,7 +387,7 @@ def attend(
     tuning: Tuning | None = None,
 ) -> Shares:
     """q (rows, heads, dim) float32 over the KV heads `head_rows` of the cache → shares."""
-    n_rows, n_heads, dim = q.shape
+    _, n_heads, dim = q.shape
     n_kv_heads, block_size = head_rows.stop - head_rows.start, keys.block_size
     group = n_heads // n_kv_heads
     reason = supports(keys.kind, values.kind, block_size)
@@ -319,17 +395,18 @@ def attend(
     assert keys.n_tiles == values.n_tiles == triton.cdiv(dim, TILE)
     assert q.dtype == torch.float32
     assert q.is_contiguous()
-    n_splits = out.peaks.shape[2]
-    tuning = tuning or TUNINGS[values.kind if is_fast(keys.kind) else keys.kind]
+    n_splits, most_rows = out.peaks.shape[2], tables.most_rows
+    tuning = tuning or tuning_of(keys.kind, values.kind)
+    n_chunks = triton.cdiv(most_rows * group, tuning.most_queries)
     limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
     launch(
-        _attend[(n_kv_heads * triton.cdiv(group, MOST_QUERIES), n_splits, n_rows)],
+        _attend[(n_kv_heads * n_chunks, n_splits, len(tables.table))],
         q, keys.pointers, values.pointers,
-        tables.blocks, tables.row_table, tables.row_position, tables.firsts,
+        tables.blocks, tables.table, tables.position, *tables.rows_and_counts, tables.firsts,
         out.values, out.peaks, out.sums, tables.blocks.shape[1], keys.codes.shape[1], head_rows.start,
-        window or 2**30, scale * LOG2E, n_splits, out.min_blocks,
-        K_KIND=keys.kind, V_KIND=values.kind, GROUP=group, DIM=dim, BS=block_size, G=min(group, MOST_QUERIES),
-        PLAIN=INTERPRETED, num_warps=tuning.warps, num_stages=tuning.stages, **limits,
-        **overlapping(),
+        window or 2**30, scale * LOG2E, n_splits, out.min_blocks, n_chunks,
+        K_KIND=keys.kind, V_KIND=values.kind, GROUP=group, DIM=dim, BS=block_size, BUNDLED=most_rows > 1,
+        G=tuning.most_queries if most_rows > 1 else min(group, tuning.most_queries), PLAIN=INTERPRETED,
+        num_warps=tuning.warps, num_stages=tuning.stages, **limits, **overlapping(),
     )  # fmt: skip
     return out

@@ -19,18 +19,24 @@ from motley.backends.cuda.kernels.rows import HALVES, PLAIN, Rows, convert, stor
 from motley.backends.cuda.kernels.tiles import TILE
 
 
-@triton.jit(do_not_specialize=["window", "n_splits", "min_blocks"])
+@triton.jit(do_not_specialize=["window", "n_splits", "min_blocks", "most_rows"])
 def _combine(
-    shares, peaks, sums, sinks, row_table, row_position, firsts, values, scale, total, window, n_splits, min_blocks,
+    shares, peaks, sums, sinks, bundle_table, bundle_position, bundle_row, bundle_count, firsts, values, scale, total,
+    window, n_splits, min_blocks, most_rows,
     DIM: tl.constexpr, ROTATION: tl.constexpr, LOG_ROTATION: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
     HEADS: tl.constexpr, ROTATE: tl.constexpr, FORM: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
     wait()
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first, position = tl.load(firsts + tl.load(row_table + row)), tl.load(row_position + row)
+    bundle, i, head = tl.program_id(0) // most_rows, tl.program_id(0) % most_rows, tl.program_id(1)
+    row = tl.load(bundle_row + bundle, most_rows > 1, other=bundle)
+    count = tl.load(bundle_count + bundle, most_rows > 1, other=1)
+    if i >= count:
+        return
+    row = (row + i).to(tl.int64)
+    first, position = tl.load(firsts + tl.load(bundle_table + bundle)), tl.load(bundle_position + bundle)
     start = (tl.maximum(position - window + 1, first) - first) // BS
-    n_blocks = (position - first) // BS + 1 - start
+    n_blocks = (position + count - 1 - first) // BS + 1 - start
     n_used = tl.cdiv(n_blocks, tl.maximum(tl.cdiv(n_blocks, n_splits), min_blocks))
     D: tl.constexpr = triton.next_power_of_2(DIM)
     base, d = (row * HEADS + head) * n_splits, tl.arange(0, D)
@@ -72,6 +78,7 @@ def combine(
 ) -> Rows:
     """→ out (rows, heads · dim). `rotation`: the size of the rotation, where it is not the head's. `sinks`: (heads,)"""
     n_rows, n_heads, n_splits, dim = shares.values.shape
+    most_rows = tables.most_rows
     assert out.form != HALVES, "a program has one head, not the whole row"
     assert (out.n_rows, out.n_columns) == (n_rows, n_heads * dim)
     rotation = (rotation or dim) if rotate else 1
@@ -84,10 +91,10 @@ def combine(
         return convert(plain.values, out)
     # Measured: benchmarks/cuda_kernels.py. Few sizes, as each is a compiled variant.
     n_at_once, n_warps = (4, 1) if n_splits <= 4 else (32, 1) if n_splits <= 64 else (128, 4)
-    _combine[(n_rows, n_heads)](
+    _combine[(len(tables.table) * most_rows, n_heads)](
         shares.values, shares.peaks, shares.sums, shares.sums if sinks is None else sinks,
-        tables.row_table, tables.row_position, tables.firsts,
-        out.bytes_or_values, out.scale, out.total, window or 2**30, n_splits, shares.min_blocks,
+        tables.table, tables.position, *tables.rows_and_counts, tables.firsts,
+        out.bytes_or_values, out.scale, out.total, window or 2**30, n_splits, shares.min_blocks, most_rows,
         DIM=dim, ROTATION=rotation, LOG_ROTATION=rotation.bit_length() - 1, BS=block_size,
         SPLITS=n_at_once,
         HEADS=n_heads, ROTATE=rotate, FORM=out.form, HAS_SINKS=sinks is not None, num_warps=n_warps,

@@ -1,12 +1,14 @@
-"""Packed matrix times one vector: out[n] = Σ_k W[n, k] · x[k] (+ residual[n]).
+"""Packed matrix times one vector, or a few: out[m, n] = Σ_k W[n, k] · x[m, k] (+ residual[m, n]).
 
-The vector comes as int8 per 32 values (`rows`): codes c, scale s, and total t = s · Σ c. With a block's integer
+A vector comes as int8 per 32 values (`rows`): codes c, scale s, and total t = s · Σ c. With a block's integer
 dot product d (by dp4a, four values an instruction) and the weight's scale w, a block adds
 
     Q8_0, IQ4, MXFP4  w · s · d    Q4_0  w · (s · d - 8 · t)    Q4_K  w · s · d - m · t    Q6_K  s · (w₀ · d₀ + w₁ · d₁)
 
 All tensors of a program are (BN rows, BB blocks), a thread has four neighbouring blocks: 16-byte loads of each word
-plane, and nothing moves between threads before the last sum. Reference: graph.ops.MatMul on the unpacked weight.
+plane, and nothing moves between threads before the last sum. A few vectors (a token and its drafts, a few requests)
+share the weights that a program has read: as long as memory is what it waits for, they cost little more than one. Each
+vector's result is the same, bit for bit, as if it were alone. Reference: graph.ops.MatMul on the unpacked weight.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from motley.backends.cuda.kernels.bits import (
 from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
 from motley.backends.cuda.kernels.rows import INT8, Rows
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
+
+MOST_VECTORS = 4  # that are cheaper this way than by tensor cores
 
 
 @triton.jit
@@ -119,19 +123,58 @@ def row_products(
     return tl.sum(acc, 1)
 
 
-@triton.jit(do_not_specialize=["quads"])
+@triton.jit
+def _few_products(
+    codes, high, scale, xq, xs, xt, n, quads, n_vectors,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, M: tl.constexpr,
+    PLAIN: tl.constexpr,
+):  # fmt: skip
+    """As `row_products`, with M vectors one after the other in memory: for each (BN,).
+
+    Where there are fewer than M, the last one stands in.
+    """
+    zero = tl.zeros([BN, BB], tl.int32)
+    sums = ()
+    for m in tl.static_range(M):
+        sums = sums + (tl.zeros([BN, BB], tl.float32),)  # type: ignore[assignment]
+    for first in range(0, BLOCKS, BB):
+        b = first + quads * 4 + tl.arange(0, BB)[None, :]
+        inside = b < BLOCKS
+        words, w, h0, h1 = load_blocks(codes, high, scale, n, b, inside, BLOCKS, KIND)
+        wait()
+        new = ()
+        for m in tl.static_range(M):
+            at = tl.minimum(m, n_vectors - 1) * BLOCKS
+            x, s, t = load_vector(xq + at * 8, xs + at, xt + at, b, inside, BLOCKS, KIND)
+            new = new + (sums[m] + block_products(words, w, h0, h1, x, s, t, zero, KIND, PLAIN),)  # type: ignore[assignment]
+        sums = new
+    totals = ()
+    for m in tl.static_range(M):
+        totals = totals + (tl.sum(sums[m], 1),)  # type: ignore[assignment]
+    return totals
+
+
+@triton.jit(do_not_specialize=["quads", "n_vectors"])
 def _matvec(
-    codes, high, scale, xq, xs, xt, residual, out, n_rows, quads,
-    BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
+    codes, high, scale, xq, xs, xt, residual, out, n_rows, quads, n_vectors,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, M: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]  # (BN, 1)
-    total = row_products(codes, high, scale, xq, xs, xt, n, quads, BLOCKS, KIND, BN, BB, PLAIN)
-    if HAS_RESIDUAL:
-        total += tl.load(residual + row, row < n_rows, other=0.0)
-    tl.store(out + row, total, row < n_rows)
+    if M == 1:
+        totals = (row_products(codes, high, scale, xq, xs, xt, n, quads, BLOCKS, KIND, BN, BB, PLAIN),)
+    else:
+        totals = _few_products(
+            codes, high, scale, xq, xs, xt, n, quads, n_vectors, BLOCKS, KIND, BN, BB, M, PLAIN
+        )
+    for m in tl.static_range(M):
+        place, there = m * n_rows + row, (row < n_rows) & (m < n_vectors)
+        total = totals[m]
+        if HAS_RESIDUAL:
+            total += tl.load(residual + place, there, other=0.0)
+        tl.store(out + place, total, there)
 
 
 @dataclass(frozen=True)
@@ -157,19 +200,20 @@ def matvec(
     residual: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """out (1, n_rows) float32 = x (1, n_columns) · weightᵀ (+ residual, which may be `out` itself)."""
+    """out (rows, n_rows) float32 = x (rows, n_columns) · weightᵀ (+ residual, which may be `out` itself)."""
     assert weight.is_packed, weight.kind
-    assert (x.form, x.n_rows, x.n_columns) == (INT8, 1, weight.n_columns), (
-        "not one row of int8, or another width"
-    )
-    assert out.shape == (1, weight.n_rows)
+    assert (x.form, x.n_columns) == (INT8, weight.n_columns), "not int8, or another width"
+    assert 1 <= x.n_rows <= MOST_VECTORS
+    assert out.shape == (x.n_rows, weight.n_rows)
     assert out.dtype == torch.float32
     assert out.is_contiguous()
     tile = tile or tile_for(weight.n_columns)
     _matvec[(triton.cdiv(weight.n_rows, tile.rows),)](
         weight.codes, weight.codes if weight.high is None else weight.high, weight.scale,
         x.values, x.scale, x.total, out if residual is None else residual, out, weight.n_rows, 0,
+        x.n_rows,
         BLOCKS=weight.n_columns // BLOCK, KIND=weight.kind, BN=tile.rows, BB=tile.blocks,
+        M=1 if x.n_rows == 1 else MOST_VECTORS,
         HAS_RESIDUAL=residual is not None, PLAIN=INTERPRETED, num_warps=tile.warps, **overlapping(),
     )  # fmt: skip
     return out
