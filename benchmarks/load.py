@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,16 +64,22 @@ async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> Sampl
 
 
 async def load(
-    url: str, n_clients: int, n_requests: int, body: dict[str, Any], path: str = "/v1/completions"
+    url: str,
+    n_clients: int,
+    n_requests: int,
+    body: dict[str, Any],
+    path: str = "/v1/completions",
+    lengths: Sequence[int] | None = None,
 ) -> tuple[list[Sample], float]:
-    """`n_requests` over `n_clients` at a time: the samples, and the seconds for all."""
+    """`n_requests` over `n_clients` at a time: the samples, and the seconds for all. `lengths`: of each answer."""
     host, port = url.removeprefix("http://").split(":")
     todo = iter(range(n_requests))
     samples: list[Sample] = []
 
     async def client() -> None:
         for number in todo:
-            samples.append(await stream(host, int(port), path, body | {"seed": number}))
+            own = {"seed": number} | ({} if lengths is None else {"max_tokens": lengths[number]})
+            samples.append(await stream(host, int(port), path, body | own))
 
     started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(n_clients)))

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -77,14 +77,21 @@ def body(n_tokens: int) -> dict[str, object]:
     return {"prompt": PROMPT, "max_tokens": n_tokens, "ignore_eos": True, **SAMPLING}
 
 
-def bare(llm: object, n_clients: int, n_requests: int, n_tokens: int) -> float:
+def answer_lengths(n_requests: int, n_tokens: int, *, vary: bool) -> list[int]:
+    """Tokens of each answer; if they `vary`, from half to one and a half times `n_tokens`, evenly spread."""
+    if not vary:
+        return [n_tokens] * n_requests
+    return [round(n_tokens * (0.5 + number * 0.618034 % 1)) for number in range(n_requests)]
+
+
+def bare(llm: object, n_clients: int, lengths: Sequence[int]) -> float:
     """Tokens/s of the same requests without HTTP, at its best: callers wait for whole answers; no piece wakes them."""
 
     async def run() -> None:
-        todo = iter(range(n_requests))
+        todo = iter(enumerate(lengths))
 
         async def client() -> None:
-            for number in todo:
+            for number, n_tokens in todo:
                 await llm.agenerate(  # type: ignore[attr-defined]
                     PROMPT, max_tokens=n_tokens, ignore_eos=True, seed=number, **SAMPLING
                 )
@@ -93,7 +100,7 @@ def bare(llm: object, n_clients: int, n_requests: int, n_tokens: int) -> float:
 
     started = time.perf_counter()
     asyncio.run(run())
-    return n_requests * n_tokens / (time.perf_counter() - started)
+    return sum(lengths) / (time.perf_counter() - started)
 
 
 def show(samples: list[Sample]) -> str:
@@ -157,25 +164,29 @@ def compare(options: argparse.Namespace) -> None:
         n_tokens = options.tokens
         for n_clients in options.clients:
             n_requests = max(8, 2 * n_clients)
+            lengths = answer_lengths(n_requests, n_tokens, vary=options.vary)
             samples: list[Sample] = []
 
             def over_http(
-                n_clients: int = n_clients, n_requests: int = n_requests, samples: list[Sample] = samples
+                n_clients: int = n_clients, lengths: list[int] = lengths, samples: list[Sample] = samples
             ) -> float:
-                samples[:], seconds = asyncio.run(load(url, n_clients, n_requests, body(n_tokens)))
-                assert all(s.status == 200 and s.n_tokens == n_tokens for s in samples)
-                return n_requests * n_tokens / seconds
+                samples[:], seconds = asyncio.run(
+                    load(url, n_clients, len(lengths), body(n_tokens), lengths=lengths)
+                )
+                assert all(sample.status == 200 for sample in samples)
+                assert sorted(sample.n_tokens for sample in samples) == sorted(lengths)
+                return sum(lengths) / seconds
 
-            bare(llm, n_clients, n_clients, 8)
+            bare(llm, n_clients, [8] * n_clients)
             asyncio.run(load(url, n_clients, n_clients, body(8)))
             rounds = [
                 (
-                    measured(partial(bare, llm, n_clients, n_requests, n_tokens), front, engine),
+                    measured(partial(bare, llm, n_clients, lengths), front, engine),
                     measured(over_http, front, engine),
                 )
                 for _ in range(options.rounds)
             ]
-            report(n_clients, rounds, n_requests * n_tokens)
+            report(n_clients, rounds, sum(lengths))
             print(f"             {show(samples)}", flush=True)
 
 
@@ -234,6 +245,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=bundled_model_path())
     parser.add_argument("--threads", type=int, default=1, help="of the engine, both ways")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--vary",
+        action="store_true",
+        help="answers from half to one and a half times as long: clients do not all end and begin at the same moment",
+    )
     options = parser.parse_args()
     options.tokens = options.tokens or (1000 if options.front else 128)
     (front_alone if options.front else compare)(options)
