@@ -320,11 +320,11 @@ def _plan(crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options) 
 
 
 def _offer_spare(split: ModelSplit, fit: CacheFit, backends: Sequence[Backend], n_parallel: int) -> None:
-    """Tell each backend what memory its device has left beside the model and the cache: for steps of all requests."""
+    """Tell each backend what memory its device has left beside the model and the cache."""
     for index, (room, backend) in enumerate(zip(fit.room, backends, strict=True)):
         if room is not None and split.crew.devices[index].host is None:
-            graph = split.share(index, BatchShape(n_parallel, n_parallel)).graph
-            backend.offer_spare(room - fit.plan.n_bytes(index), graph)
+            graph = split.share(index, BatchShape(1, 1)).graph
+            backend.offer_spare(room - fit.plan.n_bytes(index), graph, n_parallel)
 
 
 def _plan_beside(

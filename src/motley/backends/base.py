@@ -162,8 +162,11 @@ class Backend(ABC):
         """Memory of its hardware that this process may still take; None: not known to be limited."""
         return None
 
-    def offer_spare(self, n_bytes: int, graph: Graph) -> None:
-        """Spare memory of its device, to make batches like `graph` faster; said once, before anything is loaded."""
+    def offer_spare(self, n_bytes: int, graph: Graph, max_decodes: int) -> None:
+        """Spare memory of its device, to make steps of `graph`'s model faster; said once, before anything is loaded.
+
+        `max_decodes`: rows of the largest step in which all requests decode.
+        """
         return
 
     @property

@@ -7,7 +7,6 @@ import sys
 from typing import Protocol
 
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.text import Text
 
 _THINK, _END_THINK = "<think>", "</think>"
@@ -117,6 +116,8 @@ class MarkdownPainter:
         if not text:
             return
         is_thought = _THINK in text or _END_THINK in text
+        from rich.markdown import Markdown  # takes as long to import as all the rest of rich
+
         self._console.print(Text(text, style="dim") if is_thought else Markdown(text))
         self._console.print()
 

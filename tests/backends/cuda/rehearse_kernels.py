@@ -69,7 +69,7 @@ def rehearse(
     config = CacheConfig(kind, kind, block_size=SIZE)
     split = split_model(spec, read_params(spec), make_crew("cpu"), config, n_ctx=512, rotate=True)
     backends = [CudaBackend("cpu", captures=False)]
-    backends[0]._matrices.copies.is_kept = has_copies
+    backends[0].copies.is_kept = has_copies
     fit = fit_cache(split, [get_backend("auto")], config, n_batch=N_BATCH, n_parallel=n_parallel)
     runner = Runner(split, backends, fit.plan)
     sampler = DeviceSampler(torch.device("cpu"))

@@ -133,13 +133,30 @@ def test_rows_that_pad_a_batch_change_nothing(
     assert all(torch.equal(planes[name], padded[name]) for name in planes)
 
 
+def test_two_models_on_one_backend_keep_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model and one that drafts for it have the same names of weights."""
+    use_few_programs(monkeypatch)
+    kind, batch = get_cache_type("f16"), make_batch([9], [1])
+    graph, weights = small_graph("Q8_0", kind, BatchShape(1, 1))
+    others = {
+        name: PackedTensor.pack(weight.unpack().flip(-1), weight.format) for name, weight in weights.items()
+    }
+    shared = CudaBackend("cpu")
+    logits = []
+    for own in (weights, others):
+        expected = run(CudaBackend("cpu"), graph, own, filled_arena(kind, batch), batch, [0])
+        logits.append(run(shared, graph, own, filled_arena(kind, batch), batch, [0]))
+        assert torch.equal(logits[-1], expected)
+    assert not torch.equal(logits[0], logits[1])
+
+
 def test_copies_of_matrices_give_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     monkeypatch.setattr(steps, "MIN_COPY_ROWS", 2)
     kind, batch = get_cache_type("f16"), make_batch([9, 21], [1, 1])
     graph, weights = small_graph("Q8_0", kind, BatchShape(2, 2))
     backend, with_copies = CudaBackend("cpu"), CudaBackend("cpu")
-    with_copies._matrices.copies.is_kept = True
+    with_copies.copies.is_kept = True
     expected = run(backend, graph, weights, filled_arena(kind, batch), batch, [0, 1])
     monkeypatch.setattr(steps.matmul_kernel, "matmul", Mock(side_effect=AssertionError("by packed weights")))
     got = run(with_copies, graph, weights, filled_arena(kind, batch), batch, [0, 1])

@@ -14,7 +14,6 @@ from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.staging import Place
 from motley.backends.cuda.values import Values
 from motley.backends.paged import PagedLayer
-from motley.graph.ops.rope import HALVES as ROPE_HALVES
 from motley.plan import AttentionBlock
 
 _FEW_HEADS = 16  # bundles times KV heads for which the GPU has programs to spare
@@ -26,22 +25,19 @@ class Attending:
     def __init__(
         self,
         stage: AttentionBlock,
-        divisors: list[torch.Tensor],
+        rope: RopeTable,
         form: str,
         device: torch.device,
         sinks: torch.Tensor | None = None,
         norms: HeadNorms | None = None,
     ) -> None:
-        rope = stage.rope
         self._stage = stage
         self._rotates_k, self._rotates_v = stage.q.rotation > 0, stage.attention.rotation > 0
         self._rotation = stage.q.rotation or stage.attention.rotation
         self._device = device
         self._sinks = sinks
         self._norms = norms
-        self._rope = RopeTable(
-            rope.frequencies(*divisors).to(device), rope.n_dims, rope.style == ROPE_HALVES, rope.magnitude
-        )
+        self._rope = rope
         self._form = INT8 if form == INT8 else PLAIN
         self._layer: PagedLayer | None = None
         self._keys: CachePlanes

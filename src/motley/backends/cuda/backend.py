@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,8 +15,9 @@ from motley.backends.cuda.failures import as_device_errors
 from motley.backends.cuda.footprint import copied_bytes, footprint, free_bytes
 from motley.backends.cuda.kernels.attention import supports
 from motley.backends.cuda.planes import BLOCK, has_planes
+from motley.backends.cuda.products import Copies
 from motley.backends.cuda.program import Program
-from motley.backends.cuda.support import CudaKernel, DeviceReferenceKernel
+from motley.backends.cuda.support import MIN_COPY_ROWS, CudaKernel, DeviceReferenceKernel
 from motley.backends.cuda.upload import Uploader
 from motley.backends.cuda.weights import Matrices, load, own_weights
 from motley.formats import PackedTensor
@@ -23,6 +25,15 @@ from motley.graph import Graph
 from motley.plan import DevicePlan, Kernel
 
 _MANY_ROWS = 256  # of a batch with prompts
+
+
+@dataclass(frozen=True, eq=False)
+class _Model:
+    """What all plans of one model share."""
+
+    weights: Mapping[str, LoadedWeight]
+    matrices: Matrices
+    pool: GraphPool
 
 
 class CudaBackend(Backend):
@@ -33,8 +44,9 @@ class CudaBackend(Backend):
     def __init__(self, device: str = "cuda:0", *, captures: bool = True) -> None:
         self.device = torch.device(device)
         self._captures = captures
-        self._matrices = Matrices(self.device)
-        self._pool = GraphPool(self.device)
+        self.copies = Copies()
+        # By the identity of its weights: a model that drafts has the same names of weights, and other graphs.
+        self._models: dict[int, _Model] = {}
         self._uploader = Uploader(self.device)
 
     @property
@@ -63,17 +75,18 @@ class CudaBackend(Backend):
     def free_bytes(self) -> int | None:
         return free_bytes(self.device)
 
-    def offer_spare(self, n_bytes: int, graph: Graph) -> None:
-        """Half of it at most: the GPU may be shared."""
-        self._matrices.copies.is_kept = 0 < copied_bytes(graph) <= n_bytes // 2
+    def offer_spare(self, n_bytes: int, graph: Graph, max_decodes: int) -> None:
+        """Half of it at most is used: the GPU may be shared."""
+        is_worth_it = max_decodes >= MIN_COPY_ROWS
+        self.copies.is_kept = is_worth_it and 0 < copied_bytes(graph) <= n_bytes // 2
 
     @property
     def kernel_variant(self) -> object:
-        return self._matrices.copies.is_kept
+        return self.copies.is_kept
 
     @property
     def details(self) -> Sequence[str]:
-        if not self._matrices.copies.is_kept:
+        if not self.copies.is_kept:
             return ()
         return ("spare memory is used for matrices in 16 bits, for batches of many rows",)
 
@@ -89,5 +102,10 @@ class CudaBackend(Backend):
 
     def prepare(self, plan: DevicePlan, weights: Mapping[str, LoadedWeight]) -> Executable:
         with as_device_errors(self.device):
-            program = Program(plan, own_weights(weights), self._matrices, self._pool, captures=self._captures)
+            model = self._models.get(id(weights))
+            if model is None:
+                model = _Model(weights, Matrices(self.device, self.copies), GraphPool(self.device))
+                self._models[id(weights)] = model
+            own = own_weights(weights)
+            program = Program(plan, own, model.matrices, model.pool, captures=self._captures)
             return CudaExecutable(program)

@@ -9,7 +9,7 @@ import torch
 
 from motley.backends.base import Footprint
 from motley.backends.cuda.planes import has_planes, plane_bytes
-from motley.backends.cuda.support import MAX_KERNEL_ROWS, MIN_COPY_ROWS, CudaKernel
+from motley.backends.cuda.support import MAX_KERNEL_ROWS, CudaKernel
 from motley.formats import get_format
 from motley.graph import Graph, Tensor
 from motley.graph.ops import ExpertFfn
@@ -54,9 +54,8 @@ def workspace_bytes(graph: Graph) -> int:
 
 
 def copied_bytes(graph: Graph) -> int:
-    """Of float16 copies of all packed matrices that are multiplied by so many rows that it pays."""
-    stages = (stage for stage in _linear_stages(graph) if stage.x.shape[0] >= MIN_COPY_ROWS)
-    weights = {part.weight for stage in stages for part in stage.parts}
+    """Of float16 copies of all packed matrices that rows are multiplied by."""
+    weights = {part.weight for stage in _linear_stages(graph) for part in stage.parts}
     return sum(
         _UNPACKED * weight.n_values for weight in weights if has_planes(weight.dtype, weight.shape[-1])
     )

@@ -18,7 +18,7 @@ from motley.backends.cuda.kernels.delta_net import Gates, delta_net
 from motley.backends.cuda.kernels.gate import gated
 from motley.backends.cuda.kernels.gated_norm import gated_norm
 from motley.backends.cuda.kernels.norm import rms_norm
-from motley.backends.cuda.kernels.rope_and_store import HeadNorms
+from motley.backends.cuda.kernels.rope_and_store import HeadNorms, RopeTable
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_rows
 from motley.backends.cuda.planes import BLOCK
@@ -44,6 +44,7 @@ from motley.graph.ops import (
     Route,
     RouteWeights,
 )
+from motley.graph.ops.rope import HALVES as ROPE_HALVES
 from motley.plan import (
     AttentionBlock,
     DeltaRule,
@@ -100,10 +101,10 @@ class Steps:
             case Gate():
                 return self._gate(stage)
             case AttentionBlock():
-                divisors = [self._dense(weight).cpu() for weight in stage.q.inputs[2:]]
                 form = self._forms.get(stage.outputs[0], PLAIN)
                 sinks = next((self._dense(weight) for weight in stage.attention.inputs[2:]), None)
-                return Attending(stage, divisors, form, self._device, sinks, self._head_norms(stage))
+                rope = self._rope_table(stage)
+                return Attending(stage, rope, form, self._device, sinks, self._head_norms(stage))
             case Routing():
                 return self._routing(stage)
             case Experts():
@@ -133,7 +134,7 @@ class Steps:
 
     def _dense(self, node: Tensor) -> torch.Tensor:
         """A small weight (a norm's, a bias) as float32."""
-        return self._packed(node).unpack().contiguous()
+        return self._matrices.small(node.name, lambda: self._packed(node).unpack().contiguous())
 
     def _packed(self, node: Tensor) -> PackedTensor:
         """A weight that is no matrix, or a table that is still in the file."""
@@ -231,6 +232,16 @@ class Steps:
             values.put(node, route_kernel.route_weights(op, values.plain(logits).contiguous(), chosen))
 
         return step
+
+    def _rope_table(self, stage: AttentionBlock) -> RopeTable:
+        rope, divisors = stage.rope, stage.q.inputs[2:]
+
+        def frequencies() -> torch.Tensor:
+            return rope.frequencies(*(self._dense(weight).cpu() for weight in divisors)).to(self._device)
+
+        key = (rope, *(weight.name for weight in divisors))
+        table = self._matrices.small(key, frequencies)
+        return RopeTable(table, rope.n_dims, rope.style == ROPE_HALVES, rope.magnitude)
 
     def _head_norms(self, stage: AttentionBlock) -> HeadNorms | None:
         if stage.norms is None:

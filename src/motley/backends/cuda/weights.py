@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,13 +53,20 @@ def own_weights(weights: Mapping[str, LoadedWeight]) -> dict[str, DeviceWeight]:
 
 
 class Matrices:
-    """All matrices of one device by weight name. Those that are joined become rows of one allocation."""
+    """All matrices of one model on one device by weight name. Those that are joined become rows of one allocation."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
         self.device = device
-        self.copies = Copies()
+        self.copies = copies or Copies()
+        self._small: dict[Hashable, torch.Tensor] = {}
         self._refs: dict[str, PlaneRef] = {}
         self._joined: dict[tuple[str, ...], WeightPlanes] = {}
+
+    def small(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A small tensor that all plans share, made once: a plan should not wait for the GPU."""
+        if key not in self._small:
+            self._small[key] = make()
+        return self._small[key]
 
     def get(self, name: str, weights: Mapping[str, DeviceWeight]) -> WeightPlanes:
         """A weight that is still in the file, because it is only looked up by row, is loaded now."""
