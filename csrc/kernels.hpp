@@ -28,8 +28,8 @@ enum Format { kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ2_K, kQ3_K
               kNumFormats };
 enum Function { kNoFunction, kSilu, kGelu, kGeluTanh, kRelu, kSigmoid, kTanh, kClampedSwiglu, kSoftplus };
 
-// Rows of activations; for matrix products also as int8 codes, a scale for each 32 columns, and the sums of scale ·
-// code over 32 and over 16 columns. One allocation, see quantized_bytes.
+// Rows of activations; for matrix products also as int8 codes, a scale for each 32 columns, the sums of scale · code over
+// 32 and over 16 columns, and the sums of codes over 16 columns. One allocation, see quantized_bytes.
 struct Rows {
     const float* values;
     int64_t stride;  // between rows of `values`
@@ -37,6 +37,7 @@ struct Rows {
     float* scales;
     float* sums;
     float* half_sums;
+    int32_t* code_sums;
 };
 
 struct QuantizeArgs {

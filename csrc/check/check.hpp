@@ -42,10 +42,11 @@ extern const std::vector<FormatShape> kFormats;
 struct Quantized {
     std::vector<int8_t> codes;
     std::vector<float> scales, sums, half_sums;
+    std::vector<int32_t> code_sums;
     Quantized(int64_t rows, int64_t columns)
-        : codes(rows * columns), scales(rows * columns / 32), sums(rows * columns / 32), half_sums(rows * columns / 16) {}
+        : codes(rows * columns), scales(rows * columns / 32), sums(rows * columns / 32), half_sums(rows * columns / 16), code_sums(rows * columns / 16) {}
     Rows view(const std::vector<float>& x, int64_t columns) {
-        return {x.data(), columns, codes.data(), scales.data(), sums.data(), half_sums.data()};
+        return {x.data(), columns, codes.data(), scales.data(), sums.data(), half_sums.data(), code_sums.data()};
     }
 };
 

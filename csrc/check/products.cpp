@@ -1,4 +1,6 @@
 // Matrix products, and the repacking of their weights.
+#include <cstring>
+
 #include "check.hpp"
 #include "reference.hpp"
 
@@ -64,7 +66,10 @@ void check_quantized(const std::vector<float>& x, const Quantized& q, const std:
             require(std::fabs(back - x[i]) <= 0.501 * q.scales[step], "an activation is not rounded to its nearest code", where);
             halves[i % 32 / 16] += back;
         }
-        for (int h = 0; h < 2; h++) require(is_close(q.half_sums[2 * step + h], halves[h], 1e-4), "a wrong sum of codes", where);
+        for (size_t h = 2 * step; h < 2 * step + 2; h++) {
+            require(is_close(q.half_sums[h], halves[h % 2], 1e-4), "a wrong sum of codes", where);
+            require(is_close(q.code_sums[h] * q.scales[step], halves[h % 2], 1e-4), "a wrong sum of codes", where);
+        }
         require(is_close(q.sums[step], halves[0] + halves[1], 1e-4), "a wrong sum of codes", where);
     }
 }
@@ -87,7 +92,7 @@ void check_unpacked(Pool& pool, const Matrix& matrix, const std::vector<uint8_t>
 
 // `weight`: the matrix in the kernels' layout, in `format`.
 void check_multiply(Pool& pool, const Matrix& matrix, const uint8_t* weight, int format, bool is_exact, const std::string& where) {
-    const int64_t n_tokens = 7, n_rows = matrix.n_rows, n_columns = matrix.n_columns;
+    const int64_t n_tokens = 37, n_rows = matrix.n_rows, n_columns = matrix.n_columns;
     const auto x = random_floats(n_tokens * n_columns), bias = random_floats(n_rows), residual = random_floats(n_tokens * n_rows);
     Quantized q(n_tokens, n_columns);
     const bool uses_floats = is_exact || matrix.shape.columns == 2;
@@ -95,7 +100,8 @@ void check_multiply(Pool& pool, const Matrix& matrix, const uint8_t* weight, int
         pool.run_kernel(pool.kernels().quantize, QuantizeArgs{q.view(x, n_columns), n_tokens, n_columns});
         check_quantized(x, q, where);
     }
-    for (const int64_t n : {int64_t{1}, int64_t{2}, n_tokens}) {
+    std::vector<float> all_plain, all_gated;  // of the largest batch
+    for (const int64_t n : {n_tokens, int64_t{1}, int64_t{2}, int64_t{3}, int64_t{5}, int64_t{8}, int64_t{17}}) {
         std::vector<float> plain(n * n_rows), gated(n * n_rows);
         MatMulArgs args{q.view(x, n_columns), n, n_columns, 1, {}, kNoFunction, is_exact};
         args.parts[0] = {weight, format, n_rows, bias.data(), residual.data(), plain.data(), n_rows};
@@ -105,6 +111,15 @@ void check_multiply(Pool& pool, const Matrix& matrix, const uint8_t* weight, int
         args.parts[0] = {weight, format, n_rows, bias.data(), nullptr, gated.data(), n_rows};
         args.parts[1] = {weight, format, n_rows, nullptr, nullptr, nullptr, n_rows};
         pool.run_kernel(pool.kernels().matmul, args);
+        if (n < n_tokens) {
+            const auto is_same = [&](const std::vector<float>& all, const std::vector<float>& own) {
+                return std::memcmp(all.data(), own.data(), own.size() * sizeof(float)) == 0;
+            };
+            require(is_same(all_plain, plain) && is_same(all_gated, gated), "a row depends on the number of rows", where);
+            continue;
+        }
+        all_plain = plain;
+        all_gated = gated;
         for (int64_t t = 0; t < n; t++)
             for (int64_t row = 0; row < n_rows; row++) {
                 const Result y = product(matrix, x, q, uses_floats, t, row);

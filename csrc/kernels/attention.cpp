@@ -27,6 +27,7 @@ struct Scratch {
     float q[kMaxRows][kMaxDim];
     int8_t q_codes[kMaxRows][kMaxDim];
     float q_scales[kMaxRows][kMaxTiles], q_sums[kMaxRows][kMaxTiles], q_half_sums[kMaxRows][2 * kMaxTiles];
+    int32_t q_code_sums[2 * kMaxTiles];
     float out[kMaxRows][kMaxDim];
     float scores[kMaxRows][kChunk];
     float largest[kMaxRows], total[kMaxRows], fade[kMaxRows];
@@ -95,7 +96,7 @@ void read_queries(const AttentionArgs& a, const Cut& cut, const Task& task, int 
         const float* q = query_of(a, cut, task, r);
         for (int64_t d = 0; d < padded; d++) s.q[r][d] = d < a.shape.dim ? q[d] * a.scale : 0.0f;
         if (!is_float_kind(a.k.kind))
-            quantize_row(s.q[r], padded, s.q_codes[r], s.q_scales[r], s.q_sums[r], s.q_half_sums[r]);
+            quantize_row(s.q[r], padded, s.q_codes[r], s.q_scales[r], s.q_sums[r], s.q_half_sums[r], s.q_code_sums);
         const int64_t at = task.sequence->position + task.first_token + r / cut.group - task.sequence->first;
         s.high[r] = at;
         s.low[r] = a.window && at - a.window + 1 > 0 ? at - a.window + 1 : 0;

@@ -132,6 +132,7 @@ void expert_gather(const ExpertGatherArgs& a, const Worker& worker) {
             std::memcpy(a.out.codes + place * n, a.x.codes + token * n, n);
             std::memcpy(a.out.scales + place * n_steps, a.x.scales + token * n_steps, n_steps * sizeof(float));
             std::memcpy(a.out.sums + place * n_steps, a.x.sums + token * n_steps, n_steps * sizeof(float));
+            std::memcpy(a.out.code_sums + place * 2 * n_steps, a.x.code_sums + token * 2 * n_steps, 2 * n_steps * sizeof(int32_t));
             std::memcpy(a.out.half_sums + place * 2 * n_steps, a.x.half_sums + token * 2 * n_steps, 2 * n_steps * sizeof(float));
         }
     }
@@ -151,6 +152,7 @@ void expert_matmul(const ExpertMatMulArgs& a, const Worker& worker) {
             own.x.scales += first * n_steps;
             own.x.sums += first * n_steps;
             own.x.half_sums += first * 2 * n_steps;
+            own.x.code_sums += first * 2 * n_steps;
         }
         for (int p = 0; p < all.n_parts; p++) {
             MatMulPart& part = own.parts[p];

@@ -1,6 +1,6 @@
-// out = x · Wᵀ for weights of any format (formats.hpp): one token by matvec.hpp, more by panels and tiles.
+// out = x · Wᵀ for weights of any format (formats.hpp): a few tokens by matvec.hpp, more by panels and tiles.
 //
-// A task is two groups of rows (two neighbours, or the gate's and its partner's) for a block of tokens. Its weights
+// With many tokens, a task is two groups of rows (two neighbours, or the gate's and its partner's) for a block of tokens. Its weights
 // are decoded 512 columns at a time into panels that stay in the first-level cache, and each panel is used for all
 // tokens of the block; so the inner loops (tile.hpp) have only two kinds of weights, codes and floats.
 #include "finish.hpp"
@@ -44,17 +44,22 @@ struct Scratch {
         FloatPanel floats[2];
     };
     alignas(64) float out[2][kMaxBlockTokens][kGroup];
+    alignas(64) float unused[kMaxBlockTokens][kGroup];
 };
 static_assert(sizeof(Scratch) <= kScratchBytes);
 
 bool uses_codes(const MatMulArgs& a, const MatMulPart& part) { return !a.is_exact && !is_plain(part.format); }
 
+// The panels and results of two groups.
+struct PanelPair {
+    const CodePanel* panels[2];
+    float* out[2];
+};
+
 template <int Halves, int MaxCode>
-void multiply_codes(const MatMulArgs& a, Scratch& scratch, const Rows& x, int64_t n_tokens, int64_t first, int64_t n) {
-    const CodePanel* const panels[2] = {&scratch.codes[0], &scratch.codes[1]};
-    float* const out[2] = {scratch.out[0][0], scratch.out[1][0]};
+void multiply_codes(const MatMulArgs& a, const PanelPair& pair, const Rows& x, int64_t n_tokens, int64_t first, int64_t n) {
     in_tiles<kTileTokens>(n_tokens, [&](auto count, int64_t token) {
-        tile_codes<count.value, Halves, MaxCode>(panels, x, a.n_columns, token, first, n, out);
+        tile_codes<count.value, Halves, MaxCode>(pair.panels, x, a.n_columns, token, first, n, pair.out);
     });
 }
 
@@ -86,22 +91,45 @@ Rows rows_from(const Rows& x, int64_t token, int64_t n_columns) {
         rows.scales += token * n_steps;
         rows.sums += token * n_steps;
         rows.half_sums += token * n_steps * 2;
+        rows.code_sums += token * n_steps * 2;
     }
     return rows;
 }
 
-// Columns first … first + n of a group as codes, with `halves` scales a step. `cuts`: full codes are cut (panel.hpp).
-void decode_part(const MatMulPart& part, const uint8_t* group, int64_t n_columns, int64_t first, int64_t n, int halves, bool cuts,
-                 CodePanel& panel) {
-    int own_halves = 1;
+// The number of scales that a step of the format has, and its largest code.
+struct CodeShape {
+    int halves = 1, max_code = kMaxFull;
+};
+
+CodeShape code_shape(int format) {
+    CodeShape shape;
+    with_quantized(format, [&](auto f) { shape = {f.kHalves, f.kMaxCode}; });
+    return shape;
+}
+
+// Columns first … first + n of a group as codes. `cuts`: full codes are cut (panel.hpp).
+void decode_part(const MatMulPart& part, const uint8_t* group, int64_t n_columns, int64_t first, int64_t n, bool cuts, CodePanel& panel) {
     if (is_rows(part.format))
         decode_row_codes(group, group_bytes(part.format, n_columns) / kGroup, first, n, panel);
     else
-        with_quantized(part.format, [&](auto f) {
-            own_halves = f.kHalves;
-            decode_codes<decltype(f)>(group, first, n, cuts, panel);
+        with_quantized(part.format, [&](auto f) { decode_codes<decltype(f)>(group, first, n, cuts, panel); });
+}
+
+// Adds n columns of both groups, which are in scratch.codes.
+void multiply_panels(const MatMulArgs& a, const CodeShape shapes[2], Scratch& scratch, const Rows& x, int64_t n_tokens, int64_t first, int64_t n) {
+    const auto multiply = [&](const PanelPair& pair, int halves) {
+        const int max_code = shapes[0].max_code > shapes[1].max_code ? shapes[0].max_code : shapes[1].max_code;
+        with_max_code(max_code, [&](auto most) {
+            if (halves == 2)
+                multiply_codes<2, most.value>(a, pair, x, n_tokens, first, n);
+            else
+                multiply_codes<1, most.value>(a, pair, x, n_tokens, first, n);
         });
-    if (halves > own_halves) repeat_halves(panel);
+    };
+    const CodePanel* const panels = scratch.codes;
+    if (shapes[0].halves == shapes[1].halves) return multiply({{&panels[0], &panels[1]}, {scratch.out[0][0], scratch.out[1][0]}}, shapes[0].halves);
+    for (int i = 0; i < 2; i++)  // a gate and its partner in different formats, which is rare: one after the other
+        multiply({{&panels[i], &panels[i]}, {scratch.out[i][0], scratch.unused[0]}}, shapes[i].halves);
 }
 
 void multiply_pair(const MatMulArgs& a, const Pair& pair, int64_t token, int64_t n_tokens, Scratch& scratch) {
@@ -111,15 +139,9 @@ void multiply_pair(const MatMulArgs& a, const Pair& pair, int64_t token, int64_t
         group[i] = pair.part[i]->weight + pair.group[i] * group_bytes(pair.part[i]->format, a.n_columns);
         std::memset(scratch.out[i], 0, n_tokens * kGroup * sizeof(float));
     }
-    int halves = 1, max_code = 0;
     const bool codes = uses_codes(a, *pair.part[0]) && uses_codes(a, *pair.part[1]);
-    for (const MatMulPart* part : pair.part) {
-        if (is_rows(part->format)) max_code = kMaxFull;
-        with_quantized(part->format, [&](auto f) {
-            halves = f.kHalves > halves ? f.kHalves : halves;
-            max_code = f.kMaxCode > max_code ? f.kMaxCode : max_code;
-        });
-    }
+    const CodeShape shapes[2] = {code_shape(pair.part[0]->format), code_shape(pair.part[1]->format)};
+    const bool cuts = kCutsFull && (shapes[0].max_code == kMaxFull || shapes[1].max_code == kMaxFull);
     for (int64_t first = 0; first < a.n_columns; first += kPanelColumns) {
         const int64_t n = a.n_columns - first < kPanelColumns ? a.n_columns - first : kPanelColumns;
         if (!codes) {
@@ -133,14 +155,8 @@ void multiply_pair(const MatMulArgs& a, const Pair& pair, int64_t token, int64_t
             multiply_floats(scratch, x, n_tokens, first, n);
             continue;
         }
-        for (int i = 0; i < 2; i++)
-            decode_part(*pair.part[i], group[i], a.n_columns, first, n, halves, kCutsFull && max_code == kMaxFull, scratch.codes[i]);
-        with_max_code(max_code, [&](auto most) {
-            if (halves == 2)
-                multiply_codes<2, most.value>(a, scratch, x, n_tokens, first, n);
-            else
-                multiply_codes<1, most.value>(a, scratch, x, n_tokens, first, n);
-        });
+        for (int i = 0; i < 2; i++) decode_part(*pair.part[i], group[i], a.n_columns, first, n, cuts, scratch.codes[i]);
+        multiply_panels(a, shapes, scratch, x, n_tokens, first, n);
     }
     for (int64_t t = 0; t < n_tokens; t++) {
         const f32v y0 = load<f32v>(scratch.out[0][t]), y1 = load<f32v>(scratch.out[1][t]);
@@ -199,37 +215,102 @@ private:
 
 constexpr int64_t kMinPieceBytes = 32 << 10;
 
-// y[i] = group first + i of one part, for n of them.
-void multiply_groups(const MatMulArgs& a, const MatMulPart& part, int64_t first, int64_t n, f32v* y) {
-    for (int64_t i = 0; i < n; i += part.pattern.streams) {
-        const int64_t left = n - i;
-        matvec(part, first + i, left < part.pattern.streams ? static_cast<int>(left) : part.pattern.streams, a.x, a.n_columns, y + i);
-    }
-}
+// Tokens of a product by matvec.hpp. More of them cost less by tiles.
+constexpr int64_t kMaxFew = kVectorBytes == 64 ? 32 : 16, kMaxFewPlain = kVectorBytes == 64 ? 32 : 8;
 
-// Number of groups whose results are kept in scratch memory until bias, residual or gate are applied. A gate and its
-// partner alternate only after this many groups, so that both are read in long contiguous pieces.
+// Results that are kept in scratch memory until bias, residual or gate are applied: of this many groups, of one token. A
+// gate and its partner alternate only after them, so that both are read in long contiguous pieces.
 constexpr int64_t kMaxWaiting = 512;
-static_assert(2 * kMaxWaiting * sizeof(f32v) <= kScratchBytes);
+constexpr int64_t kWaitingBytes = 2 * kMaxWaiting * sizeof(f32v);
 
-// Computes groups first … first + n of one part, or of a gate and its partner.
-void finish_groups(const MatMulArgs& a, const MatMulPart& part, int64_t first, int64_t n, const Worker& worker) {
-    auto* const y = reinterpret_cast<f32v*>(worker.scratch);
-    auto* const other = y + kMaxWaiting;
-    for (int64_t stop = first + n; first < stop; first += kMaxWaiting) {
-        const int64_t count = stop - first < kMaxWaiting ? stop - first : kMaxWaiting;
-        multiply_groups(a, part, first, count, y);
-        if (is_gated(a)) multiply_groups(a, a.parts[1], first, count, other);
-        for (int64_t i = 0; i < count; i++) {
-            if (is_gated(a))
-                finish_gated(part, a.parts[1], a.gate, 0, first + i, y[i], other[i]);
-            else
-                finish(part, 0, first + i, y[i]);
+// The batch's tokens in blocks of up to kFewTokens, interleaved in a worker's scratch memory.
+class FewBlocks {
+public:
+    struct Block {
+        FewRows x;
+        int64_t first, n;  // tokens
+    };
+
+    FewBlocks(const MatMulArgs& a, uint8_t* memory) : n_tokens_(a.n_tokens) {
+        const bool has_values = needs_values(a), has_codes = needs_codes(a);
+        if (n_tokens_ == 1) {
+            blocks_[n_++] = {{a.x.values, a.x.codes, a.x.scales, a.x.sums, a.x.half_sums}, 0, 1};
+            return;
+        }
+        for (int64_t first = 0; first < n_tokens_; first += size(n_tokens_)) {
+            const int64_t left = n_tokens_ - first, n = left < size(n_tokens_) ? left : size(n_tokens_);
+            blocks_[n_++] = {interleave_tokens(a.x, first, n, a.n_columns, has_values, has_codes, memory), first, n};
+            memory += few_bytes(n, a.n_columns, has_values, has_codes) / 64 * 64;
         }
     }
+
+    const Block* begin() const { return blocks_; }
+    const Block* end() const { return blocks_ + n_; }
+    int64_t n_tokens() const { return n_tokens_; }
+
+    static bool fit(const MatMulArgs& a) {
+        if (a.n_tokens > (needs_values(a) ? kMaxFewPlain : kMaxFew)) return false;
+        const int64_t bytes = few_bytes(kFewTokens, a.n_columns, needs_values(a), needs_codes(a));
+        return a.n_tokens == 1 || bytes * ((a.n_tokens + kFewTokens - 1) / kFewTokens) <= kScratchBytes - kWaitingBytes;
+    }
+
+private:
+    static int64_t size(int64_t n_tokens) {  // blocks of about the same size
+        const int64_t n_blocks = (n_tokens + kFewTokens - 1) / kFewTokens;
+        return (n_tokens + n_blocks - 1) / n_blocks;
+    }
+    static bool needs_values(const MatMulArgs& a) { return has_part(a, [](int format) { return is_plain(format); }); }
+    static bool needs_codes(const MatMulArgs& a) { return has_part(a, [](int format) { return !is_plain(format); }); }
+    template <class Predicate>
+    static bool has_part(const MatMulArgs& a, Predicate&& predicate) {
+        bool found = false;
+        for (int p = 0; p < a.n_parts; p++) found = found || predicate(a.parts[p].format);
+        return found;
+    }
+
+    const int64_t n_tokens_;
+    Block blocks_[kMaxFew];
+    int n_ = 0;
+};
+
+// y (token, group) = groups first … first + n of one part.
+void multiply_groups(const MatMulArgs& a, const MatMulPart& part, int64_t first, int64_t n, const FewBlocks& blocks, f32v* y) {
+    const int64_t n_streams = part.pattern.streams;
+    f32v results[kMaxStreams * kFewTokens];  // (group, token)
+    for (int64_t i = 0; i < n; i += n_streams) {
+        const int count = static_cast<int>(n - i < n_streams ? n - i : n_streams);
+        if (blocks.n_tokens() == 1) {
+            matvec<1>(part, first + i, count, blocks.begin()->x, a.n_columns, y + i);
+            continue;
+        }
+        for (const FewBlocks::Block& block : blocks)
+            with_few_tokens(block.n, [&](auto tokens) {
+                matvec<tokens.value>(part, first + i, count, block.x, a.n_columns, results);
+                for (int64_t t = 0; t < block.n; t++)
+                    for (int k = 0; k < count; k++) y[(block.first + t) * n + i + k] = results[k * tokens.value + t];
+            });
+    }
 }
 
-void multiply_one(const MatMulArgs& a, const Worker& worker) {
+// Computes groups first … first + n of one part, or of a gate and its partner.
+void finish_groups(const MatMulArgs& a, const MatMulPart& part, int64_t first, int64_t n, const FewBlocks& blocks, f32v* y) {
+    const int64_t n_waiting = kMaxWaiting / blocks.n_tokens();
+    auto* const other = y + kMaxWaiting;
+    for (int64_t stop = first + n; first < stop; first += n_waiting) {
+        const int64_t count = stop - first < n_waiting ? stop - first : n_waiting;
+        multiply_groups(a, part, first, count, blocks, y);
+        if (is_gated(a)) multiply_groups(a, a.parts[1], first, count, blocks, other);
+        for (int64_t t = 0; t < blocks.n_tokens(); t++)
+            for (int64_t i = 0; i < count; i++) {
+                if (is_gated(a))
+                    finish_gated(part, a.parts[1], a.gate, t, first + i, y[t * count + i], other[t * count + i]);
+                else
+                    finish(part, t, first + i, y[t * count + i]);
+            }
+    }
+}
+
+void multiply_few(const MatMulArgs& a, const Worker& worker) {
     const int n_parts = is_gated(a) ? 1 : a.n_parts;
     int64_t n_all = 0;
     for (int p = 0; p < n_parts; p++) n_all += n_groups(a.parts[p]);
@@ -237,12 +318,15 @@ void multiply_one(const MatMulArgs& a, const Worker& worker) {
     const int64_t bytes = group_bytes(a.parts[0].format, a.n_columns) * (is_gated(a) ? 2 : 1) + 1;
     const int64_t enough = (kMinPieceBytes / bytes + pattern.streams) / pattern.streams * pattern.streams;
     const Pieces pieces(n_all, enough, worker.n_threads, pattern.first_share);
-    for (Pieces::Piece piece; (piece = pieces.at(worker.take())).n;) {
+    Pieces::Piece piece = pieces.at(worker.take());
+    if (!piece.n) return;
+    const FewBlocks blocks(a, worker.scratch + kWaitingBytes);
+    for (; piece.n; piece = pieces.at(worker.take())) {
         int64_t begin = 0;  // first group of the part
         for (int p = 0; p < n_parts; p++) {
             const int64_t end = begin + n_groups(a.parts[p]), stop = piece.first + piece.n;
             const int64_t from = piece.first > begin ? piece.first : begin, to = stop < end ? stop : end;
-            if (from < to) finish_groups(a, a.parts[p], from - begin, to - from, worker);
+            if (from < to) finish_groups(a, a.parts[p], from - begin, to - from, blocks, reinterpret_cast<f32v*>(worker.scratch));
             begin = end;
         }
     }
@@ -251,10 +335,10 @@ void multiply_one(const MatMulArgs& a, const Worker& worker) {
 }  // namespace
 
 void matmul(const MatMulArgs& a, const Worker& worker) {
-    bool is_simple = a.n_tokens == 1;
-    for (int p = 0; p < a.n_parts; p++) is_simple = is_simple && (is_plain(a.parts[p].format) || !a.is_exact);
-    if (is_simple)
-        multiply_one(a, worker);
+    bool is_few = FewBlocks::fit(a);
+    for (int p = 0; p < a.n_parts; p++) is_few = is_few && (is_plain(a.parts[p].format) || !a.is_exact);
+    if (is_few)
+        multiply_few(a, worker);
     else
         multiply_tokens(a, worker);
 }

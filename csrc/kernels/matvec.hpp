@@ -1,12 +1,14 @@
-// One token: y = W·x, several groups of rows at once.
+// One token or a few: y = W·x, several groups of rows at once.
 //
 //     y[row] = Σ over steps  scale[row] · dx · Σ code·xcode  -  minimum[row] · Σ x
 //
 // Memory bandwidth limits this kernel. Each group is one stream: a thread reads `n` streams in turn, kVisit columns at
-// a time, and may prefetch each stream. The fastest parameters are measured (ReadPattern).
+// a time, and may prefetch each stream. The fastest parameters are measured (ReadPattern). Weights are decoded once, into
+// registers, and used for all tokens. A token's sums are added in the same order for any number of tokens, here and in
+// tile.hpp, so its result has the same bits in every batch.
 #pragma once
+#include "few.hpp"
 #include "rows.hpp"
-#include "with_format.hpp"
 
 namespace motley::MOTLEY_ISA {
 
@@ -21,9 +23,8 @@ template <int Bytes>
         fetch<1>(p + ahead, Bytes);
 }
 
-template <class F>
-[[gnu::always_inline]] inline f32v dot_block(const uint8_t* block, const int8_t* x, const float* scales, const float* sums,
-                                               int ahead, f32v y) {
+template <class F, int Tokens>
+[[gnu::always_inline]] inline void dot_block(const uint8_t* block, const FewSteps<F, Tokens>& x, int ahead, f32v (&y)[Tokens]) {
 #pragma GCC unroll 8
     for (int s = 0; s < F::kSteps; s++) {
         u8v codes[8];
@@ -32,66 +33,78 @@ template <class F>
         F::scales(block, s, w);
         constexpr int kBytes = F::kGroupBytes / F::kSteps;  // a few bytes at a time: a burst of prefetches would stall
         fetch_at_distance<kBytes>(block + s * kBytes, ahead);
-        constexpr int kVectors = 8 / F::kHalves;
-        for (int h = 0; h < F::kHalves; h++) {
-            i32v acc[1][1];
-            dot<F::kMaxCode, kVectors>(
-                acc, h * kVectors, [&](int, int j) { return codes[j]; }, [&](int, int j) { return splat4(x + s * kStep + 4 * j); });
-            y += to_float(acc[0][0]) * (w.scale[h] * scales[s]);
-            if constexpr (F::kHasMinimum) y -= w.minimum[h] * sums[s * F::kHalves + h];
-        }
+        dot_step<F>(codes, w, x, s, y);
     }
-    return y;
 }
 
-// `groups` is the first of n groups that follow each other.
-template <class F>
-inline void matvec_quantized(const uint8_t* groups, int64_t stride, int n, int ahead, const Rows& x, int64_t n_columns,
-                             f32v* y) {
-    const float* sums = F::kHalves == 2 ? x.half_sums : x.sums;
+// `groups` is the first of n groups that follow each other; y is (group, token).
+template <class F, int Tokens>
+inline void matvec_quantized(const uint8_t* groups, int64_t stride, int n, int ahead, const FewRows& x, int64_t n_columns, f32v* y) {
     for (int64_t first = 0; first < n_columns; first += kVisit) {
         const int64_t stop = n_columns - first < kVisit ? n_columns : first + kVisit;
         for (int i = 0; i < n; i++) {
             const uint8_t* block = groups + i * stride + first / F::kColumns * F::kGroupBytes;
-            f32v acc = y[i];
+            f32v acc[Tokens];
+            for (int t = 0; t < Tokens; t++) acc[t] = y[i * Tokens + t];
             for (int64_t c = first; c < stop; c += F::kColumns, block += F::kGroupBytes)
-                acc = dot_block<F>(block, x.codes + c, x.scales + c / kStep, sums + c / kStep * F::kHalves, ahead, acc);
-            y[i] = acc;
+                dot_block(block, FewSteps<F, Tokens>(x, c / kStep), ahead, acc);
+            for (int t = 0; t < Tokens; t++) y[i * Tokens + t] = acc[t];
         }
     }
 }
 
-template <class F>
-inline void matvec_plain(const uint8_t* groups, int64_t stride, int n, int ahead, const Rows& x, int64_t n_columns,
-                         f32v* y) {
-    for (int64_t first = 0; first < n_columns; first += 64) {
-        const int64_t stop = n_columns - first < 64 ? n_columns : first + 64;
+// One group, First … First + Count of the tokens: the kSums sums of n columns run side by side (panel.hpp).
+template <class F, int Tokens, int First, int Count>
+[[gnu::always_inline]] inline void dot_visit(const uint8_t* words, const float* values, int64_t n, int ahead, f32v* y) {
+    f32v acc[kSums][Count] = {};
+    for (int t = 0; t < Count; t++) acc[0][t] = y[First + t];
+    int64_t c = 0;
+    for (; c + kSums <= n; c += kSums) {
+        constexpr int kBytes = kSums * kWordBytes / F::kColumnsPerWord;
+        if (!First) fetch_at_distance<kBytes>(words + c / kSums * kBytes, ahead);
+#pragma GCC unroll 4
+        for (int j = 0; j < kSums; j++) {
+            const f32v w = F::column(words, c + j);
+#pragma GCC unroll 4
+            for (int t = 0; t < Count; t++) acc[j][t] += w * values[(c + j) * Tokens + First + t];
+        }
+    }
+    for (; c < n; c++)
+        for (int t = 0; t < Count; t++) acc[0][t] += F::column(words, c) * values[c * Tokens + First + t];
+    for (int t = 0; t < Count; t++) y[First + t] = (acc[0][t] + acc[1][t]) + (acc[2][t] + acc[3][t]);
+}
+
+template <class F, int Tokens, int First = 0>
+[[gnu::always_inline]] inline void dot_visits(const uint8_t* words, const float* values, int64_t n, int ahead, f32v* y) {
+    constexpr int kMost = kVectorBytes == 64 ? 4 : 2, kCount = Tokens - First < kMost ? Tokens - First : kMost;
+    dot_visit<F, Tokens, First, kCount>(words, values, n, ahead, y);
+    if constexpr (First + kCount < Tokens) dot_visits<F, Tokens, First + kCount>(words, values, n, ahead, y);
+}
+
+template <class F, int Tokens>
+[[gnu::noinline]] void matvec_plain(const uint8_t* groups, int64_t stride, int n, int ahead, const FewRows& x, int64_t n_columns, f32v* y) {
+    for (int64_t first = 0; first < n_columns; first += kPlainVisit) {
+        const int64_t count = n_columns - first < kPlainVisit ? n_columns - first : kPlainVisit;
         for (int i = 0; i < n; i++) {
             const uint8_t* words = groups + i * stride + first / F::kColumnsPerWord * kWordBytes;
-            f32v acc[4] = {y[i]};
-            int64_t c = 0;
-            for (; c + 4 <= stop - first; c += 4) {
-                constexpr int kBytes = 4 * kWordBytes / F::kColumnsPerWord;
-                fetch_at_distance<kBytes>(words + c / 4 * kBytes, ahead);
-                for (int j = 0; j < 4; j++) acc[j] += F::column(words, c + j) * x.values[first + c + j];
-            }
-            for (; c < stop - first; c++) acc[0] += F::column(words, c) * x.values[first + c];
-            y[i] = (acc[0] + acc[1]) + (acc[2] + acc[3]);
+            dot_visits<F, Tokens>(words, x.values + first * Tokens, count, ahead, y + i * Tokens);
         }
     }
 }
 
-inline void matvec(const MatMulPart& part, int64_t first_group, int n, const Rows& x, int64_t n_columns, f32v* y) {
+// y (group, token): the products of n groups with x's tokens.
+template <int Tokens>
+inline void matvec(const MatMulPart& part, int64_t first_group, int n, const FewRows& x, int64_t n_columns, f32v* y) {
     const int64_t stride = group_bytes(part.format, n_columns);
     const uint8_t* groups = part.weight + first_group * stride;
     const int ahead = part.pattern.fetch_ahead;
-    for (int i = 0; i < n; i++) y[i] = f32v{};
+    for (int i = 0; i < n * Tokens; i++) y[i] = f32v{};
     if (is_rows(part.format))
-        matvec_rows(groups, stride / kGroup, n, x, n_columns, y);
+        matvec_rows<Tokens>(groups, stride / kGroup, n, x, n_columns, y);
     else if (is_plain(part.format))
-        with_plain(part.format, [&](auto f) { matvec_plain<decltype(f)>(groups, stride, n, ahead, x, n_columns, y); });
+        with_plain(part.format, [&](auto f) { matvec_plain<decltype(f), Tokens>(groups, stride, n, ahead, x, n_columns, y); });
     else
-        with_quantized(part.format, [&](auto f) { matvec_quantized<decltype(f)>(groups, stride, n, ahead, x, n_columns, y); });
+        with_quantized(part.format, [&](auto f) { matvec_quantized<decltype(f), Tokens>(groups, stride, n, ahead, x, n_columns, y); });
 }
 
 }  // namespace motley::MOTLEY_ISA

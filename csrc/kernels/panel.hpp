@@ -7,8 +7,15 @@ namespace motley::MOTLEY_ISA {
 constexpr int64_t kPanelColumns = 512;
 constexpr int64_t kPanelSteps = kPanelColumns / kStep;
 
-// If kCutsFull, full codes are cut in two: code = 16 · high + low - 128, and `codes` has the low parts.
+// A product of floats visits kPlainVisit columns at a time. Each visit has kSums sums, of every kSums-th column; the first
+// one takes the columns at the end that are less than kSums, too.
+constexpr int kSums = 4;
+constexpr int64_t kPlainVisit = 256;
+static_assert(kPanelColumns % kPlainVisit == 0);
+
+// If kCutsFull, full codes are cut in two: code = 16 · high + low - offset, and `codes` has the low parts.
 struct alignas(64) CodePanel {
+    int32_t offset;  // 128 if signed codes were cut, otherwise 0
     struct Step {
         uint8_t codes[8][kVectorBytes];
         float scale[2][kGroup], minimum[2][kGroup];
@@ -16,8 +23,16 @@ struct alignas(64) CodePanel {
     uint8_t high[kCutsFull ? kPanelSteps : 1][8][kVectorBytes];
 };
 
+// The columns of each visit are in the order of its sums: the first sum's columns, the second's, …, the columns at the end.
 struct alignas(64) FloatPanel {
     float values[kPanelColumns][kGroup];
+
+    // Column c of a panel with n columns.
+    float* column(int64_t c, int64_t n) {
+        const int64_t begin = c / kPlainVisit * kPlainVisit, i = c - begin;
+        const int64_t share = (n - begin < kPlainVisit ? n - begin : kPlainVisit) / kSums;
+        return values[i < kSums * share ? begin + i % kSums * share + i / kSums : c];
+    }
 };
 
 // Decodes columns first … first + n of a group; both are multiples of the format's block. `cuts`: full codes are cut.
@@ -25,6 +40,7 @@ template <class F>
 inline void decode_codes(const uint8_t* group, int64_t first, int64_t n, bool cuts, CodePanel& panel) {
     const uint8_t* block = group + first / F::kColumns * F::kGroupBytes;
     const uint8_t offset = F::kIsFull && cuts ? 128 : 0;  // makes a signed code unsigned
+    panel.offset = offset;
     for (int64_t step = 0; step < n / kStep; block += F::kGroupBytes) {
 #pragma GCC unroll 8
         for (int s = 0; s < F::kSteps; s++, step++) {
@@ -40,17 +56,9 @@ inline void decode_codes(const uint8_t* group, int64_t first, int64_t n, bool cu
             }
             for (int h = 0; h < F::kHalves; h++) {
                 store(out.scale[h], scales.scale[h]);
-                store(out.minimum[h], scales.minimum[h] + scales.scale[h] * offset);
+                store(out.minimum[h], scales.minimum[h]);
             }
         }
-    }
-}
-
-// Changes a panel with one scale per step into one with two.
-inline void repeat_halves(CodePanel& panel) {
-    for (CodePanel::Step& step : panel.steps) {
-        std::memcpy(step.scale[1], step.scale[0], sizeof step.scale[0]);
-        std::memcpy(step.minimum[1], step.minimum[0], sizeof step.minimum[0]);
     }
 }
 
@@ -79,7 +87,7 @@ inline void decode_floats(int format, const uint8_t* group, int64_t first, int64
     if (is_plain(format)) {
         with_plain(format, [&](auto f) {
             const uint8_t* words = group + first / f.kColumnsPerWord * kWordBytes;
-            for (int64_t c = 0; c < n; c++) store(panel.values[c], f.column(words, c));
+            for (int64_t c = 0; c < n; c++) store(panel.column(c, n), f.column(words, c));
         });
         return;
     }
@@ -87,7 +95,11 @@ inline void decode_floats(int format, const uint8_t* group, int64_t first, int64
         using F = decltype(f);
         const uint8_t* block = group + first / F::kColumns * F::kGroupBytes;
         for (int64_t c = 0; c < n; block += F::kGroupBytes)
-            for (int s = 0; s < F::kSteps; s++, c += kStep) step_to_float<F>(block, s, panel.values + c);
+            for (int s = 0; s < F::kSteps; s++, c += kStep) {
+                alignas(64) float columns[kStep][kGroup];
+                step_to_float<F>(block, s, columns);
+                for (int i = 0; i < kStep; i++) std::memcpy(panel.column(c + i, n), columns[i], sizeof columns[i]);
+            }
     });
 }
 

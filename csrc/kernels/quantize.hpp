@@ -1,6 +1,6 @@
 // A row of activations as int8 for dot products with quantized weights:
 //
-//     scale = max|x| / 127 over 32 columns,  code = round(x / scale),  sum = scale · Σ code over 32, and over 16
+//     scale = max|x| / 127 over 32 columns,  code = round(x / scale),  Σ code over 16,  scale · Σ code over 16 and over 32
 //
 // 32 columns with a NaN or an infinity get a NaN as scale, so every product with them is NaN and the error is visible.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace motley::MOTLEY_ISA {
 
-inline void quantize_row(const float* x, int64_t n, int8_t* codes, float* scales, float* sums, float* half_sums) {
+inline void quantize_row(const float* x, int64_t n, int8_t* codes, float* scales, float* sums, float* half_sums, int32_t* code_sums) {
     constexpr int kVectors = 32 / kLanes;
     for (int64_t b = 0; b < n / 32; b++) {
         f32v v[kVectors], most = {}, odd = {};
@@ -27,7 +27,11 @@ inline void quantize_row(const float* x, int64_t n, int8_t* codes, float* scales
             store(codes + 32 * b + kLanes * i, narrow(__builtin_convertvector(rounded, i32v)));
             halves[2 * i / kVectors] += rounded;
         }
-        for (int h = 0; h < 2; h++) half_sums[2 * b + h] = sum_lanes(halves[h]) * scale;
+        for (int h = 0; h < 2; h++) {
+            const float sum = sum_lanes(halves[h]);  // a whole number
+            half_sums[2 * b + h] = sum * scale;
+            code_sums[2 * b + h] = static_cast<int32_t>(sum);
+        }
         scales[b] = damage == 0 ? scale : NAN;
         sums[b] = damage == 0 ? half_sums[2 * b] + half_sums[2 * b + 1] : NAN;
     }
@@ -36,7 +40,8 @@ inline void quantize_row(const float* x, int64_t n, int8_t* codes, float* scales
 // Columns first … first + n of a row of `n_columns`; x is where they begin, and `first` a multiple of 32.
 inline void quantize_stretch(const float* x, const Rows& out, int64_t row, int64_t n_columns, int64_t first, int64_t n) {
     const int64_t step = row * (n_columns / 32) + first / 32;
-    quantize_row(x, n, out.codes + row * n_columns + first, out.scales + step, out.sums + step, out.half_sums + 2 * step);
+    quantize_row(x, n, out.codes + row * n_columns + first, out.scales + step, out.sums + step, out.half_sums + 2 * step,
+                 out.code_sums + 2 * step);
 }
 
 inline void quantize_row(const float* x, const Rows& out, int64_t row, int64_t n) { quantize_stretch(x, out, row, n, 0, n); }

@@ -99,7 +99,7 @@ void unpack(const UnpackArgs& a, const Worker& worker) {
             const int64_t n = a.n_columns - first < kPanelColumns ? a.n_columns - first : kPanelColumns;
             decode_floats(a.format, a.weight + g * stride, first, n, panel);
             for (int r = 0; r < kGroup && g * kGroup + r < a.n_rows; r++)
-                for (int64_t c = 0; c < n; c++) a.out[(g * kGroup + r) * a.n_columns + first + c] = panel.values[c][r];
+                for (int64_t c = 0; c < n; c++) a.out[(g * kGroup + r) * a.n_columns + first + c] = panel.column(c, n)[r];
         }
 }
 
@@ -123,7 +123,7 @@ void gather(const GatherArgs& a, const Worker& worker) {
             decode_floats(a.format, packed, 0, n, panel);
             for (int64_t r = 0; r < n_rows; r++) {
                 float* out = a.out + (g + r) * a.n_columns + column;
-                for (int64_t c = 0; c < n; c++) out[c] = rows[r] ? panel.values[c][r] : 0.0f;
+                for (int64_t c = 0; c < n; c++) out[c] = rows[r] ? panel.column(c, n)[r] : 0.0f;
             }
             column += n;
             for (auto& row : rows)
