@@ -1,4 +1,6 @@
 // The KV cache: writing, and attention over it.
+#include <cstring>
+
 #include "check.hpp"
 #include "reference.hpp"
 
@@ -115,6 +117,19 @@ void check_attention(Pool& pool, int kind, int64_t block_size, bool has_sinks) {
             for (int64_t d = 0; d < kDim; d++)
                 require(is_close(whole[(token * n_heads + head) * kDim + d], expected[d], tolerance), "a wrong attention", where);
         }
+    for (const int64_t n : {int64_t{1}, int64_t{2}}) {  // the last rows without the ones before
+        const SequenceView last{0, n, kKeys - n, 0, sequence.blocks.data()};
+        const BatchView last_batch{sequence.slots.data(), &last, 1};
+        AttentionArgs fewer = args;
+        std::vector<float> own(n * n_heads * kDim);
+        const int64_t skipped = static_cast<int64_t>(q.size() - own.size());
+        fewer.q += skipped;
+        fewer.out = own.data();
+        fewer.n_tokens = n;
+        fewer.batch = &last_batch;
+        pool.run_kernel(pool.kernels().attention, fewer);
+        require(std::memcmp(own.data(), whole.data() + skipped, own.size() * sizeof(float)) == 0, "a row depends on the number of rows", where);
+    }
     args.out = split.data();
     args.partial = partial.data();
     args.n_partial = static_cast<int64_t>(partial.size());

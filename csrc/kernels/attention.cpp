@@ -157,8 +157,10 @@ void score_codes(Scratch& s, int row, int64_t n_tiles, int stretch) {
             acc, 0, [&](int, int j) { return keys.codes[j]; },
             [&](int r, int j) { return splat4(s.q_codes[row + r] + tile * kTile + 4 * j); });
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; r++)
-            score[r] += to_float(acc[0][r]) * (keys.scale * s.q_scales[row + r][tile]) - keys.minimum * s.q_sums[row + r][tile];
+        for (int r = 0; r < Rows; r++) {  // two statements: one can be rounded in two ways, and a row must not depend on Rows
+            score[r] += to_float(acc[0][r]) * (keys.scale * s.q_scales[row + r][tile]);
+            score[r] -= keys.minimum * s.q_sums[row + r][tile];
+        }
     }
     for (int r = 0; r < Rows; r++) store(s.scores[row + r] + stretch * kStretch, score[r]);
 }
@@ -240,7 +242,10 @@ void add_values(const TileCells cells[kStretches], int64_t tile, int half, int r
             f32v p = load<f32v>(s.scores[row + r] + i * kStretch);
             if constexpr (Kind > kCacheBF16) {
                 if (n < kStretch) p = lane_numbers() < splat(n) ? p : f32v{};
-                if constexpr (Kind != kCacheQ8_0) taken[r] += n < kStretch ? (p == 0.0f ? f32v{} : p * minimum) : p * minimum;
+                if constexpr (Kind != kCacheQ8_0) {  // one product for both cases: two could be rounded in two ways
+                    const f32v known = n < kStretch ? (p == 0.0f ? f32v{} : minimum) : minimum;
+                    taken[r] += p * known;
+                }
                 p *= scale;
             }
             store(weights[r], p);

@@ -249,7 +249,7 @@ public:
     int64_t n_tokens() const { return n_tokens_; }
 
     static bool fit(const MatMulArgs& a) {
-        if (a.n_tokens > (needs_values(a) ? kMaxFewPlain : kMaxFew)) return false;
+        if (a.n_tokens < 1 || a.n_tokens > (needs_values(a) ? kMaxFewPlain : kMaxFew)) return false;
         const int64_t bytes = few_bytes(kFewTokens, a.n_columns, needs_values(a), needs_codes(a));
         return a.n_tokens == 1 || bytes * ((a.n_tokens + kFewTokens - 1) / kFewTokens) <= kScratchBytes - kWaitingBytes;
     }
