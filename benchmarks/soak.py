@@ -78,6 +78,7 @@ class FakeRunner:
 
     windows = (None, WINDOW)
     is_broken_off = False
+    sends_rows = False
     n_plans = 0
     hidden = None
 

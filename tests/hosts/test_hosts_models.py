@@ -260,6 +260,47 @@ def test_a_draft_model_runs_on_the_devices_of_this_process(
     assert [each.tokens for each in done] == expected
 
 
+@pytest.mark.parametrize(
+    ("names", "mode"),
+    [("cpu,cpu@a,cpu@b", "tensor"), ("cpu,cpu@a", "layer"), ("cpu,(cpu,cpu)@a", None)],
+)
+def test_only_candidates_of_samplers_travel(
+    names: str,
+    mode: str | None,
+    random_llama: Path,
+    workers: list[WorkerProcess],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole rows travel where a request needs them: all its answers are those of one process."""
+    monkeypatch.setenv("MOTLEY_SHARED_MEMORY", "0")  # as between machines
+    kinds: list[tuple[dict[str, Any], bool]] = [
+        ({"temperature": 0}, True),
+        ({"top_k": 20, "seed": 1}, True),
+        ({"top_k": 0, "top_p": 0.9, "seed": 1}, False),
+        ({"temperature": 0, "repeat_penalty": 1.3}, False),
+        ({"temperature": 0, "logit_bias": {7: 3.0}}, False),
+        ({"temperature": 0, "logprobs": 3}, False),
+        ({"top_k": 100000, "seed": 3}, False),
+    ]
+    found = []
+    for crew in ([], workers):
+        texts, rows = [], []
+        with LLM(random_llama, devices=devices(names, crew), split_mode=mode, spec="off", **OPTIONS) as llm:
+            for sampling, _ in kinds:
+                done = llm.generate([TOKENS[:20], TOKENS[3:9]], max_tokens=8, ignore_eos=True, **sampling)
+                texts.append([each.tokens for each in done])
+                wanted = [entry.top for each in done for entry in each.logprobs or ()]
+                assert all(np.isfinite([value for _, value in top]).all() for top in wanted)
+                if crew:
+                    hosts = llm._loaded.runner._hosts
+                    assert hosts is not None
+                    rows.append(hosts.link.mesh._n_best > 0)
+            assert np.isfinite(llm.logits(TOKENS[:10])).all()
+        found.append(texts)
+    assert found[0] == found[1]
+    assert rows == [is_short for _, is_short in kinds]
+
+
 def test_embeddings(random_llama: Path, workers: list[WorkerProcess]) -> None:
     found = []
     for crew in ([], workers):

@@ -59,6 +59,12 @@ class ChoiceRow:
         return has_mask or self.sampler.params.logprobs is not None
 
 
+def n_needed(rows: Sequence[ChoiceRow]) -> int:
+    """How many of the largest logits of each row are enough to choose from; 0: all."""
+    counts = [0 if row.is_special or row.sampler.is_shaping else row.sampler.n_candidates for row in rows]
+    return max(counts, default=0) if all(counts) else 0
+
+
 class Chooser(Protocol):
     def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
         """Starts to choose a token for each row of `logits`. May overwrite `logits`."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from motley.engine.admission import Admission
-from motley.engine.choosing import Chooser, Found, Pending, chooser_for
+from motley.engine.choosing import Chooser, Found, Pending, chooser_for, n_needed
 from motley.engine.drafting import Draft, Speculator
 from motley.engine.effort import Efforts
 from motley.engine.params import SamplingParams
@@ -359,7 +359,8 @@ class Engine:
                 Chunk(request.sequence, start, n_tokens, n_outputs, effort.n_experts, effort.n_layers)
             )
         keeps_hidden = any(self.speculator.watches(request) for request, _ in step.work)
-        return self.runner.place(Batch.of(chunks, keeps_hidden=keeps_hidden), self.cache)
+        n_best = n_needed([row_of(request) for request, _ in step.work]) if self.runner.sends_rows else 0
+        return self.runner.place(Batch.of(chunks, keeps_hidden=keeps_hidden, n_best=n_best), self.cache)
 
     def _accept(
         self, ready: Sequence[Request], tokens: Sequence[Found], logprobs: Mapping[int, TokenLogprobs]

@@ -29,6 +29,7 @@ from torch import Tensor
 from motley.engine.noise import gumbel
 from motley.engine.params import SamplingParams
 from motley.errors import RequestError
+from motley.runtime.best import STRETCH, largest
 
 __all__ = [
     "Candidates",
@@ -98,10 +99,11 @@ def penalize(
 
 def candidates(rows: Tensor, top_k: int = 0) -> list[Candidates]:
     """For each row, the `top_k` largest logits (0: all of them) in descending order, and their token ids."""
-    if rows.device.type == "cpu" and 0 < top_k <= rows.shape[1] // (2 * _STRETCH):
+    if rows.device.type == "cpu" and 0 < top_k <= rows.shape[1] // (2 * STRETCH):
         # Not `rows.numpy()`: after it, torch cannot resize the memory of activations.
         shared: npt.NDArray[np.float32] = np.from_dlpack(rows)  # type: ignore[assignment]
-        return _largest(shared, top_k)
+        found = zip(shared, largest(shared, top_k), strict=True)
+        return [(row[ids].astype(np.float64), ids) for row, ids in found]
     if top_k == 1:
         ids = rows.argmax(1, keepdim=True)
         values = rows.gather(1, ids)
@@ -110,31 +112,6 @@ def candidates(rows: Tensor, top_k: int = 0) -> list[Candidates]:
     else:
         values, ids = rows.sort(descending=True, stable=True)
     return list(zip(values.double().cpu().numpy(), ids.cpu().numpy(), strict=True))
-
-
-_STRETCH = 128  # logits
-
-
-def _largest(rows: npt.NDArray[np.float32], k: int) -> list[Candidates]:
-    """`candidates` on the host, in numpy: torch would start threads, which compete with the threads that compute.
-
-    The k-th largest of the maxima of stretches is a lower bound of the k-th largest logit, and few logits reach it. NaN
-    sorts above all numbers, in numpy and in torch.
-    """
-    if k == 1:
-        best = rows.argmax(1)[:, None]
-        return list(zip(np.take_along_axis(rows, best, 1).astype(np.float64), best, strict=True))
-    n_whole = rows.shape[1] // _STRETCH * _STRETCH
-    maxima = rows[:, :n_whole].reshape(len(rows), -1, _STRETCH).max(2)
-    enough = np.partition(maxima, -k)[:, -k]
-    found = []
-    for row, least in zip(rows, enough, strict=True):
-        falling = (~(row < least)).nonzero()[0][::-1]
-        ids = falling[
-            row[falling].argsort(kind="stable")[: -k - 1 : -1]
-        ]  # equal logits in ascending order of id
-        found.append((row[ids].astype(np.float64), ids))
-    return found
 
 
 # --- on candidates in descending order: (candidates,) -> (candidates,) --------------------------------------

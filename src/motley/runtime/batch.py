@@ -30,10 +30,13 @@ class Batch:
     chunks: tuple[Chunk, ...]
     wants_hidden: bool = False  # the output rows are hidden states instead of logits
     keeps_hidden: bool = False  # the hidden states of all rows are a second output
+    n_best: int = 0  # of the largest logits of each row that are needed; 0: all
 
     @staticmethod
-    def of(chunks: Iterable[Chunk], *, wants_hidden: bool = False, keeps_hidden: bool = False) -> Batch:
-        batch = Batch(tuple(chunks), wants_hidden, keeps_hidden)
+    def of(
+        chunks: Iterable[Chunk], *, wants_hidden: bool = False, keeps_hidden: bool = False, n_best: int = 0
+    ) -> Batch:
+        batch = Batch(tuple(chunks), wants_hidden, keeps_hidden, n_best)
         assert len({c.sequence for c in batch.chunks}) == len(batch.chunks), "a sequence has two chunks"
         assert all(0 <= c.n_outputs <= c.n_tokens for c in batch.chunks), "more outputs than tokens"
         assert len({c.n_layers for c in batch.chunks}) <= 1, "chunks run different layers"
@@ -76,3 +79,6 @@ class PlacedBatch:
     shape: BatchShape
     inputs: Mapping[str, torch.Tensor]  # int32, by name
     cache: tuple[CacheBatch, ...]  # the slots and block tables of each group of layers
+    n_best: int = (
+        0  # of the largest logits of each row that are needed: other processes need not send more; 0: all
+    )

@@ -46,9 +46,8 @@ class PartSizes:
     dtype: torch.dtype
     is_sum: bool = False  # parts are addends, which may be rounded on the wire
     reader: int | None = None  # the only device that needs the result; None: all
-    members: tuple[
-        int, ...
-    ] = ()  # the devices that take part, of one process; empty: all devices of the crew
+    has_rows: bool = False  # parts are whole rows, or parts of rows side by side
+    members: tuple[int, ...] = ()  # the devices that take part, of one process; empty: all of the crew
     follower: PartSizes | None = None  # of the next collective of the same plan, once it is known
 
     @staticmethod
@@ -58,12 +57,13 @@ class PartSizes:
         assert isinstance(op, Collective)
         if isinstance(op, Broadcast):
             root = tuple(op.size if d == op.root else None for d in range(n_devices))
-            return PartSizes(root, dtype, reader=reader, members=op.members)
+            return PartSizes(root, dtype, reader=reader, has_rows=True, members=op.members)
         shape = node.inputs[0].shape
         if isinstance(op, AllGather):
             counts = [op.word.count(device) for device in range(n_devices)]
             shapes = tuple((*shape[: op.axis], n, *shape[op.axis + 1 :]) for n in counts)
-            return PartSizes(shapes, dtype, reader=reader, members=op.members)
+            has_rows = op.axis == len(shape) - 1
+            return PartSizes(shapes, dtype, reader=reader, has_rows=has_rows, members=op.members)
         is_in = [not op.members or device in op.members for device in range(n_devices)]
         addends = tuple(shape if is_member else None for is_member in is_in)
         return PartSizes(addends, dtype, is_sum=True, reader=reader, members=op.members)

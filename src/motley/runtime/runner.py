@@ -40,6 +40,7 @@ class Runner:
     ) -> None:
         """`backends`: of all devices. `hosts`: the workers of devices in other processes, already opened."""
         self._experts = split.params.experts
+        self._n_vocab = split.params.n_vocab
         self._is_demand_paged = cache.config.demand_paged
         self._has_states = cache.states is not None
         self.n_runs = 0  # number of runs so far: logits are valid until it changes
@@ -78,6 +79,7 @@ class Runner:
             ),
             {name: _int32(numbers) for name, numbers in inputs.items()},
             tuple(group_batches(manager, extents)),
+            0 if batch.wants_hidden or batch.keeps_hidden or batch.n_best > self._n_vocab else batch.n_best,
         )
 
     def run(
@@ -109,6 +111,11 @@ class Runner:
                 outputs = self.local.run(shape, batch, inputs, copies)
         self.hidden = outputs[0][1][: batch.shape.n_tokens] if batch.shape.keeps_hidden else None
         return outputs[0][0][: batch.shape.n_outputs]
+
+    @property
+    def sends_rows(self) -> bool:
+        """Whether logits come from other processes, so that it matters how many are needed (`Batch.n_best`)."""
+        return self._hosts is not None
 
     @property
     def is_broken_off(self) -> bool:

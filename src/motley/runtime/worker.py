@@ -111,7 +111,7 @@ class Worker:
     ) -> list[tuple[torch.Tensor, ...]]:
         """The outputs of each device. `shape`: the batch's own, or with more rows. `copies` are made first."""
         if self._link is not None:
-            self._link.mesh.begin()
+            self._link.mesh.begin(batch.n_best)
         step = self.prepare(shape)
         try:
             return self._run(step, batch, inputs, copies)

@@ -28,6 +28,7 @@ from motley.runtime.group import PartSizes
 from motley.runtime.hosts.gloo import Lookup, MailStore, Publish, sockets_of
 from motley.runtime.hosts.lines import MAX_BYTES, LineClosedError, Pair, open_lines
 from motley.runtime.hosts.shared import SharedGroups, open_shared
+from motley.runtime.hosts.shortlists import best_of, expand, n_values, shorten
 from motley.runtime.hosts.wire import decode, encode, wire_bytes
 
 _MAX_WAIT = timedelta(days=1)  # a lost process is found by the control connection, which then calls `abort`
@@ -70,6 +71,7 @@ class Mesh:
         self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()
         self._posted: _Posted | None = None
         self._latest: PartSizes | None = None  # the latest collective of this step
+        self._n_best = 0  # of the logits of each row that this step needs; 0: all
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its methods
         options = gloo._Options()
         options._timeout = timedelta(seconds=_CONNECT_SECONDS)
@@ -118,9 +120,10 @@ class Mesh:
         self._in_flight.clear()
         self._posted = None
 
-    def begin(self) -> None:
-        """Starts a step."""
+    def begin(self, n_best: int = 0) -> None:
+        """Starts a step. `n_best`: of the largest logits of each row that rank 0 needs; 0: all."""
         self._latest = None
+        self._n_best = n_best
 
     def exchange(self, own: Sequence[torch.Tensor | None], sizes: PartSizes) -> list[torch.Tensor | None]:
         """The parts of all devices from those of this process, in the order of devices.
@@ -129,6 +132,9 @@ class Mesh:
         """
         if self._shared is not None:
             return self._exchange_shared(self._shared, own, sizes)
+        n_best = best_of(sizes, self._n_best) if sizes.reader is not None and self._lines is not None else 0
+        if n_best:
+            return self._exchange_best(own, sizes, n_best)
         wire = self._wire_of(sizes)
         counts = [self._n_items(rank, sizes) for rank in range(len(self._peers) + 1)]
         item_bytes = 1 if wire else sizes.dtype.itemsize
@@ -149,6 +155,32 @@ class Mesh:
         if not self._reads(sizes):
             return []
         return self._in_order(sizes, wire, {self.rank: data, **posted.buffers})
+
+    def _exchange_best(
+        self, own: Sequence[torch.Tensor | None], sizes: PartSizes, n_best: int
+    ) -> list[torch.Tensor | None]:
+        """The largest values of each row, for the only reader."""
+        if not self._reads(sizes):
+            coded = [shorten(part, n_best) for part in own if part is not None]
+            sent = _bytes_of(torch.cat([*coded, torch.empty(0)]))
+            self._transfer({self._first_pair(rank): sent for rank in self._receivers(sizes)}, {})
+            return []
+        counts = {r: [2 * n_values(s, n_best) for _, s in self._shapes_of(r, sizes)] for r in self._peers}
+        found = {rank: torch.empty(sum(counts[rank])) for rank in self._peers}
+        self._transfer({}, {self._first_pair(rank): _bytes_of(data) for rank, data in found.items()})
+        parts: list[torch.Tensor | None] = [None] * len(self.owners)
+        for device, part in zip(self._members, own, strict=True):
+            parts[device] = part
+        for rank, data in found.items():
+            end = 0
+            for (device, shape), n in zip(self._shapes_of(rank, sizes), counts[rank], strict=True):
+                parts[device], end = expand(data[end : end + n], shape), end + n
+        return parts
+
+    @property
+    def _members(self) -> list[int]:
+        """The devices of this process."""
+        return [device for device, owner in enumerate(self.owners) if owner == self.rank]
 
     def _exchange_short(
         self, data: torch.Tensor, sizes: PartSizes, counts: Sequence[int]

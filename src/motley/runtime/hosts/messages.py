@@ -72,6 +72,7 @@ class StepWriter:
         own = batch.shape
         numbers: list[int] = [own.n_tokens, own.n_outputs, own.n_layers, own.n_experts]
         numbers += [shape.n_tokens, shape.n_outputs, int(own.wants_hidden), int(N_EXPERT_USED in inputs)]
+        numbers.append(batch.n_best)
         numbers += _copies(copies)
         names = ["tokens", "positions", "output_rows", *([N_EXPERT_USED] if N_EXPERT_USED in inputs else [])]
         arrays = [_array(numbers), *(inputs[name].numpy() for name in names)]
@@ -113,6 +114,7 @@ class StepReader:
         own = BatchShape(n_tokens, n_outputs, n_layers, n_experts, bool(ints.number(0, 1)))
         shape = replace(own, n_tokens=n_rows, n_outputs=n_logits)
         has_experts = ints.number(0, int(limits.n_experts > 0))
+        n_best = ints.number(0, limits.n_vocab)
         copies = self._copies(ints)
         inputs = {
             "tokens": ints.array(n_tokens, 0, limits.n_vocab - 1),
@@ -124,7 +126,7 @@ class StepReader:
         cache = self._batches(ints, n_tokens)
         ints.require_end()
         tensors = {name: torch.from_numpy(array.copy()) for name, array in inputs.items()}
-        batch = PlacedBatch(own, {n: t for n, t in tensors.items() if n != "tokens"}, cache)
+        batch = PlacedBatch(own, {n: t for n, t in tensors.items() if n != "tokens"}, cache, n_best)
         return Step(shape, batch, tensors, copies)
 
     def batches(self, payload: bytes) -> tuple[CacheBatch, ...]:
