@@ -12,7 +12,7 @@ from motley.errors import ConfigError, DeviceError
 DEFAULT_PORT = 29400  # of workers
 _ADDRESS = re.compile(r"(\[(?P<v6>[0-9a-fA-F:.%]+)\]|(?P<host>[^:\[\]@/\s]+))(:(?P<port>[0-9]{1,5}))?")
 _GROUP = re.compile(r"\((?P<devices>[^()]*)\)\s*(@(?P<address>.*))?")
-_EXAMPLE = 'for example --device "(cuda:0,cuda:1)@10.0.0.2,(cpu)"'
+_EXAMPLE = 'for example --device "(cuda:0,cuda:1),(cpu)@10.0.0.2"'
 
 
 @dataclass(frozen=True)
