@@ -14,6 +14,7 @@ from random_models import LLAMA
 
 pytest.importorskip("triton")
 
+from cuda_models import use_few_programs
 from triton import knobs
 
 import motley
@@ -85,7 +86,8 @@ def test_rehearsed_batches_are_no_larger_than_real_ones(n_batch: int, n_parallel
     assert (BatchShape(1, 1), 1) in shapes
 
 
-def test_an_inert_batch_leaves_the_cache_as_it_is(tmp_path: Path) -> None:
+def test_an_inert_batch_leaves_the_cache_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_few_programs(monkeypatch)
     spec, kind = read_spec(LLAMA.write(tmp_path / "llama.gguf")), get_cache_type("q8_0")
     config = CacheConfig(kind, kind, block_size=16, max_tokens=64)
     split = split_model(spec, read_params(spec), make_crew("cpu"), config, n_ctx=64, rotate=True)

@@ -12,6 +12,7 @@ from motley.backends.cuda.kernels.rows import Rows
 from motley.backends.cuda.kernels.scale_rows import scale_rows
 from motley.backends.cuda.kernels.unpack import unpack_by_value
 from motley.backends.cuda.planes import WeightPlanes
+from motley.backends.cuda.support import MAX_KERNEL_ROWS
 
 
 def joint_halves(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
@@ -56,7 +57,12 @@ def unpacked(weight: WeightPlanes) -> torch.Tensor:
 
 
 def load_library(device: torch.device, n_rows: int, shapes: Iterable[tuple[int, int]]) -> None:
-    """Multiply `n_rows` by matrices of some shapes: the library's first product loads it, which takes half a second."""
+    """Multiply `n_rows` by matrices of some shapes: the library's first product loads it, which takes half a second.
+
+    Few rows are multiplied by our own kernels, and need no library.
+    """
+    if n_rows <= MAX_KERNEL_ROWS:
+        return
     with torch.inference_mode(), torch.cuda.device(device):
         for shape in shapes:
             x = torch.empty(n_rows, shape[1], dtype=torch.float16, device=device)
