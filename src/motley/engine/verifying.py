@@ -44,17 +44,21 @@ def first_rows(step: Step, ready: Sequence[Request]) -> list[int]:
 def choose_all(
     chooser: Chooser, step: Step, ready: Sequence[Request], logits: torch.Tensor
 ) -> list[Found] | None:
-    """The tokens of all rows at once, as if all drafts were right: one launch on a GPU instead of one for each
-    position. None on a CPU, and for requests whose constraints or log-probabilities follow the answer.
+    """The tokens of all rows at once, as if all drafts were right: one call of the chooser instead of one for each
+    position. None for requests whose constraints or log-probabilities follow the answer, and on a CPU also for those
+    whose penalties do: there, a row that is not needed costs as much as one that is.
     """
-    if not _is_on_gpu(logits) or any(row_of(request).is_special for request in ready):
+    first = [row_of(request) for request in ready]
+    if any(row.is_special for row in first):
+        return None
+    if not _is_on_gpu(logits) and any(row.sampler.is_shaping for row in first):
         return None
     rows = []
-    for request in ready:
+    for request, row in zip(ready, first, strict=True):
         draft = step.drafts.get(request, ())
         for n in range(len(draft) + 1):
-            history, index = [*request.tokens, *draft[:n]], request.n_generated + n
-            rows.append(replace(row_of(request), history=history, index=index))
+            history = [*request.tokens, *draft[:n]] if row.sampler.is_shaping else row.history
+            rows.append(replace(row, history=history, index=request.n_generated + n))
     return chooser.choose(logits, rows).tokens()
 
 
