@@ -4,7 +4,7 @@
 
     check      the bundled experts model: logits on the GPU against the CPU's
     tiles      tiles of the grouped products, one layer by itself, in µs
-    decode     one request: tokens/s at each depth, by the runner and by the engine; fewer experts
+    decode     one request: tokens/s by the runner, and by the engine at each depth; fewer experts
     prompt     prompts of 512 and 2,048 tokens
     batch      8 and 64 requests of 512 + 64 tokens: tokens/s of the steps in which all requests decode
     crews      two virtual devices against one, tensor mode
@@ -77,11 +77,12 @@ class Bench:
         return [[self._rng.randrange(256, n_vocab) for _ in range(n_tokens)] for _ in range(n)]
 
     def serve(self, n: int, n_prompt: int, n_new: int, **sampling: Any) -> dict[str, Any]:
-        """Greedy requests at once: tokens per second in all, and of the steps in which all decode."""
+        """Greedy requests at once, without drafts: tokens per second in all, and of the steps in which all decode."""
         self.steps.clear()
         started = time.perf_counter()
         prompts = self.prompts(n, n_prompt)
-        done = self.llm.generate(prompts, max_tokens=n_new, ignore_eos=True, temperature=0.0, **sampling)
+        sampling = {"temperature": 0.0, "speculative": "off", "ignore_eos": True, **sampling}
+        done = self.llm.generate(prompts, max_tokens=n_new, **sampling)
         elapsed = time.perf_counter() - started
         failed = [str(each.error) for each in done if each.error is not None]
         times = sorted(seconds for n_tokens, chosen, seconds in self.steps if n_tokens == chosen == n)
@@ -90,35 +91,40 @@ class Bench:
         return {
             "decode": round(n * len(times) / sum(times), 1),
             "decode_median": round(n / times[len(times) // 2], 1),
+            "slowest_ms": [round(seconds * 1e3, 2) for seconds in times[-4:]],
             "total": round(n * n_new / elapsed, 1),
         }
 
-    def profile(self, workload: Workload) -> dict[str, Any]:
-        """Of a repetition: (kernel, launches, µs of one), the most expensive first; and kernels in their order."""
-        measure(self.llm, [workload], 1)
+    def profile(self, work: Callable[[], Any]) -> dict[str, Any]:
+        """Kernels of the second half of `work`, by (name, the one before): launches, µs of one, µs added by one.
+
+        Kernels overlap: what one adds is the time from the end of all before it to its own end.
+        """
+        work()
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profiler:
-            measure(self.llm, [workload], 1)
-        rows = [(_short(e.key), e.count, e.device_time_total) for e in profiler.key_averages()]
+            work()
         found = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         found.sort(key=lambda e: e.time_range.start)
-        middle = found[len(found) * 3 // 4 :][:48]
-        first = middle[0].time_range.start if middle else 0.0
-        return {
-            "kernels": [
-                (name, count, round(total / count, 2))
-                for name, count, total in sorted(rows, key=lambda row: -row[2])[:22]
-            ],
-            "order": [
-                f"{e.time_range.start - first:.1f} {e.time_range.end - e.time_range.start:.1f} {_short(e.name)}"
-                for e in middle
-            ],
-        }
+        found = found[len(found) // 2 :]
+        rows: dict[tuple[str, str], list[float]] = {}
+        last, end = "", found[0].time_range.start if found else 0.0
+        for e in found:
+            row = rows.setdefault((_short(e.name), last), [0, 0.0, 0.0])
+            row[0] += 1
+            row[1] += e.time_range.end - e.time_range.start
+            row[2] += max(0.0, e.time_range.end - end)
+            end, last = max(end, e.time_range.end), _short(e.name)
+        kernels = [
+            (f"{name} after {before}", n, round(own / n, 2), round(added / n, 2))
+            for (name, before), (n, own, added) in sorted(rows.items(), key=lambda item: -item[1][2])[:40]
+        ]
+        return {"ms": round(sum(row[2] for row in rows.values()) / 1e3, 2), "kernels": kernels}
 
 
 def _short(name: str) -> str:
     """A kernel's name; of torch's the last words, which say what they do."""
-    return name if len(name) < 40 else f"{name[:12]}…{name[-90:]}"
+    return name if len(name) < 40 else f"{name[:10]}…{name[-40:]}"
 
 
 def check(device: str) -> dict[str, float]:
@@ -254,9 +260,10 @@ def main() -> None:
 
 def _measure(report: Report, bench: Bench, parts: list[str], depths: list[int], sizes: list[int]) -> None:
     if "decode" in parts:
-        for depth in depths:
-            report.add(f"decode @ {depth}", lambda depth=depth: bench.speed(Workload(64, False, depth)))
+        report.add("decode", lambda: bench.speed(Workload(64, False)))
         report.add("engine, 1 request", lambda: [bench.serve(1, 16, 128) for _ in range(3)])
+        for depth in filter(None, depths):
+            report.add(f"engine, 1 request @ {depth}", lambda depth=depth: bench.serve(1, depth, 64))
         half = max(1, bench.llm.n_expert_used // 2)
         report.add(
             "engine, half the experts",
@@ -268,8 +275,13 @@ def _measure(report: Report, bench: Bench, parts: list[str], depths: list[int], 
         for n in sizes:
             report.add(f"{n} requests", lambda n=n: [bench.serve(n, 512, 64) for _ in range(3)])
     if "profile" in parts:
-        report.add("profile decode", lambda: bench.profile(Workload(16, False)))
-        report.add("profile prompt", lambda: bench.profile(Workload(2048, True)))
+        one = partial(measure, bench.llm, [Workload(12, False)], 1)
+        report.add("profile decode", partial(bench.profile, one))
+        for n in sizes:
+            report.add(f"profile {n} requests", partial(bench.profile, partial(bench.serve, n, 64, 16)))
+        for n in (512, 2048):
+            prompt = partial(measure, bench.llm, [Workload(n, True)], 3)
+            report.add(f"profile prompt of {n}", partial(bench.profile, prompt))
 
 
 def _crew(path: Path, devices: str, kv: dict[str, str]) -> dict[str, Any]:

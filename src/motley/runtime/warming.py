@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Rows of decode batches for which kernels differ: one row; a few; one, two, four tiles of a tensor core; two tiles of
 # tokens.
-_DECODE_ROWS = (1, 2, 8, 32, 64, 128)
+_DECODE_ROWS = (1, 2, 16, 32, 64, 128)
 # Rows of a sequence with drafts for which kernels differ; one with more rows is taken for a prompt.
 _DRAFT_ROWS = (4, 8, 16)
 # Rows of prompts for which kernels differ: spans of each size, and matrix products by the library.

@@ -243,6 +243,11 @@ def recurrent_cases() -> Iterator[Case]:
             delta_net, mixed, gates, states, rings, spans, eps=1e-6, is_cyclic=dtype == torch.bfloat16
         )
         yield f"delta_net({dtype})", launch
+    many, each = torch.empty(100, (heads + 2 * keys) * dim), torch.empty(100, keys, 4)
+    prompt = Gates(each[:, :, :2], each[:, :, 2:], vector, vector)
+    states = torch.empty(2, heads, dim, dim)
+    launch = partial(delta_net, many, prompt, states, rings, spans, eps=1e-6, is_cyclic=False)
+    yield "delta_net(a prompt)", launch
     out, by_head = Rows.empty(INT8, 3, heads * dim, "cpu"), torch.empty(3, heads, dim)
     yield "gated_norm", partial(gated_norm, by_head, by_head, torch.empty(dim), 1e-6, out)
 

@@ -32,7 +32,7 @@ from motley.runtime.warming import inert_batch, rehearsals
 MODEL = Path(motley.__file__).parent / "bundled" / "motley-15m-q8_0.gguf"
 N_BATCH, SIZE = 256, 32
 # Rows of each sequence in a batch: decoding, prompts, both, and short chunks.
-BATCHES = [[1] * n for n in (1, 2, 3, 9, 16, 17, 33, 48, 65, 100, 128)] + [
+BATCHES = [[1] * n for n in (1, 2, 3, 5, 8, 9, 16, 17, 33, 48, 65, 100, 128)] + [
     [9], [16], [20], [64], [65], [100], [200], [256], [1] * 5 + [30], [8], [3, 1, 1], [130, 20, 1], [2], [5],
     [16] * 4, [4] * 9, [2] * 30, [16, 1], [17, 1],
 ]  # fmt: skip

@@ -24,8 +24,8 @@ BLOCK, DIM, KV_HEADS, GROUP = 16, 64, 2, 3
 HEADS = slice(1, 1 + KV_HEADS)  # of three rows in the stores
 
 
-def make_store(kind: str) -> Store:
-    return Store(get_cache_type(kind), n_blocks=8, block_size=BLOCK, n_rows=3, head_dim=DIM)
+def make_store(kind: str, dim: int = DIM) -> Store:
+    return Store(get_cache_type(kind), n_blocks=8, block_size=BLOCK, n_rows=3, head_dim=dim)
 
 
 def planes(store: Store) -> CachePlanes:
@@ -75,6 +75,27 @@ def test_decode_attention_over_shuffled_blocks(k_kind: str, v_kind: str, window:
     expected = Attention(0.2, window).reference([q, layer, sinks])
     out = combine(shares, device_tables, BLOCK, rows, rotate=False, window=window, sinks=sinks)
     assert float((out.values.view(q.shape) - expected).norm() / expected.norm()) < 2e-3
+
+
+@pytest.mark.parametrize("dim", [160, 256])
+def test_wide_heads_of_bytes(dim: int) -> None:
+    """Their codes are made values before the product."""
+    torch.manual_seed(1)
+    keys, values = make_store("q8_0", dim), make_store("q8_0", dim)
+    for store in (keys, values):
+        store.write(HEADS, torch.arange(8 * BLOCK), torch.randn(8 * BLOCK, KV_HEADS, dim))
+    table, q = (
+        SequenceTable(0, 1, 52, 0, np.array([5, 2, 7, 0], np.int32)),
+        torch.randn(1, KV_HEADS * GROUP, dim),
+    )
+    layer = ArenaLayer(keys, values, HEADS, 0).on(GroupBatch.of((table,), BLOCK))
+    expected = Attention(0.1, None).reference([q, layer])
+    tables = Tables(int32(5, 2, 7, 0)[None], int32(0), int32(0), int32(52))
+    shares = Shares.empty(1, KV_HEADS * GROUP, 2, dim, "cpu", min_blocks=1)
+    attend(q, planes(keys), planes(values), HEADS, tables, shares, scale=0.1)
+    rows = Rows.empty(PLAIN, 1, KV_HEADS * GROUP * dim, "cpu")
+    out = combine(shares, tables, BLOCK, rows, rotate=False).values.view(q.shape)
+    assert float((out - expected).norm() / expected.norm()) < 2e-3
 
 
 @pytest.mark.parametrize("most_rows", [4, 8, 16])

@@ -66,16 +66,21 @@ def test_matvec(kind: str) -> None:
     assert error(in_place, expected + x_residual) < 2e-3
 
 
-@pytest.mark.parametrize("n_vectors", [2, 3, MOST_VECTORS])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_few_vectors_give_what_each_gives_alone(kind: str, n_vectors: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "n_vectors", "tile"),
+    [
+        *((kind, 2, Tile(8, 16, 1)) for kind in KINDS),
+        ("Q4_K", MOST_VECTORS, Tile(8, 16, 1)),
+        ("Q6_K", 2, Tile(8, 8, 1)),
+    ],
+)  # whole rows in a tile, and parts of them
+def test_a_few_vectors_give_what_each_gives_alone(kind: str, n_vectors: int, tile: Tile) -> None:
     torch.manual_seed(2)
     planes, x, residual = (
         to_planes(packed(kind, 5, 512)),
         torch.randn(n_vectors, 512),
         torch.randn(n_vectors, 5),
     )
-    tile = Tile(4, 8, 1)
     rows = convert(x, Rows.empty(INT8, n_vectors, 512, "cpu"))
     out = matvec(planes, rows, poisoned(n_vectors, 5), residual=residual, tile=tile)
     for i in range(n_vectors):

@@ -51,9 +51,12 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def planes(
-    shape: tuple[int, ...], pending: tuple[int, ...], kind: torch.dtype = torch.float32
+    shape: tuple[int, ...],
+    pending: tuple[int, ...],
+    kind: torch.dtype = torch.float32,
+    n_pending: int = PENDING,
 ) -> StatePlanes:
-    rings = normal(RINGS, PENDING, *pending, seed=8)
+    rings = normal(RINGS, n_pending, *pending, seed=8)
     if len(shape) == 3:  # keys have length one, decays are negative
         dim = shape[1]
         rings[..., :dim] /= rings[..., :dim].norm(dim=-1, keepdim=True)
@@ -118,6 +121,64 @@ def test_the_delta_rule_is_the_references(heads: int, keys: int, is_cyclic: bool
         torch.testing.assert_close(got[rows], expected[rows], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(ours.states, theirs.states, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(ours.rings, theirs.rings, atol=1e-6, rtol=1e-6)
+
+
+# Of prompts: a new one; one that ends with a chunk; one row more; decode steps beside a prompt; pending tokens before,
+# rows that stay pending after it; all rows stay pending.
+PROMPTS = {
+    "new": ((0, 65, 0, -1, 0, -1, 0, 65, -1),),
+    "whole chunks": ((0, 128, 5, 1, 5, -1, 1, 133, -1),),
+    "continues": ((0, 17, 40, 2, 40, -1, 2, 57, -1),),
+    "beside others": (
+        (0, 1, 9, 1, 9, -1, 1, 10, -1),
+        (1, 70, 64, 2, 64, -1, 3, 134, -1),
+        (71, 3, 20, 0, 18, 0, 0, 21, 1),
+    ),
+    "pending": ((0, 75, 31, 1, 26, 2, 2, 101, 2),),
+    "nothing is folded": ((0, 20, 31, 1, 31, -1, 3, 31, 1),),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_alike"), [*((name, False) for name in PROMPTS), ("whole chunks", True), ("pending", True)]
+)
+def test_chunks_of_a_prompt_are_the_recurrence(name: str, is_alike: bool) -> None:
+    """`is_alike`: all keys are equal and nothing fades, where inverses by powers would overflow."""
+    heads, keys, key_dim, value_dim = 2, 1, 24, 12
+    batch = StateBatch(tuple(StateSpan(*numbers) for numbers in PROMPTS[name]))
+    n_rows = batch.spans[-1].first_row + batch.spans[-1].n_rows
+    mixed = normal(n_rows, 2 * keys * key_dim + heads * value_dim, seed=1)
+    decay, beta = -0.3 * normal(n_rows, heads, seed=2).abs(), normal(n_rows, heads, seed=3).sigmoid()
+    if is_alike:
+        mixed[:, : 2 * keys * key_dim] = mixed[:1, : 2 * keys * key_dim]
+        decay, beta = decay * 1e-3, torch.full_like(beta, 0.999)
+    pending = heads, key_dim + value_dim + 2
+    ours = planes((heads, key_dim, value_dim), pending, n_pending=20)
+    theirs, op = twins(ours), DeltaNet()
+    expected = op.reference([mixed, decay, beta, theirs.on(batch)])
+    given = decay, beta
+    got = delta_net(
+        mixed, given, ours.states, ours.rings, table(batch, 0), eps=op.eps, is_cyclic=op.is_cyclic
+    )
+    assert (got - expected).abs().max() <= 1e-3  # operands have tf32's 10 bits
+    assert (ours.states - theirs.states).abs().max() <= (
+        1e-2 if is_alike else 1e-3
+    )  # roundings add up along a key
+    torch.testing.assert_close(ours.rings, theirs.rings, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompts_convolution_is_the_references(name: str) -> None:
+    batch, channels = StateBatch(tuple(StateSpan(*numbers) for numbers in PROMPTS[name])), 40
+    n_rows = batch.spans[-1].first_row + batch.spans[-1].n_rows
+    x, weight = normal(n_rows, channels, seed=1), normal(channels, TAPS, seed=2)
+    ours = planes((TAPS - 1, channels), (channels,), n_pending=20)
+    theirs = twins(ours)
+    expected = CausalConv().reference([x, weight, theirs.on(batch)])
+    got = causal_conv(x, weight, ours.states, ours.rings, table(batch, 0))
+    torch.testing.assert_close(got, expected)
+    assert torch.equal(ours.states, theirs.states)
+    assert torch.equal(ours.rings, theirs.rings)
 
 
 def layer(n_rows: int, keys: int = 2, heads: int = 4) -> tuple[Graph, dict[str, PackedTensor]]:

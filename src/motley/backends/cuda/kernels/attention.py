@@ -7,7 +7,8 @@ Unpacking bounds it, so as little as possible is done per code (see `tiles`):
 
     scores   rows of the product are (tile of 32 dims, query): a query's row is zero outside of its tile. So scores
              come apart by tile, K's codes enter as they are, and K's scales multiply (tile, query, token) sums.
-             A bundle's queries fill the rows without that (`_is_dense`): there K's codes are scaled first, as V's.
+             A bundle's queries fill the rows without that (`_is_dense`): there K's codes are scaled first, as V's;
+             so are those of wide heads (`_is_wide`).
     values   columns of the product are queries, so that sixteen rows of a tensor core's tile are all dims. The zero
              codes' share is one more product, of what all codes have too much, and is subtracted at the end.
 
@@ -24,9 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
-from motley.backends.cuda.kernels.bits import INTERPRETED
+from motley.backends.cuda.kernels.bits import INTERPRETED, byte_as_half
 from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
-from motley.backends.cuda.kernels.pipeline import launch
+from motley.backends.cuda.kernels.pipeline import has_large_memory, launch
 from motley.backends.cuda.kernels.tiles import (
     TILE,
     CachePlanes,
@@ -42,6 +43,7 @@ from motley.backends.cuda.kernels.tiles import (
     operand,
     scaled_parts,
     spread,
+    tile_bytes,
     unit,
     zero_code,
 )
@@ -60,11 +62,25 @@ def _is_dense(kind, bundled):
 
 
 @triton.constexpr_function
+def _is_wide(kind, n_tiles, bundled):
+    """Whether K's codes are made values, without a surplus: rows that are zeros but in one of many tiles would be most
+    of the work, and registers do not suffice for surpluses.
+    """
+    return kind == "q8_0" and n_tiles > 4 and not bundled
+
+
+@triton.constexpr_function
+def _is_by_tile(kind, n_tiles, bundled):
+    """Whether K's codes enter the product as they are, and scales multiply sums of tiles."""
+    return is_words(kind) and not _is_dense(kind, bundled) and not _is_wide(kind, n_tiles, bundled)
+
+
+@triton.constexpr_function
 def _n_groups(kind, n_tiles, group, bundled):
     """Groups of rows in the product of scores: one for each tile; of plain values what fills a tensor core's tile."""
     if _is_dense(kind, bundled):
         return 1
-    if is_words(kind):
+    if _is_by_tile(kind, n_tiles, bundled):
         return n_columns(kind, n_tiles) * n_parts(kind) // 32
     return max(1, 16 // max(8, triton.next_power_of_2(group)))
 
@@ -81,11 +97,11 @@ def _n_query_columns(n_queries):
 
 
 @triton.constexpr_function
-def _lift(kind, bundled):
+def _lift(kind, n_tiles, bundled):
     """Codes enter as subnormal numbers, or scaled, as an eighth of values."""
     if _is_dense(kind, bundled):
         return 8.0
-    return 2.0**24 if is_words(kind) else 1.0
+    return 2.0**24 if _is_by_tile(kind, n_tiles, bundled) else 1.0
 
 
 @triton.constexpr_function
@@ -124,7 +140,7 @@ def _load_queries(
     """
     W: tl.constexpr = n_columns(KIND, TILES)
     row, w = tl.arange(0, GROUPS * GP), tl.arange(0, W)
-    if is_words(KIND) and not _is_dense(KIND, BUNDLED):
+    if _is_by_tile(KIND, TILES, BUNDLED):
         here = row[:, None] // GP == (w * n_parts(KIND) // 32)[None, :]
     else:
         here = (row[:, None] < GP) & (w >= 0)[None, :]
@@ -138,8 +154,10 @@ def _load_queries(
         x = (x * (factor / unit(i, KIND))).to(operand(KIND))
         if _is_dense(KIND, BUNDLED):
             total += x.to(tl.float32) * unit(i, KIND)
-        else:
-            zero -= tl.sum(x.to(tl.float32), 1) * (unit(i, KIND) * zero_code(KIND) / _lift(KIND, BUNDLED))
+        elif _is_by_tile(KIND, TILES, BUNDLED):
+            zero -= tl.sum(x.to(tl.float32), 1) * (
+                unit(i, KIND) * zero_code(KIND) / _lift(KIND, TILES, BUNDLED)
+            )
         queries = queries + (x,)  # type: ignore[assignment]
     return queries, total.to(operand(KIND)) if _is_dense(KIND, BUNDLED) else zero
 
@@ -155,7 +173,10 @@ def _scores(
     BYTES: tl.constexpr = 4 if is_words(KIND) else 1
     EACH: tl.constexpr = n_parts(KIND) // BYTES
     DENSE: tl.constexpr = _is_dense(KIND, BUNDLED)
+    WIDE: tl.constexpr = _is_wide(KIND, TILES, BUNDLED)
     scale, bias = x, x
+    if WIDE:
+        scale = spread(load_scales(keys, at, KIND, TILES, BS), KIND)
     if DENSE:
         scale = spread(load_scales(keys, at, KIND, TILES, BS), KIND)
         bias, extra = bias_of(scale, KIND, PLAIN)
@@ -165,12 +186,14 @@ def _scores(
     for i in tl.static_range(BYTES):
         if DENSE:
             parts = scaled_parts(x, scale, bias, i, KIND, PLAIN)
+        elif WIDE:
+            parts = ((byte_as_half(x, i, 0x6400, PLAIN) - 1152.0) * scale,)
         else:
             parts = exact_parts(x, i, KIND, PLAIN)
         for j in tl.static_range(EACH):
             s = tl.dot(queries[i * EACH + j], parts[j], s)
     s = tl.reshape(s, [GROUPS, GP, T])
-    if is_words(KIND) and not DENSE:
+    if _is_by_tile(KIND, TILES, BUNDLED):
         s *= load_scales(keys, at, KIND, TILES, BS).to(tl.float32)[:, None, :]
     s = tl.sum(s, 0)
     if NP > GP:
@@ -244,17 +267,19 @@ def _attend(
     first = tl.load(firsts + table)  # the position that the table starts with
     lowest, highest = tl.maximum(position - window + 1, first), position + count - 1  # of the whole bundle
     start, stop = (lowest - first) // BS, (highest - first) // BS + 1  # blocks of the table
-    wait()  # tables are there before the first kernel of a batch starts; queries, keys and values are not
     share = tl.maximum(tl.cdiv(stop - start, n_splits), min_blocks)
     begin, end = start + split * share, tl.minimum(start + (split + 1) * share, stop)
+    TILES: tl.constexpr = (DIM + 31) // 32
+    N: tl.constexpr = _n_blocks(K_KIND, V_KIND, TILES, BS)
+    tables += table * table_stride
+    blocks = look_up(tables, begin, end, N)
+    wait()  # tables are there before the first kernel of a batch starts; queries, keys and values are not
     if (begin >= end) | (n <= 0):
         return
-    TILES: tl.constexpr = (DIM + 31) // 32
     GROUPS: tl.constexpr = _n_groups(K_KIND, TILES, G, BUNDLED)
     GP: tl.constexpr = _n_queries(K_KIND, TILES, G, BUNDLED)
     NP: tl.constexpr = _n_query_columns(GP)
-    LIFT: tl.constexpr = _lift(K_KIND, BUNDLED)
-    N: tl.constexpr = _n_blocks(K_KIND, V_KIND, TILES, BS)
+    LIFT: tl.constexpr = _lift(K_KIND, TILES, BUNDLED)
     T: tl.constexpr = N * BS
     W: tl.constexpr = n_columns(V_KIND, TILES)
     n_heads = tl.num_programs(0) // n_chunks * GROUP
@@ -266,10 +291,8 @@ def _attend(
     for i in tl.static_range(n_parts(V_KIND)):
         acc = acc + (tl.zeros([W, NP], tl.float32),)  # type: ignore[assignment]
     peak, total = tl.full([NP], -float("inf"), tl.float32), tl.zeros([NP, T], tl.float32)
-    tables += table * table_stride
     last = tl.minimum(highest, first + end * BS - 1) - lowest
     own = position - lowest + (done + tl.arange(0, NP) % GP) // GROUP  # the last key that each query sees
-    blocks = look_up(tables, begin, end, N)
     for b in range(begin, end, N):
         at = ()
         for i in tl.static_range(N):
@@ -329,7 +352,7 @@ class Tuning:
 
     n_programs: int
     registers: int | None = None
-    stages: int = 3
+    stages: int | None = None  # None: `_stages`
     warps: int = 1
     most_queries: int = MOST_QUERIES  # of a program; more that share a KV head are other programs'
 
@@ -346,6 +369,18 @@ TUNINGS = {kind: Tuning(512) if is_fast(kind) else Tuning(512, stages=1, warps=4
 
 def tuning_of(k_kind: str, v_kind: str) -> Tuning:
     return TUNINGS[v_kind if is_fast(k_kind) else k_kind]
+
+
+def _stages(k_kind: str, v_kind: str, n_tiles: int, block_size: int) -> int:
+    """Four if a program then takes at most a sixth of a multiprocessor's shared memory, where that is 227 KiB.
+
+    Measured on an H200. Not only the depth matters: kernels that start early (`overlap`) find multiprocessors unequally
+    occupied, and could put eight programs on one and none on another. Larger programs are spread out.
+    """
+    n_tokens = block_size * _n_blocks(k_kind, v_kind, n_tiles, block_size)
+    n_bytes = (tile_bytes(k_kind) + tile_bytes(v_kind)) * n_tiles * n_tokens
+    is_small = n_tiles <= 4 and 4 * n_bytes <= 36 << 10
+    return 4 if is_small and has_large_memory() else 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -398,6 +433,7 @@ def attend(
     n_splits, most_rows = out.peaks.shape[2], tables.most_rows
     tuning = tuning or tuning_of(keys.kind, values.kind)
     n_chunks = triton.cdiv(most_rows * group, tuning.most_queries)
+    stages = tuning.stages or _stages(keys.kind, values.kind, keys.n_tiles, block_size)
     limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
     launch(
         _attend[(n_kv_heads * n_chunks, n_splits, len(tables.table))],
@@ -407,6 +443,6 @@ def attend(
         window or 2**30, scale * LOG2E, n_splits, out.min_blocks, n_chunks,
         K_KIND=keys.kind, V_KIND=values.kind, GROUP=group, DIM=dim, BS=block_size, BUNDLED=most_rows > 1,
         G=tuning.most_queries if most_rows > 1 else min(group, tuning.most_queries), PLAIN=INTERPRETED,
-        num_warps=tuning.warps, num_stages=tuning.stages, **limits, **overlapping(),
+        num_warps=tuning.warps, num_stages=stages, **limits, **overlapping(),
     )  # fmt: skip
     return out

@@ -27,12 +27,9 @@ def _combine(
     HEADS: tl.constexpr, ROTATE: tl.constexpr, FORM: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
-    wait()
     bundle, i, head = tl.program_id(0) // most_rows, tl.program_id(0) % most_rows, tl.program_id(1)
     row = tl.load(bundle_row + bundle, most_rows > 1, other=bundle)
     count = tl.load(bundle_count + bundle, most_rows > 1, other=1)
-    if i >= count:
-        return
     row = (row + i).to(tl.int64)
     first, position = tl.load(firsts + tl.load(bundle_table + bundle)), tl.load(bundle_position + bundle)
     start = (tl.maximum(position - window + 1, first) - first) // BS
@@ -40,6 +37,9 @@ def _combine(
     n_used = tl.cdiv(n_blocks, tl.maximum(tl.cdiv(n_blocks, n_splits), min_blocks))
     D: tl.constexpr = triton.next_power_of_2(DIM)
     base, d = (row * HEADS + head) * n_splits, tl.arange(0, D)
+    wait()  # not for tables, which are there before the first kernel of a batch starts
+    if i >= count:
+        return
     top, weight, acc = -float("inf"), 0.0, tl.zeros([D], tl.float32)
     for s0 in range(0, n_used, SPLITS):
         s = s0 + tl.arange(0, SPLITS)

@@ -26,7 +26,7 @@ from motley.backends.cuda.planes import BLOCK, WeightPlanes
 from motley.backends.cuda.products import plain_values
 
 _ROWS = 32  # of hidden values per program: a block of int8
-_SUM_TILE = 1024  # rows of experts times blocks per program
+_SUM_TILE = 512  # rows of experts times blocks per program
 
 
 @triton.jit
@@ -42,6 +42,7 @@ def _products(
             inside = c < BLOCKS * 32
             there = inside if ok is None else inside & ok
             w = tl.load(codes + n * (BLOCKS * 32) + c, there, other=0.0).to(tl.float32)
+            wait()
             acc += w * tl.load(x + vector * (BLOCKS * 32) + c, inside, other=0.0)
         return tl.sum(acc, 1)
     else:
@@ -91,8 +92,8 @@ def _hidden(
     BN: tl.constexpr, BB: tl.constexpr, OUT_BLOCKS: tl.constexpr, FORM: tl.constexpr, FUNCTION: tl.constexpr,
     HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    let_next_start()
     wait()
+    let_next_start()  # not before: `_sum` may then read the ids without waiting for this kernel
     slot, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     expert = tl.load(ids + slot)
     if expert >= 0:
@@ -131,13 +132,15 @@ def _sum(
     BB: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SHARED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """Right after `_hidden`: ids are older than that, so that weights are loaded while hidden values are computed."""
     let_next_start()
-    wait()
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN
     i = tl.arange(0, SLOTS * BN)  # BN rows of each slot's expert
     choice, row = i // BN, first + i % BN
     slot = token * K + choice
-    expert = tl.load(ids + slot, choice < K, other=-1)
+    expert = tl.load(
+        ids + slot, choice < K, other=-1, cache_modifier=".cg"
+    )  # nothing that this SM cached before
     ok = (expert >= 0) & (row < n_rows)
     n = tl.where(ok, expert.to(tl.int64) * n_rows + row, 0)
     slot = tl.where(ok, slot, token * K)
@@ -214,7 +217,7 @@ def expert_hidden(
         *(biases or (hidden.scale, hidden.scale)), ids, hidden.bytes_or_values, hidden.scale, hidden.total, n_rows, 0,
         K=k, BLOCKS=gate.n_columns // BLOCK, GATE_KIND=_kind(gate), UP_KIND=_kind(up), BN=_ROWS,
         BB=_n_blocks(gate.n_columns), OUT_BLOCKS=n_rows // BLOCK, FORM=form, FUNCTION=function,
-        HAS_BIAS=biases is not None, INTERPRETED=INTERPRETED, num_warps=8, **overlapping(),
+        HAS_BIAS=biases is not None, INTERPRETED=INTERPRETED, num_warps=4, **overlapping(),
     )  # fmt: skip
     return hidden
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from motley.backends.cuda.kernels.bits import INTERPRETED, both_halves
 from motley.backends.cuda.kernels.experts import gate_values
 from motley.backends.cuda.kernels.matmul import has_totals, nibble_tiles, tile_products, tile_values
+from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
 from motley.backends.cuda.kernels.pipeline import launch
 from motley.backends.cuda.kernels.rows import HALVES, Rows
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
@@ -40,9 +41,13 @@ class Tile:
     stages: int
 
 
-def tile_for(size: int) -> Tile:
+def hidden_tile(size: int) -> Tile:
     """For blocks of `size` slots. Measured on an H200: benchmarks/cuda_experts.py, part tiles."""
-    return Tile(64, 32, 4, 2) if size < 64 else Tile(128, 32, 4, 2)
+    return Tile(32, 32, 2, 3) if size < 64 else Tile(128, 32, 4, 2)
+
+
+def down_tile(size: int) -> Tile:
+    return Tile(128, 16, 4, 3) if size < 64 else Tile(128, 32, 4, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +76,8 @@ def _group(
     EXPERTS: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A program sorts the slots of one expert. Each of them counts all experts' slots, to know its own first place."""
+    let_next_start()
+    wait()
     expert, bins, i = tl.program_id(0), tl.arange(0, N), tl.arange(0, CHUNK)
     counts = tl.zeros([N], tl.int32)
     for first in range(0, n_slots, CHUNK):
@@ -107,7 +114,7 @@ def groups(ids: torch.Tensor, n_experts: int, size: int | None = None) -> Groups
     experts, starts, stops = (torch.empty(n_blocks, dtype=torch.int32, device=ids.device) for _ in range(3))
     _group[(n_experts,)](
         ids, order, experts, starts, stops, n_slots, n_blocks,
-        EXPERTS=n_experts, N=triton.next_power_of_2(n_experts), SIZE=size, CHUNK=_CHUNK, num_warps=4,
+        EXPERTS=n_experts, N=triton.next_power_of_2(n_experts), SIZE=size, CHUNK=_CHUNK, num_warps=4, **overlapping(),
     )  # fmt: skip
     return Groups(order, experts, starts, stops, size)
 
@@ -177,6 +184,8 @@ def _hidden(
     BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, FUNCTION: tl.constexpr, HAS_BIAS: tl.constexpr,
     PLAIN: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait()
     block = tl.program_id(1)
     expert = tl.load(experts + block)
     if expert >= 0:
@@ -217,6 +226,8 @@ def _down(
     BLOCKS: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
     HAS_BIAS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait()
     block = tl.program_id(1)
     expert = tl.load(experts + block)
     if expert >= 0:
@@ -260,14 +271,14 @@ def grouped_hidden(
     assert (gate.n_rows, gate.n_columns) == (up.n_rows, up.n_columns)
     assert (x.form, x.n_columns) == (HALVES, gate.n_columns)
     hidden = torch.empty(x.n_rows * k, n_rows, device=found.order.device)
-    tile = tile or tile_for(found.size)
+    tile = tile or hidden_tile(found.size)
     launch(
         _hidden[(triton.cdiv(n_rows, tile.rows), found.n_blocks)],
         *_planes(gate), *_planes(up), x.values, x.scale, x.total, *(biases or (hidden, hidden)),
         found.order, found.experts, found.starts, found.stops, hidden, n_rows,
         K=k, BLOCKS=gate.n_columns // BLOCK, GATE_KIND=gate.kind, UP_KIND=up.kind,
         BM=found.size, BN=tile.rows, BB=tile.blocks, FUNCTION=function, HAS_BIAS=biases is not None,
-        PLAIN=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        PLAIN=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **overlapping(),
     )  # fmt: skip
     return hidden
 
@@ -286,13 +297,13 @@ def grouped_down(
     assert (hidden.form, hidden.n_columns) == (HALVES, down.n_columns)
     assert weights.is_contiguous()
     out = torch.empty(hidden.n_rows, n_rows, device=found.order.device)
-    tile = tile or tile_for(found.size)
+    tile = tile or down_tile(found.size)
     launch(
         _down[(triton.cdiv(n_rows, tile.rows), found.n_blocks)],
         *_planes(down), hidden.values, hidden.scale, hidden.total, out if bias is None else bias, weights,
         found.order, found.experts, found.starts, found.stops, out, n_rows,
         BLOCKS=down.n_columns // BLOCK, KIND=down.kind, BM=found.size, BN=tile.rows, BB=tile.blocks,
-        HAS_BIAS=bias is not None, PLAIN=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+        HAS_BIAS=bias is not None, PLAIN=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **overlapping(),
     )  # fmt: skip
     return out
 
@@ -302,6 +313,8 @@ def _slot_sums(
     parts, ids, residual, shared, gate, out, n_columns,
     K: tl.constexpr, BN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start()
+    wait()
     token, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
     inside = c < n_columns
     total = tl.zeros([BN], tl.float32)
@@ -332,5 +345,6 @@ def slot_sums(
     _slot_sums[(n_tokens, triton.cdiv(n_columns, size))](
         parts, ids, out if residual is None else residual, *(shared or (out, out)), out, n_columns,
         K=k, BN=size, HAS_RESIDUAL=residual is not None, HAS_SHARED=shared is not None, num_warps=4,
+        **overlapping(),
     )  # fmt: skip
     return out

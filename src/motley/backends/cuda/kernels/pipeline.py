@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
+
+from motley.backends.cuda.kernels.bits import INTERPRETED
+
+_LARGE = (90, 100, 103)  # capabilities with 227 KiB of shared memory
+
+
+def has_large_memory() -> bool:
+    """Whether the GPU is one of those with much shared memory."""
+    return not INTERPRETED and driver.active.get_current_target().arch in _LARGE
 
 
 def launch(kernel: Callable[..., object], *args: object, num_stages: int, **options: object) -> None:

@@ -20,13 +20,12 @@ from motley.backends.cuda.kernels.tiles import CachePlanes
 
 
 @triton.jit
-def _rope(
-    x, at, norm, eps, position, frequencies, magnitude, DIM: tl.constexpr, D: tl.constexpr, N_DIMS: tl.constexpr,
+def _rotation(
+    norm, position, frequencies, magnitude, DIM: tl.constexpr, D: tl.constexpr, N_DIMS: tl.constexpr,
     HALVES: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """x[at + 0 … DIM], normed, rotated by position, zeros up to D; the partner of a dim is read again, from memory."""
+    """What no earlier kernel computes: each dim's partner, the factors of both, their norms' weights."""
     d = tl.arange(0, D)
-    v = tl.load(x + at + d, d < DIM, other=0.0)
     moves = d < N_DIMS
     if HALVES:
         is_first, pair = d < N_DIMS // 2, d % (N_DIMS // 2)
@@ -34,13 +33,25 @@ def _rope(
     else:
         is_first, pair, partner = d % 2 == 0, d // 2, d ^ 1
     angle = position.to(tl.float32) * tl.load(frequencies + pair, moves, other=0.0)
-    other = tl.load(x + at + partner, moves, other=0.0)
+    own = tl.where(moves, tl.cos(angle) * magnitude, 1.0)
+    other = tl.where(is_first, -tl.sin(angle), tl.sin(angle)) * magnitude
     if NORMS:
-        factor = tl.rsqrt(tl.sum(v * v, 0) / DIM + eps)
-        v = v * factor * tl.load(norm + d, d < DIM, other=0.0)
-        other = other * factor * tl.load(norm + partner, moves, other=0.0)
-    sine = tl.where(is_first, -tl.sin(angle), tl.sin(angle))
-    return tl.where(moves, (v * tl.cos(angle) + other * sine) * magnitude, v)
+        own *= tl.load(norm + d, d < DIM, other=0.0)
+        other *= tl.load(norm + partner, moves, other=0.0)
+    return partner, own, other
+
+
+@triton.jit
+def _rope(
+    x, at, partner, own, other, eps, DIM: tl.constexpr, D: tl.constexpr, N_DIMS: tl.constexpr, NORMS: tl.constexpr
+):  # fmt: skip
+    """x[at + 0 … DIM], normed, rotated by position, zeros up to D; the partner of a dim is read again, from memory."""
+    d = tl.arange(0, D)
+    v = tl.load(x + at + d, d < DIM, other=0.0)
+    result = v * own + tl.load(x + at + partner, d < N_DIMS, other=0.0) * other
+    if NORMS:
+        result *= tl.rsqrt(tl.sum(v * v, 0) / DIM + eps)
+    return result
 
 
 @triton.jit(do_not_specialize=["head_rows", "first_row"])
@@ -53,29 +64,37 @@ def _rope_and_store(
     NORMS: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
-    wait()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, slot = tl.load(positions + row), tl.load(slots + row).to(tl.int64)
     TILES: tl.constexpr = (DIM + 31) // 32
     N: tl.constexpr = triton.next_power_of_2(TILES)
     D: tl.constexpr = N * 32
     if head < Q_HEADS:
-        at = row * q_stride + head * DIM
-        x = _rope(q, at, q_norm, eps, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES, NORMS)
+        partner, own, other = _rotation(
+            q_norm, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES, NORMS
+        )
+        wait()  # not for positions and slots, which are there before the first kernel of a batch starts
+        x = _rope(q, row * q_stride + head * DIM, partner, own, other, eps, DIM, D, N_DIMS, NORMS)
         if ROTATE_K:
             x = rotated(x, D, ROTATION, LOG_ROTATION)
         d = tl.arange(0, D)
         tl.store(q_out + (row * Q_HEADS + head) * DIM + d, x, d < DIM)
-    elif slot < 0:
-        return
     elif head < Q_HEADS + KV_HEADS:
         kv = head - Q_HEADS
-        at = row * k_stride + kv * DIM
-        x = _rope(k, at, k_norm, eps, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES, NORMS)
+        partner, own, other = _rotation(
+            k_norm, position, frequencies, magnitude, DIM, D, N_DIMS, HALVES, NORMS
+        )
+        wait()
+        if slot < 0:
+            return
+        x = _rope(k, row * k_stride + kv * DIM, partner, own, other, eps, DIM, D, N_DIMS, NORMS)
         if ROTATE_K:
             x = rotated(x, D, ROTATION, LOG_ROTATION)
         store_head(x, keys, slot, first_row + kv, head_rows, K_KIND, TILES, N, BS)
     else:
+        wait()
+        if slot < 0:
+            return
         kv = head - Q_HEADS - KV_HEADS
         d = tl.arange(0, D)
         x = tl.load(v + row * v_stride + kv * DIM + d, d < DIM, other=0.0)

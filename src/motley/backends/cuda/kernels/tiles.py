@@ -77,6 +77,14 @@ def n_columns(kind, n_tiles):
     return max(16, triton.next_power_of_2(n_tiles) * 32 // n_parts(kind))
 
 
+def tile_bytes(kind: str) -> int:
+    """Of one token's 32 dims in a cache that `is_fast`."""
+    if is_words(kind):
+        n_words: int = 32 // n_parts(kind)
+        return 4 * n_words + 2  # and a scale
+    return 128 if kind == "f32" else 64
+
+
 @triton.jit
 def dims(w, part: tl.constexpr, KIND: tl.constexpr):
     """Which dims are in columns w of operand `part`."""
