@@ -3,15 +3,7 @@
 A program takes a bundle of rows (consecutive rows of one sequence: a token and its drafts; mostly a single row), one KV
 head with the query heads that share it, up to `G` queries in all, and a share of the sequence's blocks; `combine` joins
 the shares. So a context is read once for all rows of a bundle, as long as G suffices.
-Unpacking bounds it, so as little as possible is done per code (see `tiles`):
-
-    scores   rows of the product are (tile of 32 dims, query): a query's row is zero outside of its tile. So scores
-             come apart by tile, K's codes enter as they are, and K's scales multiply (tile, query, token) sums.
-             A bundle's queries fill the rows without that (`_is_dense`): there K's codes are scaled first, as V's;
-             so are those of wide heads (`_is_wide`).
-    values   columns of the product are queries, so that sixteen rows of a tensor core's tile are all dims. The zero
-             codes' share is one more product, of what all codes have too much, and is subtracted at the end.
-
+Unpacking bounds it, so as little as possible is done per code (`queries`, `tiles`).
 Blocks of the next round are looked up a round ahead: the compiler then keeps several rounds' blocks under way, where
 it would otherwise wait for the table, and then for the blocks. Base 2 throughout: the queries carry scale · log₂e.
 Reference: graph.ops.Attention.
@@ -25,27 +17,30 @@ import torch
 import triton
 import triton.language as tl
 
-from motley.backends.cuda.kernels.bits import INTERPRETED, byte_as_half
+from motley.backends.cuda.kernels.bits import INTERPRETED
 from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
 from motley.backends.cuda.kernels.pipeline import has_large_memory, launch
+from motley.backends.cuda.kernels.queries import (
+    add_values,
+    lift,
+    load_queries,
+    n_groups,
+    n_queries,
+    n_query_columns,
+    query_rows,
+    scores,
+)
 from motley.backends.cuda.kernels.tiles import (
     TILE,
     CachePlanes,
-    bias_of,
     dims,
-    exact_parts,
     is_fast,
     is_words,
-    load_columns,
-    load_scales,
     n_columns,
     n_parts,
     operand,
-    scaled_parts,
-    spread,
     tile_bytes,
     unit,
-    zero_code,
 )
 from motley.formats import QUANTIZERS
 
@@ -53,55 +48,6 @@ LOG2E = 1.4426950408889634
 KINDS = ("f32", "f16", "bf16", *(name.lower() for name in QUANTIZERS))
 MOST_QUERIES = 16  # of a program: a tile of a tensor core
 _LOWEST = tl.constexpr(-1e30)  # a peak where a row sees nothing of a share: its bundle does
-
-
-@triton.constexpr_function
-def _is_dense(kind, bundled):
-    """Whether K's words are scaled before the product of scores, which then has one row for each query."""
-    return is_words(kind) and bundled
-
-
-@triton.constexpr_function
-def _is_wide(kind, n_tiles, bundled):
-    """Whether K's codes are made values, without a surplus: rows that are zeros but in one of many tiles would be most
-    of the work, and registers do not suffice for surpluses.
-    """
-    return kind == "q8_0" and n_tiles > 4 and not bundled
-
-
-@triton.constexpr_function
-def _is_by_tile(kind, n_tiles, bundled):
-    """Whether K's codes enter the product as they are, and scales multiply sums of tiles."""
-    return is_words(kind) and not _is_dense(kind, bundled) and not _is_wide(kind, n_tiles, bundled)
-
-
-@triton.constexpr_function
-def _n_groups(kind, n_tiles, group, bundled):
-    """Groups of rows in the product of scores: one for each tile; of plain values what fills a tensor core's tile."""
-    if _is_dense(kind, bundled):
-        return 1
-    if _is_by_tile(kind, n_tiles, bundled):
-        return n_columns(kind, n_tiles) * n_parts(kind) // 32
-    return max(1, 16 // max(8, triton.next_power_of_2(group)))
-
-
-@triton.constexpr_function
-def _n_queries(kind, n_tiles, group, bundled):
-    """Rows of a group: the queries, padded."""
-    return max(triton.next_power_of_2(group), 16 // _n_groups(kind, n_tiles, group, bundled))
-
-
-@triton.constexpr_function
-def _n_query_columns(n_queries):
-    return max(8, n_queries)
-
-
-@triton.constexpr_function
-def _lift(kind, n_tiles, bundled):
-    """Codes enter as subnormal numbers, or scaled, as an eighth of values."""
-    if _is_dense(kind, bundled):
-        return 8.0
-    return 2.0**24 if _is_by_tile(kind, n_tiles, bundled) else 1.0
 
 
 @triton.constexpr_function
@@ -118,112 +64,6 @@ def look_up(tables, b, end, N: tl.constexpr):
     for i in tl.static_range(N):
         ids = ids + (tl.load(tables + tl.minimum(b + i, end - 1)),)  # type: ignore[assignment]
     return ids
-
-
-@triton.jit
-def _query_rows(first, x, n_heads, GROUP: tl.constexpr, BUNDLED: tl.constexpr):
-    """Where queries number x of a bundle are among (rows, heads); `first`: its first row's first head that counts."""
-    if not BUNDLED:
-        return first + x
-    return first + x // GROUP * n_heads + x % GROUP
-
-
-@triton.jit
-def _load_queries(
-    q, first, done, n, n_heads, factor, KIND: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr,
-    GROUPS: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, BUNDLED: tl.constexpr,
-):  # fmt: skip
-    """For each part of K an operand (GROUPS · GP, columns), and what the zero codes add to each row's sum.
-
-    If `_is_dense`, the sum of all operands instead of the latter: `bias_of` has a surplus for it.
-    `n` queries of a bundle, from number `done` on.
-    """
-    W: tl.constexpr = n_columns(KIND, TILES)
-    row, w = tl.arange(0, GROUPS * GP), tl.arange(0, W)
-    if _is_by_tile(KIND, TILES, BUNDLED):
-        here = row[:, None] // GP == (w * n_parts(KIND) // 32)[None, :]
-    else:
-        here = (row[:, None] < GP) & (w >= 0)[None, :]
-    here &= (row % GP < n)[:, None]
-    r = _query_rows(first, done + row % GP, n_heads, GROUP, BUNDLED)
-    queries, zero = (), tl.zeros([GROUPS * GP], tl.float32)
-    total = tl.zeros([GROUPS * GP, W], tl.float32)
-    for i in tl.static_range(n_parts(KIND)):
-        d = dims(w, i, KIND)[None, :]
-        x = tl.load(q + r[:, None] * DIM + d, here & (d < DIM), other=0.0)
-        x = (x * (factor / unit(i, KIND))).to(operand(KIND))
-        if _is_dense(KIND, BUNDLED):
-            total += x.to(tl.float32) * unit(i, KIND)
-        elif _is_by_tile(KIND, TILES, BUNDLED):
-            zero -= tl.sum(x.to(tl.float32), 1) * (
-                unit(i, KIND) * zero_code(KIND) / _lift(KIND, TILES, BUNDLED)
-            )
-        queries = queries + (x,)  # type: ignore[assignment]
-    return queries, total.to(operand(KIND)) if _is_dense(KIND, BUNDLED) else zero
-
-
-@triton.jit
-def _scores(
-    queries, zero, keys, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr, GROUPS: tl.constexpr,
-    GP: tl.constexpr, NP: tl.constexpr, BUNDLED: tl.constexpr, PLAIN: tl.constexpr,
-):  # fmt: skip
-    """(NP queries, tokens) of the blocks `at`, without `_lift`. Queries are repeated where NP is more than GP."""
-    x = load_columns(keys, at, KIND, TILES, BS)
-    T: tl.constexpr = x.shape[1]
-    BYTES: tl.constexpr = 4 if is_words(KIND) else 1
-    EACH: tl.constexpr = n_parts(KIND) // BYTES
-    DENSE: tl.constexpr = _is_dense(KIND, BUNDLED)
-    WIDE: tl.constexpr = _is_wide(KIND, TILES, BUNDLED)
-    scale, bias = x, x
-    if WIDE:
-        scale = spread(load_scales(keys, at, KIND, TILES, BS), KIND)
-    if DENSE:
-        scale = spread(load_scales(keys, at, KIND, TILES, BS), KIND)
-        bias, extra = bias_of(scale, KIND, PLAIN)
-        s = -tl.dot(zero, extra)
-    else:
-        s = zero[:, None] + tl.zeros([GROUPS * GP, T], tl.float32)
-    for i in tl.static_range(BYTES):
-        if DENSE:
-            parts = scaled_parts(x, scale, bias, i, KIND, PLAIN)
-        elif WIDE:
-            parts = ((byte_as_half(x, i, 0x6400, PLAIN) - 1152.0) * scale,)
-        else:
-            parts = exact_parts(x, i, KIND, PLAIN)
-        for j in tl.static_range(EACH):
-            s = tl.dot(queries[i * EACH + j], parts[j], s)
-    s = tl.reshape(s, [GROUPS, GP, T])
-    if _is_by_tile(KIND, TILES, BUNDLED):
-        s *= load_scales(keys, at, KIND, TILES, BS).to(tl.float32)[:, None, :]
-    s = tl.sum(s, 0)
-    if NP > GP:
-        s = tl.reshape(tl.broadcast_to(s[None, :, :], [NP // GP, GP, T]), [NP, T])
-    return s
-
-
-@triton.jit
-def _add_values(
-    acc, surplus, p, fade, values, at, seen, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr,
-    PLAIN: tl.constexpr,
-):  # fmt: skip
-    """acc · fade + V · p, and the same of the surplus. acc: for each part (columns, NP); p (tokens, NP).
-
-    Tokens that are not `seen` have p = 0, which is not enough: a block's last owner may have left infinities there.
-    """
-    y = load_columns(values, at, KIND, TILES, BS, seen)
-    scale, bias = y, y
-    if is_words(KIND):
-        scale = spread(load_scales(values, at, KIND, TILES, BS, seen), KIND)
-        bias, extra = bias_of(scale, KIND, PLAIN)
-        surplus = tl.dot(extra, p, surplus * fade[None, :])
-    BYTES: tl.constexpr = 4 if is_words(KIND) else 1
-    EACH: tl.constexpr = n_parts(KIND) // BYTES
-    joined = ()
-    for i in tl.static_range(BYTES):
-        parts = scaled_parts(y, scale, bias, i, KIND, PLAIN)
-        for j in tl.static_range(EACH):
-            joined = joined + (tl.dot(parts[j], p, acc[i * EACH + j] * fade[None, :]),)  # type: ignore[assignment]
-    return joined, surplus
 
 
 @triton.jit
@@ -276,15 +116,15 @@ def _attend(
     wait()  # tables are there before the first kernel of a batch starts; queries, keys and values are not
     if (begin >= end) | (n <= 0):
         return
-    GROUPS: tl.constexpr = _n_groups(K_KIND, TILES, G, BUNDLED)
-    GP: tl.constexpr = _n_queries(K_KIND, TILES, G, BUNDLED)
-    NP: tl.constexpr = _n_query_columns(GP)
-    LIFT: tl.constexpr = _lift(K_KIND, TILES, BUNDLED)
+    GROUPS: tl.constexpr = n_groups(K_KIND, TILES, G, BUNDLED)
+    GP: tl.constexpr = n_queries(K_KIND, TILES, G, BUNDLED)
+    NP: tl.constexpr = n_query_columns(GP)
+    LIFT: tl.constexpr = lift(K_KIND, TILES, BUNDLED)
     T: tl.constexpr = N * BS
     W: tl.constexpr = n_columns(V_KIND, TILES)
     n_heads = tl.num_programs(0) // n_chunks * GROUP
     r = row * n_heads + head * GROUP
-    queries, zero = _load_queries(
+    queries, zero = load_queries(
         q, r, done, n, n_heads, factor, K_KIND, DIM, TILES, GROUPS, GP, GROUP, BUNDLED
     )
     acc, surplus = (), tl.zeros([W, NP], tl.float32)
@@ -298,7 +138,7 @@ def _attend(
         for i in tl.static_range(N):
             at = at + (blocks[i].to(tl.int64) * head_rows + first_row + head,)  # type: ignore[assignment]
         blocks = look_up(tables, b + N, end, N)
-        s = _scores(queries, zero, keys, at, K_KIND, TILES, BS, GROUPS, GP, NP, BUNDLED, PLAIN)
+        s = scores(queries, zero, keys, at, K_KIND, TILES, BS, GROUPS, GP, NP, BUNDLED, PLAIN)
         key = (first - lowest + b * BS + tl.arange(0, T)).to(tl.uint32)  # one comparison for both ends
         seen = key <= last.to(tl.uint32)
         if not BUNDLED:
@@ -313,9 +153,9 @@ def _attend(
         total = total * fade[:, None] + p
         peak = top
         p = tl.trans(p).to(operand(V_KIND))
-        acc, surplus = _add_values(acc, surplus, p, fade, values, at, seen, V_KIND, TILES, BS, PLAIN)
+        acc, surplus = add_values(acc, surplus, p, fade, values, at, seen, V_KIND, TILES, BS, PLAIN)
     g, w = tl.arange(0, NP), tl.arange(0, W)[:, None]
-    place = _query_rows(r, done + g, n_heads, GROUP, BUNDLED) * n_splits + split
+    place = query_rows(r, done + g, n_heads, GROUP, BUNDLED) * n_splits + split
     for i in tl.static_range(n_parts(V_KIND)):
         v = acc[i]  # type: ignore[var-annotated]
         if is_words(V_KIND):
