@@ -47,8 +47,9 @@ def test_long_rows() -> None:
 
 
 def test_places_outside_of_a_part_are_not_written() -> None:
-    ids = torch.tensor([5, -7], dtype=torch.int32).view(torch.float32)
-    assert expand(torch.cat([torch.tensor([1.0, 2.0]), ids]), (1, 3)).tolist() == [[2.0, -math.inf, 1.0]]
+    ids = torch.tensor([5, -7, 1], dtype=torch.int32).view(torch.float32)
+    found = expand(torch.cat([torch.tensor([1.0, 2.0, 3.0]), ids]), (1, 3))
+    assert found.tolist() == [[-math.inf, 3.0, -math.inf]]
 
 
 def sizes(n_rows: int, n_vocab: int) -> PartSizes:

@@ -80,5 +80,5 @@ class PlacedBatch:
     inputs: Mapping[str, torch.Tensor]  # int32, by name
     cache: tuple[CacheBatch, ...]  # the slots and block tables of each group of layers
     n_best: int = (
-        0  # of the largest logits of each row that are needed: other processes need not send more; 0: all
+        0  # so many of a row's largest logits are needed, and other processes need not send more; 0: all
     )

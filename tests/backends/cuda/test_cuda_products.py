@@ -13,7 +13,7 @@ from motley.backends.cuda import products
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.compiling import recording
 from motley.backends.cuda.kernels.matmul import matmul
-from motley.backends.cuda.kernels.matvec import MOST_VECTORS, Tile, matvec
+from motley.backends.cuda.kernels.matvec import Tile, matvec, most_vectors, tile_for
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
 from motley.backends.cuda.planes import join_rows, to_planes
@@ -70,10 +70,10 @@ def test_matvec(kind: str) -> None:
     ("kind", "n_vectors", "tile"),
     [
         *((kind, 2, Tile(8, 16, 1)) for kind in KINDS),
-        ("Q4_K", MOST_VECTORS, Tile(8, 16, 1)),
-        ("Q6_K", 2, Tile(8, 8, 1)),
+        ("Q4_K", most_vectors(512), Tile(8, 16, 1)),
+        ("Q6_K", 3, Tile(8, 32, 1)),
     ],
-)  # whole rows in a tile, and parts of them
+)
 def test_a_few_vectors_give_what_each_gives_alone(kind: str, n_vectors: int, tile: Tile) -> None:
     torch.manual_seed(2)
     planes, x, residual = (
@@ -88,6 +88,13 @@ def test_a_few_vectors_give_what_each_gives_alone(kind: str, n_vectors: int, til
         assert torch.equal(
             matvec(planes, row, poisoned(1, 5), residual=residual[i : i + 1], tile=tile)[0], out[i]
         )
+
+
+@pytest.mark.parametrize("n_columns", [32, 2048, 4096, 14336, 16384, 28672])
+def test_several_vectors_need_whole_rows_in_a_program(n_columns: int) -> None:
+    is_whole = n_columns <= 32 * tile_for(n_columns).blocks
+    assert (most_vectors(n_columns) > 1) == is_whole
+    assert most_vectors(512, Tile(8, 8, 1)) == 1
 
 
 @pytest.mark.parametrize(("kind", "n_tokens"), [*((kind, 3) for kind in KINDS), ("Q4_K", 20), ("Q8_0", 65)])

@@ -90,7 +90,7 @@ class Steps:
         weight = self._matrices.get(stage.parts[0].weight.name, self._weights)
         if not weight.is_packed:
             return PLAIN
-        return INT8 if stage.x.shape[0] <= matvec_kernel.MOST_VECTORS else HALVES
+        return INT8 if stage.x.shape[0] <= matvec_kernel.most_vectors(weight.n_columns) else HALVES
 
     def prepare(self, stage: Stage) -> Step:
         match stage:

@@ -32,7 +32,7 @@ from motley.plan import (
 
 GATE_FUNCTIONS = ("silu", "gelu_tanh")
 MAX_KERNEL_ROWS = (
-    128  # of a product with packed weights; above, unpacking once and the library's product are faster
+    128  # of a product with packed weights; above, unpacking and the library's product are faster
 )
 MIN_COPY_ROWS = 65  # from which a product with a matrix's float16 copy is faster than with packed weights
 EXPERT_FUNCTIONS = ("silu", "clamped_swiglu")

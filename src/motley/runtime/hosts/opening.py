@@ -52,9 +52,7 @@ class Opening:
     rank: int  # of the worker
     owners: tuple[int, ...]  # the rank of each device's process
     devices: tuple[str, ...]
-    groups: tuple[
-        int, ...
-    ]  # the group of each device, which splits the layers of its group; empty: no groups
+    groups: tuple[int, ...]  # of each device: its group, which splits its own layers; empty: no groups
     shares: tuple[str, ...]
     mode: str
     experts: str

@@ -52,5 +52,7 @@ def expand(data: torch.Tensor, shape: Shape) -> torch.Tensor:
     if data.numel():
         half = data.numel() // 2
         ids = data[half:].view(torch.int32).view(shape[0], -1).long()
-        whole.scatter_(1, ids.clamp(0, shape[1] - 1), data[:half].view(shape[0], -1))
+        is_there = (ids >= 0) & (ids < shape[1])
+        rows = torch.arange(shape[0])[:, None].expand_as(ids)
+        whole[rows[is_there], ids[is_there]] = data[:half].view(shape[0], -1)[is_there]
     return whole

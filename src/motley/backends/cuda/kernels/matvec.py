@@ -31,9 +31,8 @@ from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wa
 from motley.backends.cuda.kernels.rows import INT8, Rows
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
 
-MOST_VECTORS = (
-    8  # that are cheaper this way than by tensor cores: measured, 5120 x 2048 and 2048 x 4096 in Q4_K
-)
+# That are cheaper this way than by tensor cores: measured with matrices of 5120 x 2048 and 2048 x 4096 in Q4_K.
+_MOST_VECTORS = 8
 
 
 @triton.jit
@@ -142,7 +141,7 @@ def _matvec(
     let_next_start()
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]  # (BN, 1)
-    if BLOCKS <= BB and MANY:  # whole rows stay in registers
+    if MANY:  # whole rows stay in registers
         b = quads * 4 + tl.arange(0, BB)[None, :]  # see `row_products`
         inside = b < BLOCKS
         words, w, h0, h1 = load_blocks(codes, high, scale, n, b, inside, BLOCKS, KIND)
@@ -155,12 +154,8 @@ def _matvec(
             total = tl.sum(block_products(words, w, h0, h1, x, s, t, zero, KIND, PLAIN), 1)
             _store_row(out, residual, total, row, m, n_rows, HAS_RESIDUAL)
     else:
-        for m in range(n_vectors):
-            total = row_products(
-                codes, high, scale, xq + m * (BLOCKS * 8), xs + m * BLOCKS, xt + m * BLOCKS, n, quads,
-                BLOCKS, KIND, BN, BB, PLAIN,
-            )  # fmt: skip
-            _store_row(out, residual, total, row, m, n_rows, HAS_RESIDUAL)
+        total = row_products(codes, high, scale, xq, xs, xt, n, quads, BLOCKS, KIND, BN, BB, PLAIN)
+        _store_row(out, residual, total, row, 0, n_rows, HAS_RESIDUAL)
 
 
 @dataclass(frozen=True)
@@ -179,6 +174,11 @@ def tile_for(n_columns: int) -> Tile:
     return Tile(2, 128, 1) if n_columns <= 128 * BLOCK else Tile(1, 512, 4)
 
 
+def most_vectors(n_columns: int, tile: Tile | None = None) -> int:
+    """How many vectors one launch takes: several only if a program has whole rows, which it then reads once."""
+    return _MOST_VECTORS if n_columns <= (tile or tile_for(n_columns)).blocks * BLOCK else 1
+
+
 def matvec(
     weight: WeightPlanes,
     x: Rows,
@@ -189,7 +189,7 @@ def matvec(
     """out (rows, n_rows) float32 = x (rows, n_columns) · weightᵀ (+ residual, which may be `out` itself)."""
     assert weight.is_packed, weight.kind
     assert (x.form, x.n_columns) == (INT8, weight.n_columns), "not int8, or another width"
-    assert 1 <= x.n_rows <= MOST_VECTORS
+    assert 1 <= x.n_rows <= most_vectors(weight.n_columns, tile)
     assert out.shape == (x.n_rows, weight.n_rows)
     assert out.dtype == torch.float32
     assert out.is_contiguous()
