@@ -20,7 +20,6 @@ import torch
 from motley.backends import Rendezvous
 from motley.errors import DeviceError, MotleyError
 from motley.graph import F32, I32, Graph, Shape, Tensor
-from motley.ownership import Word
 from motley.plan import Launch, Single, Stage
 from motley.split.collectives import (
     AllGather,
@@ -115,6 +114,8 @@ class CollectiveKernel:
         is_message = isinstance(op, Send | Receive)
         reader = 0 if any(node is output for output in self._outputs) else None
         sizes = None if is_message else PartSizes.of(node, line.n_devices, reader)
+        assert isinstance(op, Collective)
+        members = op.members or tuple(range(line.n_devices))
 
         def exchange(part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
             assert sizes is not None
@@ -126,11 +127,12 @@ class CollectiveKernel:
                 return out  # only another device reads it
             match op:
                 case AllReduce():
-                    _sum_into(out, parts)
+                    _sum_into(out, [_some(parts[member]) for member in members])
                 case ReduceScatter(axis, word, device):
-                    _sum_into(out, [take(t, axis, word, device) for t in parts if t is not None])
+                    _sum_into(out, [take(_some(parts[m]), axis, word, device) for m in members])
                 case AllGather(axis, word):
-                    _join_into(out, parts, axis, word)
+                    for member in members:
+                        put(out, _some(parts[member]), axis, word, member)
                 case Broadcast(root, _):
                     out.copy_(parts[root])
                 case Send(_, target):
@@ -142,18 +144,16 @@ class CollectiveKernel:
         return launch
 
 
-def _sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> None:
-    first, *others = [part for part in parts if part is not None]
-    total = first.to(out.device, copy=True)
-    for part in others:
+def _sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    total = parts[0].to(out.device, copy=True)
+    for part in parts[1:]:
         total += part.to(out.device)
     out.copy_(total)
 
 
-def _join_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None], axis: int, word: Word) -> None:
-    for device, part in enumerate(parts):
-        if part is not None:
-            put(out, part, axis, word, device)
+def _some(part: torch.Tensor | None) -> torch.Tensor:
+    assert part is not None, "a device sent nothing"
+    return part
 
 
 class ThreadGroup:
