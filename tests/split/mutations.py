@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -150,8 +150,8 @@ def power_for_stretch(way: Way) -> Way:
     return way
 
 
-def in_order_of_devices(out: torch.Tensor, parts: Sequence[Any], axis: int, word: Word) -> None:
-    out.copy_(torch.cat(list(parts), axis))
+def in_order_of_devices(out: torch.Tensor, parts: Mapping[int, torch.Tensor], axis: int, word: Word) -> None:
+    out.copy_(torch.cat(list(parts.values()), axis))
 
 
 def first_indices(whole: torch.Tensor, axis: int, word: Word, device: int) -> torch.Tensor:

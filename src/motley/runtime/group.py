@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 from motley.backends import Rendezvous
 from motley.errors import DeviceError, MotleyError
 from motley.graph import F32, I32, Graph, Shape, Tensor
+from motley.ownership import Word
 from motley.plan import Launch, Single, Stage
 from motley.split.collectives import (
     AllGather,
@@ -131,8 +132,7 @@ class CollectiveKernel:
                 case ReduceScatter(axis, word, device):
                     _sum_into(out, [take(_some(parts[m]), axis, word, device) for m in members])
                 case AllGather(axis, word):
-                    for member in members:
-                        put(out, _some(parts[member]), axis, word, member)
+                    _join_into(out, {member: _some(parts[member]) for member in members}, axis, word)
                 case Broadcast(root, _):
                     out.copy_(parts[root])
                 case Send(_, target):
@@ -149,6 +149,11 @@ def _sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     for part in parts[1:]:
         total += part.to(out.device)
     out.copy_(total)
+
+
+def _join_into(out: torch.Tensor, parts: Mapping[int, torch.Tensor], axis: int, word: Word) -> None:
+    for device, part in parts.items():
+        put(out, part, axis, word, device)
 
 
 def _some(part: torch.Tensor | None) -> torch.Tensor:
