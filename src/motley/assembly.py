@@ -296,7 +296,8 @@ def _plan_on_crew(crew: Crew, spec: ModelSpec, params: DecoderParams, options: O
 
 def _plan(crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options) -> _Planned:
     names = [device.name for device in crew.devices]
-    n_batch, n_parallel = batch_sizes(options.n_batch, options.n_parallel, names)
+    sharing = [device.name for device in crew.sharing]
+    n_batch, n_parallel = batch_sizes(options.n_batch, options.n_parallel, sharing)
     sizes = {"n_batch": n_batch, "n_parallel": n_parallel}
     chosen = [
         backend_for_heads(name, options.backend, params.head_dim, params.n_heads // params.n_kv_heads)
@@ -338,7 +339,8 @@ def _plan_beside(
     if not companions:
         return _plan_on_crew(crew, spec, params, options)
     names = [device.name for device in crew.devices]
-    n_batch, n_parallel = batch_sizes(options.n_batch, options.n_parallel, names)
+    sharing = [device.name for device in crew.sharing]
+    n_batch, n_parallel = batch_sizes(options.n_batch, options.n_parallel, sharing)
     shared = DraftOptions(options.n_ctx, n_batch, n_parallel, options.n_threads, options.kv_rotation)
     backends = [backend_for(name, options.backend) for name in names]
     for companion in companions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,13 +65,23 @@ def answers(llm: LLM) -> tuple[npt.NDArray[np.float32], list[tuple[int, ...]]]:
         ("cpu,(cpu,cpu)@a,(cpu,cpu)@b", None, (1, 1, 1, 3, 1)),
         pytest.param("(cpu,cpu),(cpu)@a", None, (0, 0, 1), marks=pytest.mark.slow),
         pytest.param("cpu,(cpu,cpu)@a,cpu@a,(cpu,cpu)", None, (1, 0, 1, 1, 1, 1), marks=pytest.mark.slow),
+        ("(cpu,cpu)@a,(cpu)@b", None, (3, 1, 2)),  # rank 0 has no device of the model
+        ("cpu@a,cpu@b", "tensor", (1, 3)),
+        pytest.param("cpu@a,cpu@b", None, (2, 1), marks=pytest.mark.slow),
+        pytest.param("(cpu,cpu)@a", None, (3, 1), marks=pytest.mark.slow),
+        pytest.param("cpu@a", None, (1,), marks=pytest.mark.slow),
+        ("cpu@a,cpu,cpu@b,cpu", "tensor", (1, 1, 1, 1)),  # rank 0's first device is not the crew's
+        pytest.param("(cpu,cpu)@a,cpu", None, (1, 1, 1), marks=pytest.mark.slow),
     ],
 )
 def test_logits_and_texts_are_those_of_one_process(
     names: str, mode: str | None, shares: tuple[int, ...], random_llama: Path, workers: list[WorkerProcess]
 ) -> None:
     options = OPTIONS | {"split_mode": mode, "tensor_split": shares}
-    with LLM(random_llama, devices=devices(names, []), **options) as llm:
+    alone = {"devices": devices(names, [])}
+    if mode == "tensor" and names == "cpu@a,cpu@b":  # rank 0 has the residual, but no weights
+        alone |= {"devices": "cpu,cpu,cpu", "tensor_split": (0, *shares)}
+    with LLM(random_llama, **(options | alone)) as llm:
         expected = answers(llm)
     with LLM(random_llama, devices=devices(names, workers), n_threads=1, **options) as llm:
         found = answers(llm)
@@ -84,6 +96,8 @@ def test_logits_and_texts_are_those_of_one_process(
         ("cpu,cpu@a,cpu@b", "tensor"),
         pytest.param("cpu,cpu@a,cpu@b", "layer", marks=pytest.mark.slow),
         ("(cpu,cpu),(cpu,cpu)@a,cpu@b", None),
+        ("(cpu,cpu)@a,(cpu)@b", None),
+        pytest.param("cpu@a,cpu,cpu@b", "tensor", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_without_shared_memory(
@@ -301,10 +315,11 @@ def test_only_candidates_of_samplers_travel(
     assert rows == [is_short for _, is_short in kinds]
 
 
-def test_embeddings(random_llama: Path, workers: list[WorkerProcess]) -> None:
+@pytest.mark.parametrize("names", ["cpu,cpu@a", "cpu@a,cpu"])
+def test_embeddings(names: str, random_llama: Path, workers: list[WorkerProcess]) -> None:
     found = []
     for crew in ([], workers):
-        with LLM(random_llama, devices=devices("cpu,cpu@a", crew), split_mode="tensor", **OPTIONS) as llm:
+        with LLM(random_llama, devices=devices(names, crew), split_mode="tensor", **OPTIONS) as llm:
             found.append(np.asarray(llm.embed(TOKENS[:20])))
     assert np.array_equal(*found)
 
@@ -367,7 +382,6 @@ def test_a_demand_paged_cache_is_given_back_on_all_hosts(
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("cpu@10.0.0.2:29400", "the first device, cpu@10.0.0.2:29400, is not of this machine"),
         ("cpu,cpu@", "is not the address of a worker"),
         ("cpu,cpu@host:99999", "is not the address of a worker"),
         ("cpu,tpu@host", "unknown device 'tpu' of host:29400"),
@@ -376,6 +390,43 @@ def test_a_demand_paged_cache_is_given_back_on_all_hosts(
 def test_names_of_devices_are_checked(names: str, message: str) -> None:
     with pytest.raises((ConfigError, DeviceError), match=message):
         make_crew(names)
+
+
+def test_rank_0_reads_logits_where_all_devices_are_of_workers(
+    bundled: Path, workers: list[WorkerProcess]
+) -> None:
+    """By the command line: memory and text are those of the named devices."""
+    command = [
+        sys.executable,
+        "-m",
+        "motley",
+        "run",
+        str(bundled),
+        "-p",
+        "Once upon",
+        "-n",
+        "12",
+        "--temp",
+        "0",
+    ]
+    texts = []
+    for crew in ([], workers):
+        names = devices("(cpu,cpu)@a,(cpu)@b", crew)
+        done = subprocess.run(
+            [*command, "--device", names, "-ts", "3,1,2", "-c", "64", "-t", "1"],
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+    assert len(texts[0].strip()) > 20
+    assert texts[0] == texts[1]
+    with LLM(bundled, devices=devices("cpu@a,cpu@b", workers), n_threads=1, **OPTIONS) as llm:
+        memory = llm.device_memory()
+    assert list(memory) == ["cpu", f"cpu@{workers[0].address}", f"cpu@{workers[1].address}"]
+    assert [own["kv_cache"] > 0 for own in memory.values()] == [False, True, True]
+    assert memory["cpu"]["weights"] == 0
 
 
 def test_a_crew_knows_its_processes() -> None:

@@ -16,6 +16,7 @@ from motley.errors import ConfigError, DeviceError, MotleyError
 from motley.gguf import read_spec
 from motley.models import BatchShape, GraphOptions, read_params
 from motley.runtime import ModelSplit, crew, make_crew
+from motley.runtime.expert_fitting import with_cpu_experts
 from motley.runtime.explain import explain
 from motley.runtime.loading import weight_bytes
 from motley.split.collectives import AllReduce, Broadcast, Collective, Receive, Send
@@ -95,7 +96,6 @@ def test_without_a_split_only_the_first_device_works() -> None:
         ("cpu,(cpu@a,cpu@b)", "has devices of several processes"),
         ("(cpu,tpu),cpu", "unknown device 'tpu'"),
         ("cpu,(cpu,tpu)@a", "unknown device 'tpu' of a:29400"),
-        ("(cpu,cpu)@a,cpu", "the first device, cpu@a:29400, is not of this machine"),
         ("(cpu:0,cpu),cpu:0", "core 0 belongs to|may not use 0"),
     ],
 )
@@ -135,6 +135,43 @@ def test_the_devices_of_this_process_are_a_crew(names: str, shares: tuple[int, .
     assert (found.mode, found.shares, found.groups) == local
     assert not found.hosts
     assert found.local is found
+
+
+@pytest.mark.parametrize(
+    ("names", "mode", "expected"),
+    [
+        ("cpu@a", None, ("layer", (0, 1), ())),
+        ("cpu@a,cpu@b", None, ("layer", (0, 2, 3), ())),
+        ("cpu@a,cpu@b", "tensor", ("tensor", (0, 2, 3), ())),
+        ("cpu@a,cpu@b", "none", ("layer", (0, 1), ())),
+        ("cpu@a,cpu@a", "tensor", ("layer", (0, 2, 3), ((0,), (1, 2)))),  # only logits travel
+        ("(cuda:0,cuda:1)@a", None, ("layer", (0, 2, 3), ((0,), (1, 2)))),
+        ("(cuda:0,cuda:1)@a,(cpu)@b", None, ("layer", (0, 2, 3, 4), ((0,), (1, 2), (3,)))),
+        ("cpu@a,cpu", None, ("layer", (2, 3), ())),
+    ],
+)
+def test_rank_0_needs_no_device_of_its_own(names: str, mode: str | None, expected: Any) -> None:
+    n_devices = names.count("cpu") + names.count("cuda")
+    shares = (2, 3, 4)[:n_devices]
+    found = make_crew(names, mode, shares)
+    assert (found.mode, found.shares, found.groups) == expected
+    assert 0 in found.owners
+    assert [device.full_name for device in found.sharing] == [
+        device.full_name for device in found.devices if device.host or names.endswith(",cpu")
+    ]
+    if "," in names and mode is None:
+        assert make_crew(names, None, None, ["1GiB"] * n_devices).devices[-1].memory == 1 << 30
+
+
+def test_experts_apart_are_never_on_the_device_that_only_reads() -> None:
+    found = make_crew("(cuda:0,cpu)@a,(cuda:0,cpu)@b", n_cpu_moe=3)
+    assert found.shares == tuple(map(Fraction, (0, 1, 0, 1, 0)))
+    assert found.apart is not None
+    assert found.apart.shares == tuple(map(Fraction, (0, 0, 1, 0, 1)))
+    assert with_cpu_experts(make_crew("cuda:0@a,cuda:0@b")) is None
+    flat = make_crew("cuda:0@a,cuda:1@b", n_cpu_moe=3)
+    assert flat.apart is not None
+    assert flat.apart.shares == tuple(map(Fraction, (0, 0, 1)))
 
 
 def split_of(path: Path, names: str, shares: tuple[int, ...] | None = None, **options: Any) -> ModelSplit:
@@ -291,6 +328,13 @@ def test_the_context_shifts_on_groups(random_llama: Path) -> None:
             options = GREEDY | {"max_tokens": 100, "context_shift": True, "n_keep": 4}
             found.append(llm.generate(TOKENS[:30], **options).tokens)
     assert found[0] == found[1]
+
+
+def test_explain_shows_a_group_that_only_reads(random_llama: Path) -> None:
+    contents = explain(split_of(random_llama, "(cpu,cpu)@a,(cpu)@b", (1, 1, 1)))
+    messages = [row for section in contents["sections"] for row in section["collectives"]]
+    assert [row["kind"] for row in messages].count("broadcast") == 1
+    assert "the process of the command needs it" in messages[-1]["reason"]
 
 
 def test_explain_shows_groups_and_their_messages(random_llama: Path) -> None:

@@ -186,6 +186,7 @@ class _Line:
     def __init__(self, device: int, heard: Sequence[torch.Tensor | None]) -> None:
         self.device = device
         self.n_devices = len(heard)
+        self.reader = 0
         self._heard = heard
 
     def exchange(self, part: torch.Tensor | None, sizes: PartSizes) -> Sequence[torch.Tensor | None]:

@@ -203,7 +203,7 @@ def bench(
             _pairs(types, k_types, v_types),
             _workloads(n_prompt, n_gen, depths),
             repetitions,
-            batch_sizes(chosen.n_batch, 1, [device.name for device in crew.devices])[0],
+            batch_sizes(chosen.n_batch, 1, [device.name for device in crew.sharing])[0],
             spec,
             model_draft,
         )

@@ -73,7 +73,7 @@ def explain_command(
             return split_model(spec, params, crew, cache, n_ctx=n_ctx, rotate=kv_rotation)
 
         names = [device.name for device in asked.devices]
-        n_batch, _ = batch_sizes(None, None, names)
+        n_batch, _ = batch_sizes(None, None, [device.name for device in asked.sharing])
         backends = [backend_for(name, "auto") for name in names]
         crew = settle_experts(
             *(asked, params, split_over, backends, cache),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
@@ -77,6 +77,13 @@ class Crew:
         return tuple(device for device, owner in enumerate(self.owners) if owner == rank)
 
     @property
+    def sharing(self) -> tuple[Device, ...]:
+        """The devices that have a part of the model."""
+        apart = (Fraction(0),) * len(self) if self.apart is None else self.apart.shares
+        shares = zip(self.devices, self.shares, apart, strict=True)
+        return tuple(device for device, own, experts in shares if own or experts)
+
+    @property
     def local(self) -> Crew:
         """The devices of this process as a crew of their own, with all experts where their layers are.
 
@@ -134,6 +141,8 @@ def make_crew(
 
     `n_cpu_moe`: the routed experts of this many layers are on the CPU (of CPU devices: on the last one), or are shared
     out by `expert_split`; "auto": of as few layers as fit. Other weights are shared out over the other devices.
+
+    If all devices are of other processes, this process gets a CPU device in front of them, without a share.
     """
     named = parse_devices(devices)
     names, hosts = named.names, named.hosts
@@ -159,25 +168,42 @@ def make_crew(
     shares = _shares("tensor split", tensor_split, budgets, len(names))
     memory: Sequence[int | None] = budgets or [None] * len(names)
     crew = tuple(map(Device, names, memory, _cores(names, hosts), hosts))
-    if hosts[0] is not None:
-        raise DeviceError(
-            f"the first device, {crew[0].full_name}, is not of this machine",
-            hint="name one of this machine first, with share 0 (-ts 0,1) if it shall have no weights",
-        )
     if mode == NONE:
         if is_apart:
             raise ConfigError(
                 "experts are on other devices than the rest, but split mode none uses one device",
                 hint="leave out --split-mode",
             )
-        return Crew(crew[:1], mode, (Fraction(1),))
+        return _with_reader(Crew(crew[:1], mode, (Fraction(1),)))
     if not is_apart:
-        return Crew(crew, mode, shares, split_experts, groups=groups)
+        return _with_reader(Crew(crew, mode, shares, split_experts, groups=groups))
     holders = _expert_devices(names, groups)
     if not _listed(tensor_split):
         shares = tuple(Fraction(0) if device in holders else share for device, share in enumerate(shares))
     apart = _apart(n_cpu_moe, expert_split, holders, len(names))
-    return Crew(crew, mode, shares, split_experts, apart, groups)
+    return _with_reader(Crew(crew, mode, shares, split_experts, apart, groups))
+
+
+def _with_reader(crew: Crew) -> Crew:
+    """The crew with a CPU of this process in front, without a share, if all its devices are of other processes: rank 0
+    reads the logits there. Devices of one worker that split tensors become a group, which sends nothing but logits.
+    """
+    if crew.members(0):
+        return crew
+    groups = crew.groups
+    if crew.mode == TENSOR and len(crew.hosts) == 1:
+        groups = (tuple(range(len(crew))),)
+    if groups:
+        groups = ((0,), *(tuple(device + 1 for device in members) for members in groups))
+    none = Fraction(0)
+    return replace(
+        crew,
+        devices=(Device("cpu"), *crew.devices),
+        mode=TENSOR if crew.mode == TENSOR and not groups else LAYER,
+        shares=(none, *crew.shares),
+        apart=None if crew.apart is None else replace(crew.apart, shares=(none, *crew.apart.shares)),
+        groups=groups,
+    )
 
 
 def _grouped_mode(

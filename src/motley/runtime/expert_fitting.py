@@ -79,9 +79,11 @@ def with_cpu_experts(crew: Crew) -> Crew | None:
     """The crew with those experts on the CPU that do not fit on its GPUs; None for a crew without GPUs.
 
     The CPU joins a crew that it is not in. The GPUs keep their budgets and their shares of the rest. Groups of devices
-    stay as the user named them.
+    stay as the user named them; so do devices that are all of other processes.
     """
     if crew.apart is not None or crew.groups or not any(device.is_gpu for device in crew.devices):
+        return None
+    if all(device.host is not None for device in crew.sharing):
         return None
     names = [device.full_name for device in crew.devices]
     names += ["cpu"] if all(device.is_gpu for device in crew.devices) else []

@@ -122,7 +122,8 @@ def _add_sections(
         messages = []
         if node.name and not any(row["name"] == node.name for row in here["tensors"]):
             here["tensors"].append(_tensor(split, shares, node, is_mapped=node.name in mapped))
-    sections[section]["collectives"] += [*messages, *(_collective(t) for t in by_user.get(None, []))]
+    if section:  # otherwise the group has no layers: it only reads the logits
+        sections[section]["collectives"] += [*messages, *(_collective(t) for t in by_user.get(None, []))]
 
 
 def _message(node: Tensor) -> list[CollectiveRow]:
@@ -133,7 +134,7 @@ def _message(node: Tensor) -> list[CollectiveRow]:
             f"is on the group of device {op.source}, but the layers from here on are on that of {op.target}"
         )
     elif isinstance(op, Broadcast) and node.inputs:
-        reason = f"is on the group of device {op.root}, but the first device needs it"
+        reason = f"is on the group of device {op.root}, but the process of the command needs it"
     else:
         return []
     name = node.name.split("→")[0] or "hidden rows"

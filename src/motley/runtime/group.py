@@ -76,6 +76,7 @@ class Communicator(Protocol):
 
     device: int  # its number in the crew
     n_devices: int  # of the crew
+    reader: int  # the device whose outputs are read: the first of rank 0
 
     def exchange(self, part: torch.Tensor | None, sizes: PartSizes) -> Sequence[torch.Tensor | None]:
         """The tensors of all devices, in the order of devices. They may be read until the next call.
@@ -95,7 +96,7 @@ class CollectiveKernel:
     name = "collective"
 
     def __init__(self, line: Communicator, outputs: Sequence[Tensor] = ()) -> None:
-        """`outputs`: of the graph. Only the first device's outputs are read."""
+        """`outputs`: of the graph. Only those of the communicator's `reader` are read."""
         self._line = line
         self._outputs = outputs
         # The rendezvous where executables do collectives by themselves, if the communicator has one, and this device.
@@ -113,7 +114,7 @@ class CollectiveKernel:
         assert isinstance(stage, Single)
         node, op, line = stage.node, stage.node.op, self._line
         is_message = isinstance(op, Send | Receive)
-        reader = 0 if any(node is output for output in self._outputs) else None
+        reader = line.reader if any(node is output for output in self._outputs) else None
         sizes = None if is_message else PartSizes.of(node, line.n_devices, reader)
         assert isinstance(op, Collective)
         members = op.members or tuple(range(line.n_devices))
@@ -351,6 +352,7 @@ class _Line:
         self._group = group
         self.device = device
         self.n_devices = len(group._workers)
+        self.reader = 0
         self.rendezvous = None if group.rendezvous is None else (group.rendezvous, device)
 
     def exchange(

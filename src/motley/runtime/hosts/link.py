@@ -24,6 +24,7 @@ class MeshLine:
         self._link = link
         self.device = members[index]
         self.n_devices = len(link.owners)
+        self.reader = link.owners.index(0)
 
     @property
     def rendezvous(self) -> tuple[Rendezvous, int] | None:
