@@ -140,8 +140,8 @@ Device = Annotated[
         text="Comma-separated devices that share the model: cpu, cuda:0. auto: all GPUs, or the CPU if there are none. "
         "The same device twice makes two virtual devices. cpu:0-7, cpu:0+2+4 and cpu:node0 use those cores only, with "
         "one thread on each. cpu@10.0.0.2:29400 is a device of a worker process (motley worker). Parentheses make "
-        "groups, which share layers and split tensors within: (cuda:0,cuda:1),(cpu,cpu)@10.0.0.2. All devices may be of "
-        "workers.",
+        "groups, which share layers and split tensors within: (cuda:0,cuda:1),(cpu,cpu)@10.0.0.2. All devices may be "
+        "of workers.",
         panel=_CREW,
         metavar="NAMES",
     ),
