@@ -43,6 +43,8 @@ class MeshLine:
             for index, device in enumerate(self._members):
                 found[device] = own[index]
             return found
+        if self._link.mesh.is_on_gpus(sizes):
+            return self._link.mesh.exchange_on_gpus(self.device, part, sizes)
         if len(self._members) == 1:
             return self._link.mesh.exchange([part], sizes)
         own = self._inner.exchange(part)

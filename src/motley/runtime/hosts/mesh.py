@@ -1,9 +1,9 @@
 """Connections between the processes of a crew, and collectives over them.
 
-Tensors travel in shared memory (shared.py); between machines short ones over direct lines (lines.py) and long ones over
-Gloo's point-to-point messages, one for each pair of processes and collective. Every process gets
-the parts of all devices and sums them in the order of devices: the same bits as in one process. Nothing that is
-received is interpreted: the number of bytes of each message follows from the plan.
+Tensors travel in shared memory (shared.py), or between GPUs by NCCL (nccl.py). Otherwise short ones go over direct
+lines (lines.py) and long ones over Gloo's point-to-point messages, one for each pair of processes and collective. Every
+process gets the parts of all devices and sums them in the order of devices: the same bits as in one process. Nothing
+that is received is interpreted: the number of bytes of each message follows from the plan.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import socket
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,9 +27,10 @@ from motley.runtime.device_names import is_loopback
 from motley.runtime.group import PartSizes
 from motley.runtime.hosts.gloo import Lookup, MailStore, Publish, sockets_of
 from motley.runtime.hosts.lines import MAX_BYTES, LineClosedError, Pair, open_lines
+from motley.runtime.hosts.nccl import open_nccl
 from motley.runtime.hosts.shared import SharedGroups, open_shared
 from motley.runtime.hosts.shortlists import best_of, expand, n_values, shorten
-from motley.runtime.hosts.wire import decode, encode, wire_bytes
+from motley.runtime.hosts.wire import decode, encode, is_coded, wire_bytes
 
 _MAX_WAIT = timedelta(days=1)  # a lost process is found by the control connection, which then calls `abort`
 _CONNECT_SECONDS = 30
@@ -60,9 +61,11 @@ class Mesh:
         wire: str = "f32",
         backends: Sequence[str] = (),
         groups: Sequence[tuple[int, ...]] = (),
+        devices: Sequence[str] = (),
     ) -> None:
         """`address`: this host's address on the network of the crew; Gloo listens nowhere else. `wire`: see wire.py.
         `backends`: of all devices. `groups`: of devices that split the same layers, each in one process.
+        `devices`: the name of each on its host.
         """
         self.rank = rank
         self.owners = tuple(owners)
@@ -89,6 +92,7 @@ class Mesh:
         if wire == "f32" and is_loopback(address):
             self._shared = open_shared(rank, owners, publish, lookup)
         self._lines = None if self._shared is not None else open_lines(rank, owners, address, publish, lookup)
+        self._nccl = open_nccl(rank, owners, devices, wire, publish, lookup)
         # Where native programs do collectives without this object, if those of all devices can.
         self.rendezvous: Rendezvous | None = None
         if self._shared is not None and have_native_collectives(backends):
@@ -106,6 +110,8 @@ class Mesh:
             self.rendezvous.abort()
         if self._lines is not None:
             self._lines.abort()
+        if self._nccl is not None:
+            self._nccl.abort()
         for own in self._sockets:
             with suppress(OSError):
                 own.shutdown(socket.SHUT_RDWR)
@@ -117,6 +123,8 @@ class Mesh:
         self._sockets = []
         if self._lines is not None:
             self._lines.close()
+        if self._nccl is not None:
+            self._nccl.close()
         self._in_flight.clear()
         self._posted = None
 
@@ -125,6 +133,18 @@ class Mesh:
         self._latest = None
         self._n_best = n_best
 
+    def is_on_gpus(self, sizes: PartSizes) -> bool:
+        """Whether a collective goes from GPU to GPU (`exchange_on_gpus`). The candidates of samplers do not."""
+        return self._nccl is not None and not self._best_of(sizes)
+
+    def exchange_on_gpus(
+        self, device: int, part: torch.Tensor | None, sizes: PartSizes
+    ) -> list[torch.Tensor | None]:
+        """The parts of all devices. Each device of this process calls it."""
+        assert self._nccl is not None
+        with _lost_if_closed():
+            return self._nccl.exchange(device, part, sizes)
+
     def exchange(self, own: Sequence[torch.Tensor | None], sizes: PartSizes) -> list[torch.Tensor | None]:
         """The parts of all devices from those of this process, in the order of devices.
 
@@ -132,7 +152,7 @@ class Mesh:
         """
         if self._shared is not None:
             return self._exchange_shared(self._shared, own, sizes)
-        n_best = best_of(sizes, self._n_best) if sizes.reader is not None and self._lines is not None else 0
+        n_best = self._best_of(sizes)
         if n_best:
             return self._exchange_best(own, sizes, n_best)
         wire = self._wire_of(sizes)
@@ -155,6 +175,10 @@ class Mesh:
         if not self._reads(sizes):
             return []
         return self._in_order(sizes, wire, {self.rank: data, **posted.buffers})
+
+    def _best_of(self, sizes: PartSizes) -> int:
+        """How many of the largest values of each row travel; 0: all."""
+        return best_of(sizes, self._n_best) if sizes.reader is not None and self._lines is not None else 0
 
     def _exchange_best(
         self, own: Sequence[torch.Tensor | None], sizes: PartSizes, n_best: int
@@ -198,10 +222,8 @@ class Mesh:
 
     def _transfer(self, sends: Mapping[Pair, memoryview], receives: Mapping[Pair, memoryview]) -> None:
         assert self._lines is not None
-        try:
+        with _lost_if_closed():
             self._lines.transfer(sends, receives)
-        except LineClosedError as error:
-            raise PeerLostError(f"{_ENDED}: {error}") from error
 
     def _first_pair(self, rank: int) -> Pair:
         """The first devices of this process and of another one: their line is for collectives, too."""
@@ -231,38 +253,42 @@ class Mesh:
 
     def send(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Sends a tensor from a device of this process to a device of another one."""
+        if self._nccl is not None:
+            with _lost_if_closed():
+                self._nccl.send(tensor, source, target)
+            return
         data = _flat(tensor, tensor.dtype)
         if self._shared is not None:
             if not self._shared.devices.send(source, target, data):
                 raise PeerLostError(_ENDED)
             return
-        data = encode(self._wire, data) if self._is_coded(tensor.dtype) else data.clone()
+        data = encode(self._wire, data) if is_coded(self._wire, tensor.dtype) else data.clone()
         if self._lines is not None and data.nbytes <= MAX_BYTES:
             self._transfer({(source, target): _bytes_of(data)}, {})
         elif data.numel():
             self._send(data, self.owners[target], self._tag(source, target))
 
     def receive(self, source: int, target: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        n_values, is_coded = math.prod(shape), self._is_coded(dtype)
+        if self._nccl is not None:
+            with _lost_if_closed():
+                return self._nccl.receive(source, target, shape, dtype)
+        n_values, is_short = math.prod(shape), is_coded(self._wire, dtype)
         if self._shared is not None:
             found = torch.empty(shape, dtype=dtype)
             if not self._shared.devices.receive(source, target, found):
                 raise PeerLostError(_ENDED)
             return found
-        n_items = wire_bytes(self._wire, n_values) if is_coded else n_values
-        buffer = torch.empty(n_items, dtype=torch.uint8 if is_coded else dtype)
+        n_items = wire_bytes(self._wire, n_values) if is_short else n_values
+        buffer = torch.empty(n_items, dtype=torch.uint8 if is_short else dtype)
         if self._lines is not None and buffer.nbytes <= MAX_BYTES:
             self._transfer({}, {(target, source): _bytes_of(buffer)})
         elif n_items:
             _wait(self._gloo.recv([buffer], self.owners[source], self._tag(source, target)))
-        return (decode(self._wire, buffer, n_values) if is_coded else buffer).view(shape)
-
-    def _is_coded(self, dtype: torch.dtype) -> bool:
-        return self._wire != "f32" and dtype == torch.float32
+        return (decode(self._wire, buffer, n_values) if is_short else buffer).view(shape)
 
     def _wire_of(self, sizes: PartSizes) -> str | None:
         """How parts are coded; None: they travel as they are."""
-        return self._wire if sizes.is_sum and self._is_coded(sizes.dtype) else None
+        return self._wire if sizes.is_sum and is_coded(self._wire, sizes.dtype) else None
 
     def _receivers(self, sizes: PartSizes) -> list[int]:
         """The processes that need the parts of this one."""
@@ -345,6 +371,14 @@ def _wait(work: Any) -> None:
         work.wait(_MAX_WAIT)
     except RuntimeError as error:
         raise PeerLostError(f"{_ENDED}: {_first_line(error)}") from error
+
+
+@contextmanager
+def _lost_if_closed() -> Iterator[None]:
+    try:
+        yield
+    except LineClosedError as error:
+        raise PeerLostError(f"{_ENDED}: {error}") from error
 
 
 class PeerLostError(DeviceError):

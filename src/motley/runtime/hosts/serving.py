@@ -235,13 +235,14 @@ class _Session:
 
     def _connect(self, link: MeshLink) -> None:
         def publish(key: str, value: bytes) -> None:
+            self._book.put(key, value)  # for other devices of this process
             self._channel.send(Kind.ADDRESS, write_address(key, value))
 
         opening, address = self._opening, self._channel.local_address
         lookup = self._book.lookup
         mesh = Mesh(
             *(opening.rank, opening.owners, address, publish, lookup),
-            *(opening.wire, opening.backends, opening.crew.groups),
+            *(opening.wire, opening.backends, opening.crew.groups, opening.devices),
         )
         link.connect(mesh)
         self._channel.send(Kind.READY)

@@ -29,6 +29,11 @@ def choose_wire(asked: str, *, is_one_machine: bool) -> str:
     return "f32" if is_one_machine else "f16"
 
 
+def is_coded(wire: str, dtype: torch.dtype) -> bool:
+    """Whether values of that type are shortened, where they may be."""
+    return wire != "f32" and dtype == torch.float32
+
+
 def wire_bytes(wire: str, n_values: int) -> int:
     """The bytes of a part."""
     if n_values == 0:
@@ -44,7 +49,8 @@ def encode(wire: str, values: torch.Tensor) -> torch.Tensor:
         return values.view(torch.uint8)
     if wire == "f16":
         _, exponent = torch.frexp(values.abs().amax() / _MAX_F16)
-        scale = torch.ldexp(torch.ones(1), exponent.clamp(min=0))  # 1, unless a value is too large
+        one = torch.ones(1, device=values.device)
+        scale = torch.ldexp(one, exponent.clamp(min=0))  # 1, unless a value is too large
         return torch.cat([scale.view(torch.uint8), (values / scale).half().view(torch.uint8)])
     blocks = torch.nn.functional.pad(values, (0, -len(values) % _BLOCK)).view(-1, _BLOCK)
     scales = (blocks.abs().amax(1, keepdim=True) / 127).half()

@@ -110,6 +110,7 @@ class Hosts:
                 self._opening.wire,
                 self._opening.backends,
                 self._opening.crew.groups,
+                self._opening.devices,
             )
             self.link.connect(mesh)
             for worker in self.workers:
@@ -212,6 +213,7 @@ class Hosts:
         return RemoteWorker(host, self._secret, on_address, self._on_loss, devices, self._files)
 
     def _publish(self, key: str, value: bytes) -> None:
+        self._book.put(key, value)  # for other devices of this process
         for worker in self.workers:
             worker.send_address(key, value)
 
