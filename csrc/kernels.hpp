@@ -368,6 +368,7 @@ struct Kernels {
     void (*causal_conv)(const CausalConvArgs&, const Worker&);
     void (*delta_net)(const DeltaNetArgs&, const Worker&);
     void (*delta_pending)(const DeltaNetArgs&, const Worker&);
+    void (*peaks)(const float* row, int64_t n, int32_t* out);  // see order.hpp; for one thread
 };
 
 }  // namespace motley

@@ -15,6 +15,7 @@
 #include "expert_ffn.hpp"
 #include "names.hpp"
 #include "program.hpp"
+#include "sampling.hpp"
 #include "shared_group.hpp"
 #include "team.hpp"
 
@@ -252,6 +253,22 @@ void unpack(Pool& pool, Address weight, Address out, int format, int64_t n_rows,
     pool.run_kernel(pool.kernels().unpack, UnpackArgs{at<uint8_t>(weight), at(out), format, n_rows, n_columns});
 }
 
+RowSampler row_sampler(double temperature, int64_t top_k, double top_p, double min_p, uint64_t key) {
+    if (!(temperature >= 0) || (temperature > 0 && (top_k < 1 || top_k > kMaxTopK)) || !(min_p <= 1))
+        throw std::invalid_argument("no such sampler");
+    return {temperature, top_k, top_p, min_p, key};
+}
+
+std::vector<int32_t> choose(Address logits, int64_t n_columns, const std::vector<const RowSampler*>& samplers,
+                            const std::vector<int64_t>& indexes) {
+    if (samplers.size() != indexes.size() || n_columns < 1) throw std::invalid_argument("a sampler and an index for each row");
+    for (const RowSampler* each : samplers)
+        if (!each) throw std::invalid_argument("a row without a sampler");
+    std::vector<int32_t> tokens(samplers.size());
+    choose_tokens(at(logits), static_cast<int64_t>(samplers.size()), n_columns, samplers.data(), indexes.data(), tokens.data());
+    return tokens;
+}
+
 nb::dict numbers(const std::vector<Named>& names) {
     nb::dict result;
     for (const Named& each : names) result[each.name.c_str()] = each.number;
@@ -287,6 +304,13 @@ NB_MODULE(_core, m) {
         }, "format"_a, "streams"_a, "fetch_ahead"_a, "first_share"_a, "How programs that are made from now on read weights of a format.")
         .def("repack", &repack, nb::call_guard<nb::gil_scoped_release>())
         .def("unpack", &unpack, nb::call_guard<nb::gil_scoped_release>());
+    m.attr("MAX_TOP_K") = kMaxTopK;
+    m.attr("NONE_LEFT") = static_cast<int>(kNoneLeft);
+    m.attr("NOT_FINITE") = static_cast<int>(kNotFinite);
+    nb::class_<RowSampler>(m, "RowSampler", "Sampling parameters of one request; temperature 0: the largest logit.")
+        .def(nb::new_(&row_sampler), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "key"_a);
+    m.def("choose", &choose, "logits"_a, "n_columns"_a, "samplers"_a, "indexes"_a,
+          "A token for each row of logits, NONE_LEFT or NOT_FINITE.");
     nb::class_<Batch>(m, "Batch", "Where a batch reads and writes in one group of cache layers.")
         .def(nb::init<>())
         .def("set", &set_batch, "slots"_a, "sequences"_a);

@@ -32,13 +32,14 @@ void expert_sum(const ExpertSumArgs&, const Worker&);
 void causal_conv(const CausalConvArgs&, const Worker&);
 void delta_net(const DeltaNetArgs&, const Worker&);
 void delta_pending(const DeltaNetArgs&, const Worker&);
+void peaks(const float*, int64_t, int32_t*);
 
 extern const Kernels table;
 const Kernels table = {
     MOTLEY_STRING(MOTLEY_ISA), quantize, norm, matmul, rope_table, rope, hadamard_rows, binary, unary, softmax, copy,
     gather, local_ids, repack, unpack, cache_write, attention, attention_join,
     route, route_weights, expert_group, expert_gather, expert_matmul, expert_sum,
-    causal_conv, delta_net, delta_pending,
+    causal_conv, delta_net, delta_pending, peaks,
 };
 
 }  // namespace motley::MOTLEY_ISA

@@ -14,7 +14,15 @@ from motley.backends.base import (
     join,
     make_rendezvous,
 )
-from motley.backends.cpu import CpuBackend, ExactCpuBackend, SharedGroup, is_available
+from motley.backends.cpu import (
+    NONE_LEFT,
+    CpuBackend,
+    ExactCpuBackend,
+    SharedGroup,
+    choose_rows,
+    is_available,
+    row_settings,
+)
 from motley.backends.reference import ReferenceBackend
 from motley.errors import ConfigError, DeviceError
 
@@ -68,6 +76,7 @@ def backend_for_heads(device: str, name: str, head_dim: int, group: int) -> tupl
 
 __all__ = [
     "BACKENDS",
+    "NONE_LEFT",
     "Backend",
     "CpuBackend",
     "Executable",
@@ -79,9 +88,11 @@ __all__ = [
     "SharedGroup",
     "backend_for",
     "backend_for_heads",
+    "choose_rows",
     "get_backend",
     "have_native_collectives",
     "is_available",
     "join",
     "make_rendezvous",
+    "row_settings",
 ]

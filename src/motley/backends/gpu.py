@@ -4,12 +4,10 @@ Needs Triton, so it is imported where a GPU is used, and nowhere else.
 """
 
 from motley.backends.cuda.compiling import Compiler, Job, Manifest, Target, can_compile_ahead, recording
-from motley.backends.cuda.kernels.sample import NONE_LEFT
 from motley.backends.cuda.products import load_library
 from motley.backends.cuda.sampler import DeviceSampler, RowSettings
 
 __all__ = [
-    "NONE_LEFT",
     "Compiler",
     "DeviceSampler",
     "Job",

@@ -4,7 +4,8 @@
     pending = chooser.choose(logits, rows)    # a GPU begins; the host may do something else meanwhile
     for row, found in zip(rows, pending.tokens(), strict=True): …    # a token id, or the request's own error
 
-On the CPU this uses `sampling`, on a GPU `backends.gpu`, with the same random numbers. Both draw from the same
+On the CPU this uses the native core, or `sampling` for what the core does not have, on a GPU `backends.gpu`, with the
+same random numbers. All draw from the same
 distribution; if two scores are equal or differ by less than float32's precision, they may choose differently.
 """
 
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from motley.backends import NONE_LEFT, choose_rows
 from motley.engine.logprobs import RawRows, SampledRows
 from motley.engine.masking import mask_rows
 from motley.engine.request import TokenLogprobs
@@ -42,7 +44,7 @@ class Pending:
     logprobs: Callable[[Sequence[Found]], dict[int, TokenLogprobs]] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: that takes three times as long to make, and there is one for each token
 class ChoiceRow:
     """A request that gets a token in this step."""
 
@@ -55,8 +57,7 @@ class ChoiceRow:
     @property
     def is_special(self) -> bool:
         """Whether it has a constraint or wants log-probabilities."""
-        has_mask = self.matcher is not None or bool(self.banned)
-        return has_mask or self.sampler.params.logprobs is not None
+        return self.matcher is not None or bool(self.banned) or self.sampler.params.logprobs is not None
 
 
 def n_needed(rows: Sequence[ChoiceRow]) -> int:
@@ -73,7 +74,7 @@ class Chooser(Protocol):
 
 def chooser_for(device: torch.device) -> Chooser:
     """The chooser for logits on `device`."""
-    return MaskingChooser(GpuChooser(device) if device.type == "cuda" else HostChooser())
+    return MaskingChooser(GpuChooser(device) if device.type == "cuda" else NativeChooser())
 
 
 class MaskingChooser:
@@ -111,6 +112,20 @@ class HostChooser:
             ]
 
         return Pending(found)
+
+
+class NativeChooser:
+    """Chooses on the CPU with one native call for all rows; as `HostChooser` if a row's sampler needs Python."""
+
+    def __init__(self) -> None:
+        self._host = HostChooser()
+
+    def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
+        settings = [row.sampler.native for row in rows]
+        if not all(settings):
+            return self._host.choose(logits, rows)
+        found = choose_rows(logits, settings, [row.index for row in rows])
+        return Pending(lambda: [number if number >= 0 else _or_error(_token, number) for number in found])
 
 
 class GpuChooser:
@@ -171,8 +186,7 @@ def _edits(row: ChoiceRow) -> dict[int, tuple[int, float]]:
 
 
 def _token(number: int) -> int:
-    from motley.backends.gpu import NONE_LEFT
-
+    """The token; raises for what samplers give instead of one."""
     if number < 0:
         check_best(float("-inf") if number == NONE_LEFT else float("nan"))
     return number

@@ -163,6 +163,10 @@ class ChainSampler(Sampler):
         return super().is_shaping or self.has_dry
 
     @property
+    def native(self) -> None:
+        return None
+
+    @property
     def has_dry(self) -> bool:
         return self.params.dry_multiplier > 0 and "dry" in self.params.samplers
 

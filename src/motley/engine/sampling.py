@@ -10,7 +10,7 @@ A removed candidate has logit -inf; every step leaves at least one.
 
 The draw is the argmax of logit + Gumbel noise, and the noise is a function of (seed, index of the token in its answer,
 token id): see `noise`. So the choice does not depend on the order of candidates, on the batch or on the device. This
-module is the specification; `backends.cuda.sampler` does the same on a GPU.
+module is the specification; `backends.cpu.sampler` does the same in native code and `backends.cuda.sampler` on a GPU.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from motley.backends import row_settings
 from motley.engine.noise import gumbel
 from motley.engine.params import SamplingParams
 from motley.errors import RequestError
@@ -207,6 +209,20 @@ class Sampler:
     def is_shaping(self) -> bool:
         """Whether it has a bias or a penalty."""
         return bool(self.params.logit_bias) or self.params.has_penalties
+
+    @cached_property
+    def native(self) -> Any | None:
+        """Its settings for the native core, which chooses all rows of a step at once; None: only this module can."""
+        params = self.params
+        if self.is_shaping or (params.typical_p < 1 and not params.is_greedy):
+            return None
+        return row_settings(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            key=self.key,
+        )
 
     def shape(self, row: Tensor, history: Sequence[int]) -> Tensor:
         """The row with bias and penalties applied; the same row if there are none. `history`: prompt and answer."""

@@ -2,5 +2,14 @@
 
 from motley.backends.cpu.backend import CpuBackend, ExactCpuBackend
 from motley.backends.cpu.native import SharedGroup, is_available
+from motley.backends.cpu.sampler import NONE_LEFT, choose_rows, row_settings
 
-__all__ = ["CpuBackend", "ExactCpuBackend", "SharedGroup", "is_available"]
+__all__ = [
+    "NONE_LEFT",
+    "CpuBackend",
+    "ExactCpuBackend",
+    "SharedGroup",
+    "choose_rows",
+    "is_available",
+    "row_settings",
+]

@@ -34,6 +34,7 @@ MAX_RANGES: int = 0 if core is None else core.MAX_RANGES  # of ids that a device
 HAS_RECURRENT = core is not None and hasattr(
     core, "StateBatch"
 )  # False: built before there were such kernels
+HAS_SAMPLER = core is not None and hasattr(core, "RowSampler")
 HAS_SHARED_GROUP = core is not None and hasattr(core, "SharedGroup")
 _MAX_MEMBERS = 64
 MAX_HEAD_DIM = 512
