@@ -1,5 +1,7 @@
 // The native core as a Python module. Tensors are passed as addresses and sizes, never as torch objects; the caller
 // keeps the memory alive. Long calls release the GIL.
+#include <algorithm>
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -25,20 +27,56 @@ using namespace nb::literals;
 namespace motley {
 namespace {
 
-// The batch's addresses in one group of layers. Programs keep a reference to it; each run sets its contents.
+// Where a batch reads and writes in one group of layers. Programs keep a reference to it; each run sets its contents.
 struct Batch {
     std::vector<SequenceView> sequences;
+    std::vector<int32_t> blocks;  // of all sequences, one after the other
+    std::vector<int64_t> slots;
     BatchView view{};
 };
 
-// (first row, rows, position, first key, address of int32 block ids)
-using SequenceTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, Address>;
+// (first row, rows, position, first key, int32 block ids in a buffer)
+using SequenceTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, nb::object>;
 
-void set_batch(Batch& batch, Address slots, const std::vector<SequenceTuple>& sequences) {
+// Appends the int32 values of a Python buffer: an array or a numpy array.
+void append_ints(nb::handle source, std::vector<int32_t>& out) {
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(source.ptr(), &buffer, PyBUF_CONTIG_RO) != 0) throw nb::python_error();
+    const bool is_int32 = buffer.itemsize == sizeof(int32_t);
+    const auto* values = static_cast<const int32_t*>(buffer.buf);
+    if (is_int32) out.insert(out.end(), values, values + buffer.len / buffer.itemsize);
+    PyBuffer_Release(&buffer);
+    if (!is_int32) throw std::invalid_argument("block ids are int32");
+}
+
+void place_batch(Batch& batch, int64_t block_size, const std::vector<SequenceTuple>& sequences) {
+    if (block_size < 1) throw std::invalid_argument("no such block size");
     batch.sequences.clear();
-    for (const auto& [first_token, n_tokens, position, first, blocks] : sequences)
-        batch.sequences.push_back({first_token, n_tokens, position, first, at<const int32_t>(blocks)});
-    batch.view = {at<const int64_t>(slots), batch.sequences.data(), static_cast<int64_t>(batch.sequences.size())};
+    batch.blocks.clear();
+    batch.slots.clear();
+    std::vector<size_t> starts;
+    for (const auto& [first_token, n_tokens, position, first, blocks] : sequences) {
+        starts.push_back(batch.blocks.size());
+        append_ints(blocks, batch.blocks);
+        batch.sequences.push_back({first_token, n_tokens, position, first, nullptr});
+    }
+    starts.push_back(batch.blocks.size());
+    for (size_t i = 0; i < batch.sequences.size(); i++) {
+        SequenceView& sequence = batch.sequences[i];
+        sequence.blocks = batch.blocks.data() + starts[i];
+        const int64_t start = sequence.position - sequence.first, stop = start + sequence.n_tokens;
+        if (start < 0 || stop > static_cast<int64_t>(starts[i + 1] - starts[i]) * block_size)
+            throw std::invalid_argument("tokens outside of their sequence's blocks");
+        for (int64_t key = start; key < stop; key++)
+            batch.slots.push_back(sequence.blocks[key / block_size] * block_size + key % block_size);
+    }
+    batch.view = {batch.slots.data(), batch.sequences.data(), static_cast<int64_t>(batch.sequences.size())};
+}
+
+// Writes integers to an input of a program, which has room for `n_room` of them.
+void put(Address target, int64_t n_room, const std::vector<int32_t>& numbers) {
+    if (static_cast<int64_t>(numbers.size()) > n_room) throw std::invalid_argument("more numbers than the program was made for");
+    std::copy(numbers.begin(), numbers.end(), at<int32_t>(target));
 }
 
 // The batch's states. Programs keep a reference to it; each run sets its contents.
@@ -309,11 +347,12 @@ NB_MODULE(_core, m) {
     m.attr("NOT_FINITE") = static_cast<int>(kNotFinite);
     nb::class_<RowSampler>(m, "RowSampler", "Sampling parameters of one request; temperature 0: the largest logit.")
         .def(nb::new_(&row_sampler), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "key"_a);
+    m.def("put", &put, "target"_a, "n_room"_a, "numbers"_a, "Writes int32 numbers to an input of a program.");
     m.def("choose", &choose, "logits"_a, "n_columns"_a, "samplers"_a, "indexes"_a,
           "A token for each row of logits, NONE_LEFT or NOT_FINITE.");
     nb::class_<Batch>(m, "Batch", "Where a batch reads and writes in one group of cache layers.")
         .def(nb::init<>())
-        .def("set", &set_batch, "slots"_a, "sequences"_a);
+        .def("place", &place_batch, "block_size"_a, "sequences"_a);
     nb::class_<StateBatch>(m, "StateBatch", "Where a batch reads and writes recurrent states.")
         .def(nb::init<>())
         .def("set", [](StateBatch& batch, Address spans, int64_t n_spans) { batch.view = {at<const StateSpan>(spans), n_spans}; },

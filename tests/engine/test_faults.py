@@ -68,6 +68,7 @@ def faults_of(llm: LLM, kind: str) -> Faults:
         "shift, half done": ([(Store, "scatter")], False),
         "copy": ([(Store, "copy_block")], False),
         "plan ahead": ([(scheduler, "plan_ahead")], False),
+        "choose": ([(choosing, "choose_rows")], False),
         "shortlist": ([(choosing, "shortlist")], False),
         "sample": ([(sampling.Sampler, "pick")], False),
         "allocate a block": ([(BlockPool, "allocate")], False),
@@ -79,6 +80,7 @@ def faults_of(llm: LLM, kind: str) -> Faults:
     return Faults(kind, functions, after=after)
 
 
+IN_PYTHON = ("shortlist", "sample")  # what the native core does not call
 KINDS = [
     "run",
     "run, after its work",
@@ -87,6 +89,7 @@ KINDS = [
     "shift, half done",
     "copy",
     "plan ahead",
+    "choose",
     "shortlist",
     "sample",
     "allocate a block",
@@ -105,9 +108,15 @@ KINDS = [
     indirect=["llm"],
 )
 def test_any_one_failing_call_is_survived(
-    llm: LLM, undisturbed: list[tuple[int, ...] | None], kind: str, n_tries: int
+    llm: LLM,
+    undisturbed: list[tuple[int, ...] | None],
+    kind: str,
+    n_tries: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`n_tries`: of the calls of a scenario, so many fail, one in each run; each error in turn."""
+    if kind in IN_PYTHON:
+        monkeypatch.setattr(llm._loaded.engine, "_chooser", choosing.HostChooser())
     faults = faults_of(llm, kind)
     with faults.armed(0, RuntimeError) as counter:
         assert answers(llm) == undisturbed

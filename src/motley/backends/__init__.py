@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from motley.backends.base import (
     Backend,
+    BatchInputs,
     Executable,
     Footprint,
     Joint,
@@ -78,6 +79,7 @@ __all__ = [
     "BACKENDS",
     "NONE_LEFT",
     "Backend",
+    "BatchInputs",
     "CpuBackend",
     "Executable",
     "Footprint",

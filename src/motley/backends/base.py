@@ -65,6 +65,23 @@ class HasRendezvous(Protocol):
     def rendezvous(self) -> tuple[Rendezvous, int] | None: ...
 
 
+class BatchInputs(dict[str, Any]):
+    """A batch's inputs by name. Cache layers with the batch's block tables are made when they are asked for: a native
+    program needs only one of each group.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], layers: Mapping[str, Any], batches: Sequence[Any]) -> None:
+        """`layers`: of the cache, by name, the same mapping in every batch. `batches`: of each group of layers."""
+        super().__init__(inputs)
+        self.layers = layers
+        self._batches = batches
+
+    def __missing__(self, name: str) -> Any:
+        layer = self.layers[name]
+        self[name] = value = layer.on(self._batches[layer.group])
+        return value
+
+
 class Joint(Protocol):
     """Executables of all devices of a crew, run by one call from one thread."""
 
@@ -123,6 +140,8 @@ class Backend(ABC):
     has_native_collectives: ClassVar[bool] = (
         False  # whether its programs do collectives at a NativeRendezvous
     )
+
+    takes_lists: ClassVar[bool] = False  # whether executables take integer inputs as lists, without a tensor
 
     @property
     @abstractmethod

@@ -172,7 +172,7 @@ class RawSequence:
         chunk = Chunk(sequence, start, len(tokens), n_outputs, effort.n_experts, effort.n_layers)
         batch = Batch.of([chunk], wants_hidden=wants_hidden)
         self._is_running = True
-        output = self._runner.run(self._runner.place(batch, self._cache), tokens, copies)
+        output = self._runner.run(self._runner.place(batch, self._cache), list(tokens), copies)
         self._copies, self._is_running = [], False
         self._cache.commit(sequence, tokens)
         return output

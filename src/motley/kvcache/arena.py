@@ -34,7 +34,7 @@ class LayerGroup:
     n_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes three times as long to make, and each step makes many
 class SequenceTable:
     """One sequence's rows in a batch, and the blocks of one group that hold its context."""
 
@@ -51,26 +51,44 @@ class SequenceTable:
 
     def slots(self, block_size: int) -> torch.Tensor:
         """int64: of positions first, first + 1, …"""
-        starts = torch.from_numpy(self.blocks).long()[:, None] * block_size
+        starts = torch.from_numpy(np.asarray(self.blocks)).long()[:, None] * block_size
         return (starts + torch.arange(block_size)).flatten()[: self.n_context]
 
 
-@dataclass(frozen=True, slots=True)
 class GroupBatch:
     """Where a batch writes and reads in one group."""
 
-    slots: torch.Tensor  # int64 (tokens,): where each row's K and V go
-    tables: tuple[SequenceTable, ...]
+    __slots__ = ("_block_size", "_slots", "tables")
+
+    def __init__(
+        self, slots: torch.Tensor | None, tables: Iterable[SequenceTable], block_size: int = 0
+    ) -> None:
+        """`slots`: see the property; None: those of the tables, found when they are asked for. The tables' rows follow
+        each other.
+        """
+        self.tables = tuple(tables)
+        self._slots = slots
+        self._block_size = block_size
 
     @staticmethod
-    def of(tables: Iterable[SequenceTable], block_size: int) -> GroupBatch:
-        """The tables' rows follow each other."""
-        tables, slots = tuple(tables), []
-        for table in tables:
-            start = table.position - table.first
-            slots += slots_of(table.blocks, start, start + table.n_rows, block_size)
-        # By way of numpy: torch takes twenty times as long for a list.
-        return GroupBatch(torch.from_numpy(np.array(slots, np.int64)), tables)
+    def of(tables: Iterable[SequenceTable], block_size: int, *, at_once: bool = True) -> GroupBatch:
+        """A batch of these tables. `at_once`: its slots are found now."""
+        batch = GroupBatch(None, tables, block_size)
+        if at_once:
+            _ = batch.slots
+        return batch
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 (tokens,): where each row's K and V go. Native programs find them by themselves."""
+        if self._slots is None:
+            slots: list[int] = []
+            for table in self.tables:
+                start = table.position - table.first
+                slots += slots_of(table.blocks, start, start + table.n_rows, self._block_size)
+            # By way of numpy: torch takes twenty times as long for a list.
+            self._slots = torch.from_numpy(np.array(slots, np.int64))
+        return self._slots
 
 
 @dataclass(eq=False)
@@ -206,7 +224,8 @@ class Arena:
     def prepare(self, batch: Sequence[CacheBatch], copies: Iterable[BlockCopy]) -> None:
         """Before a batch runs: what it writes to is empty no more, its copies-on-write are made."""
         for own, group in self._of_groups(batch):
-            group.touch(own.slots)
+            if group.memory is not None:
+                group.touch(own.slots)
         if self._states is not None:
             self._states.fill(_of_states(batch).targets)
         self._copy_blocks(copies)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
-from motley.kvcache.arena import CacheBatch, GroupBatch, SequenceTable
+from motley.kvcache.arena import CacheBatch, GroupBatch, IntArray, SequenceTable
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.state_arena import StateBatch, StateSpan
 from motley.kvcache.states import StateGroup
@@ -21,12 +21,16 @@ class Extent(NamedTuple):
     n_tokens: int
 
 
-def group_batches(manager: CacheManager, extents: Sequence[Extent]) -> list[CacheBatch]:
-    """One batch for each group; all slots have been reserved."""
+def group_batches(
+    manager: CacheManager, extents: Sequence[Extent], *, as_arrays: bool = True
+) -> list[CacheBatch]:
+    """One batch for each group; all slots have been reserved. `as_arrays`: block ids and slots are numpy's and torch's,
+    made at once.
+    """
     return [
         _state_batch(manager, number, extents)
         if isinstance(group, StateGroup)
-        else _group_batch(manager, number, extents)
+        else _group_batch(manager, number, extents, as_arrays)
         for number, group in enumerate(manager.groups)
     ]
 
@@ -54,7 +58,7 @@ def _state_batch(manager: CacheManager, group: int, extents: Sequence[Extent]) -
     return StateBatch(tuple(spans))
 
 
-def _group_batch(manager: CacheManager, group: int, extents: Sequence[Extent]) -> GroupBatch:
+def _group_batch(manager: CacheManager, group: int, extents: Sequence[Extent], as_arrays: bool) -> GroupBatch:
     size = manager.block_size
     views = manager.tables([e.sequence for e in extents], group)
     tables: list[SequenceTable] = []
@@ -62,7 +66,9 @@ def _group_batch(manager: CacheManager, group: int, extents: Sequence[Extent]) -
     for (_, start, n_tokens), view in zip(extents, views, strict=True):
         end = start + n_tokens
         # Of a copy, which slicing makes: the manager's array cannot grow while a view of it exists.
-        blocks = np.frombuffer(view.blocks[view.n_holes : -(-end // size)], dtype=np.int32)
+        copied = view.blocks[view.n_holes : -(-end // size)]
+        # Native programs read any buffer of int32.
+        blocks = np.frombuffer(copied, dtype=np.int32) if as_arrays else cast(IntArray, copied)
         tables.append(SequenceTable(first_row, n_tokens, start, view.n_holes * size, blocks))
         first_row += n_tokens
-    return GroupBatch.of(tables, size)
+    return GroupBatch.of(tables, size, at_once=as_arrays)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from motley.kvcache.prefix import PrefixStats
 from motley.kvcache.sequences import BlockCopy, GroupStats
@@ -28,8 +29,7 @@ class Restored:
     slots: tuple[list[int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TableView:
+class TableView(NamedTuple):
     """A sequence's blocks in one group, HOLE for dropped ones. To be read or copied at once, not kept.
 
     As long as `version` is the same, the table has only grown: entries seen before need not be read again.

@@ -72,12 +72,15 @@ class Batch:
         return rows
 
 
+Numbers = torch.Tensor | list[int]  # int32; a list where all backends take one
+
+
 @dataclass(frozen=True)
 class PlacedBatch:
     """A batch that is complete except for its token ids, which may not be computed yet. See `Runner.place`."""
 
     shape: BatchShape
-    inputs: Mapping[str, torch.Tensor]  # int32, by name
+    inputs: Mapping[str, Numbers]  # by name
     cache: tuple[CacheBatch, ...]  # the slots and block tables of each group of layers
     n_best: int = (
         0  # so many of a row's largest logits are needed, and other processes need not send more; 0: all

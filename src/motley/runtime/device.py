@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
-import torch
-
-from motley.backends import Backend, Executable, LoadedWeight
+from motley.backends import Backend, BatchInputs, Executable, LoadedWeight
 from motley.graph import CACHE, RECURRENT, Graph
 from motley.graph.ops import cache_layer
-from motley.kvcache.arena import Arena, ArenaLayer, GroupBatch
+from motley.kvcache.arena import Arena, ArenaLayer
 from motley.kvcache.groups import BlockCopy, BlockShift
-from motley.kvcache.state_arena import StateBatch, StatePlanes
+from motley.kvcache.state_arena import StatePlanes
 from motley.models import BatchShape
 from motley.plan import DevicePlan
-from motley.runtime.batch import PlacedBatch
+from motley.runtime.batch import Numbers, PlacedBatch
 from motley.runtime.group import CollectiveKernel
 from motley.runtime.shifting import KeyRotator
 
@@ -47,23 +44,14 @@ class DeviceRunner:
         return self._backend.prepare(plan, self._weights)
 
     def begin(
-        self, batch: PlacedBatch, inputs: Mapping[str, torch.Tensor], copies: Sequence[BlockCopy]
-    ) -> dict[str, Any]:
+        self, batch: PlacedBatch, inputs: Mapping[str, Numbers], copies: Sequence[BlockCopy]
+    ) -> BatchInputs:
         """The arguments of an executable for a batch: its inputs, and each cache layer with the batch's block tables.
 
         Also performs the block copies.
         """
         self.arena.prepare(batch.cache, copies)
-        caches: dict[str, Any] = {}
-        for name, layer in self._layers.items():
-            own = batch.cache[layer.group]
-            if isinstance(layer, StatePlanes):
-                assert isinstance(own, StateBatch)
-                caches[name] = layer.on(own)
-            else:
-                assert isinstance(own, GroupBatch)
-                caches[name] = layer.on(own)
-        return {**caches, **inputs}
+        return BatchInputs(inputs, self._layers, batch.cache)
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
         """Move cached K/V to earlier positions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from motley.kvcache.batching import Extent, group_batches
 from motley.kvcache.groups import BlockCopy, BlockShift
 from motley.kvcache.manager import CacheManager
 from motley.models import HIDDEN, N_EXPERT_USED, BatchShape, ExpertParams
-from motley.runtime.batch import Batch, PlacedBatch
+from motley.runtime.batch import Batch, Numbers, PlacedBatch
 from motley.runtime.caching import CachePlan
 from motley.runtime.hosts.workers import Hosts
 from motley.runtime.loading import Progress
@@ -47,6 +47,8 @@ class Runner:
         self.hidden: torch.Tensor | None = None  # (tokens, embd) of the latest batch that keeps them
         self._backends = list(backends)
         self._hosts = hosts
+        self._takes_lists = hosts is None and all(backend.takes_lists for backend in backends)
+        self._padded_shapes: dict[BatchShape, BatchShape] = {}
         own = {device: backends[device] for device in split.crew.members(0)}
         link = None if hosts is None else hosts.link
         self.local = Worker(split, own, cache, n_threads=n_threads, progress=progress, link=link)
@@ -77,15 +79,15 @@ class Runner:
                 batch.wants_hidden,
                 batch.keeps_hidden,
             ),
-            {name: _int32(numbers) for name, numbers in inputs.items()},
-            tuple(group_batches(manager, extents)),
+            {name: self._packed(numbers) for name, numbers in inputs.items()},
+            tuple(group_batches(manager, extents, as_arrays=not self._takes_lists)),
             0 if batch.wants_hidden or batch.keeps_hidden or batch.n_best > self._n_vocab else batch.n_best,
         )
 
     def run(
         self,
         batch: PlacedBatch,
-        tokens: Sequence[int] | torch.Tensor,
+        tokens: list[int] | torch.Tensor,
         copies: Sequence[BlockCopy],
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -98,8 +100,8 @@ class Runner:
         """
         assert len(tokens) == batch.shape.n_tokens, (len(tokens), batch.shape)
         self.n_runs += 1
-        given = tokens if isinstance(tokens, torch.Tensor) else _int32(tokens)
-        inputs = {"tokens": given, **batch.inputs}
+        given = tokens if isinstance(tokens, torch.Tensor) else self._packed(tokens)
+        inputs: dict[str, Numbers] = {"tokens": given, **batch.inputs}
         if hidden is not None:
             inputs[HIDDEN] = hidden
         shape = self._padded(batch.shape)
@@ -107,10 +109,15 @@ class Runner:
             outputs = self.local.run(shape, batch, inputs, copies)
         else:
             with self._hosts.guarded():
-                self._hosts.run(shape, batch, inputs, copies)
+                self._hosts.run(shape, batch, cast(dict[str, torch.Tensor], inputs), copies)
                 outputs = self.local.run(shape, batch, inputs, copies)
         self.hidden = outputs[0][1][: batch.shape.n_tokens] if batch.shape.keeps_hidden else None
-        return outputs[0][0][: batch.shape.n_outputs]
+        logits, n_outputs = outputs[0][0], batch.shape.n_outputs
+        return logits if logits.shape[0] == n_outputs else logits[:n_outputs]
+
+    def _packed(self, numbers: list[int]) -> Numbers:
+        """Integers as all backends take them. Small tensors take longer to make than a small model's layer to run."""
+        return numbers if self._takes_lists else torch.from_numpy(np.array(numbers, np.int32))
 
     @property
     def sends_rows(self) -> bool:
@@ -156,11 +163,16 @@ class Runner:
 
     def _padded(self, shape: BatchShape) -> BatchShape:
         """The shape that plans are made for: rows are rounded up to a bucket, if all devices have the same buckets."""
-        n_tokens = {b.bucket(shape.n_tokens) for b in self._backends}
-        n_outputs = {b.output_bucket(shape.n_tokens, shape.n_outputs) for b in self._backends}
-        if len(n_tokens) != 1 or len(n_outputs) != 1:
-            return shape
-        return replace(shape, n_tokens=n_tokens.pop(), n_outputs=n_outputs.pop())
+        padded = self._padded_shapes.get(shape)
+        if padded is None:
+            n_tokens = {b.bucket(shape.n_tokens) for b in self._backends}
+            n_outputs = {b.output_bucket(shape.n_tokens, shape.n_outputs) for b in self._backends}
+            is_common = len(n_tokens) == 1 and len(n_outputs) == 1
+            padded = (
+                replace(shape, n_tokens=n_tokens.pop(), n_outputs=n_outputs.pop()) if is_common else shape
+            )
+            self._padded_shapes[shape] = padded
+        return padded
 
     def store_random(self, manager: CacheManager, sequence: int, n_tokens: int) -> None:
         """Fills the next slots of a sequence with random keys and values. The slots must be reserved before."""
@@ -237,7 +249,3 @@ def _max_experts(n_used: int, experts: ExpertParams) -> int:
     if n_used <= experts.n_used:
         return 0
     return min(1 << (n_used - 1).bit_length(), experts.n_experts)
-
-
-def _int32(numbers: Sequence[int]) -> torch.Tensor:
-    return torch.from_numpy(np.array(numbers, np.int32))

@@ -14,7 +14,7 @@ from motley.graph import Graph
 from motley.kvcache.arena import Arena, CacheBatch
 from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape
-from motley.runtime.batch import PlacedBatch
+from motley.runtime.batch import Numbers, PlacedBatch
 from motley.runtime.caching import CachePlan
 from motley.runtime.device import DeviceRunner
 from motley.runtime.group import CollectiveKernel, Communicator, ThreadGroup
@@ -106,7 +106,7 @@ class Worker:
         self,
         shape: BatchShape,
         batch: PlacedBatch,
-        inputs: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, Numbers],
         copies: Sequence[BlockCopy],
     ) -> list[tuple[torch.Tensor, ...]]:
         """The outputs of each device. `shape`: the batch's own, or with more rows. `copies` are made first."""
@@ -125,7 +125,7 @@ class Worker:
         self,
         step: _Step,
         batch: PlacedBatch,
-        inputs: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, Numbers],
         copies: Sequence[BlockCopy],
     ) -> list[tuple[torch.Tensor, ...]]:
         if step.joint is not None:
@@ -139,16 +139,17 @@ class Worker:
         if self._link is not None and self._link.rendezvous is not self._rendezvous:
             self._steps.clear()  # its programs do collectives at the rendezvous of a lost connection
             self._rendezvous = self._group.rendezvous = self._link.rendezvous
-        if shape in self._steps:
+        step = self._steps.get(shape)
+        if step is not None:
             self._steps.move_to_end(shape)
         else:
             executables = self._group.run(lambda index: self.devices[index].prepare(shape))
             is_joint = self._link is None or self._rendezvous is not None
-            self._steps[shape] = _Step(executables, join(executables) if is_joint else None)
+            step = self._steps[shape] = _Step(executables, join(executables) if is_joint else None)
             self.n_plans += 1
             if len(self._steps) > _MAX_STEPS:
                 self._steps.popitem(last=False)
-        return self._steps[shape]
+        return step
 
     def store_random(self, batch: Sequence[CacheBatch]) -> None:
         """Fills a batch's slots with random keys and values."""

@@ -49,7 +49,8 @@ class Memory:
             for t in inputs
             if t.dtype not in HANDLES
         }
-        self.input_arrays = {name: tensor.numpy() for name, tensor in self.inputs.items()}  # the same memory
+        # Of each input, the address and the number of values, or of rows.
+        self.input_places = {name: (address(tensor), len(tensor)) for name, tensor in self.inputs.items()}
         self._fixed: dict[Tensor, torch.Tensor] = {}  # constants, and weights as float32
         self.kept: list[torch.Tensor] = []  # what else programs have addresses of
 

@@ -10,7 +10,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from motley.backends.base import Backend, Executable, Joint, LoadedWeight, Rendezvous, few_sizes
+from motley.backends.base import (
+    Backend,
+    BatchInputs,
+    Executable,
+    Joint,
+    LoadedWeight,
+    Rendezvous,
+    few_sizes,
+)
 from motley.backends.cpu.addresses import Memory, Scratch
 from motley.backends.cpu.cache import BatchSlot, StateSlot
 from motley.backends.cpu.compiler import Compiler, can_compile
@@ -46,6 +54,7 @@ class CpuBackend(Backend):
 
     name: ClassVar[str] = "cpu"
     has_native_collectives: ClassVar[bool] = True
+    takes_lists: ClassVar[bool] = True
     is_exact: ClassVar[bool] = False  # whether activations stay float32
 
     def __init__(self, instruction_set: str = "") -> None:
@@ -155,6 +164,7 @@ class CpuExecutable(Executable):
         self._states: dict[str, Any] = {}  # the batch's, by name
         self._state_slot = StateSlot() if self._state_names and HAS_RECURRENT else None
         self._layers: list[Any] | None = None  # those that the segments were compiled for
+        self._given_layers: Mapping[str, Any] | None = None  # what they were found in
         self._segments: list[Callable[[int, int], Any]] = []
         self._program: Any = None  # all of it, where everything is native
         self._slots: list[tuple[BatchSlot, str]] = []  # with the name of a cache that has the slot's batch
@@ -182,21 +192,31 @@ class CpuExecutable(Executable):
 
     def _bind(self, inputs: Mapping[str, Any]) -> None:
         """Put a batch where the segments will look for it."""
-        layers = [inputs[name].layer for name in (*self._cache_names, *self._state_names)]
-        if layers != self._layers or self._memory.start != self._compiled_at:
-            self._compile(layers)
+        layers = inputs.layers if isinstance(inputs, BatchInputs) else None
+        if layers is None or layers is not self._given_layers or self._memory.start != self._compiled_at:
+            self._find_layers(inputs)
+            self._given_layers = layers
         n_actual = {TOKENS: -1, OUTPUTS: -1}
-        for name, buffer in self._memory.input_arrays.items():
-            given = inputs[name].numpy()  # which takes less time than torch to copy a few numbers
-            if len(given) < len(buffer):
+        for name, (address, n_room) in self._memory.input_places.items():
+            given = inputs[name]
+            if len(given) < n_room:
                 n_actual[INPUT_KINDS[name]] = len(given)
-            buffer[: len(given)] = given
+            if isinstance(given, list):
+                core.put(address, n_room, given)
+            else:
+                self._memory.inputs[name][: len(given)] = given
         self._n_actual = n_actual[TOKENS], n_actual[OUTPUTS]
         self._states.update((name, inputs[name]) for name in self._state_names)
         if self._state_slot is not None:
             self._state_slot.fill(inputs[self._state_names[0]].batch)
         for slot, name in self._slots:
             slot.fill(inputs[name].batch)
+
+    def _find_layers(self, inputs: Mapping[str, Any]) -> None:
+        """Compile again if layers of the cache, or the scratch memory, are elsewhere."""
+        layers = [inputs[name].layer for name in (*self._cache_names, *self._state_names)]
+        if layers != self._layers or self._memory.start != self._compiled_at:
+            self._compile(layers)
 
     def _compile(self, layers: list[Any]) -> None:
         named: dict[str, PagedLayer] = dict(zip(self._cache_names, layers, strict=False))
@@ -205,7 +225,7 @@ class CpuExecutable(Executable):
         )
         by_group: dict[int, tuple[BatchSlot, str]] = {}
         for name, layer in named.items():
-            by_group.setdefault(layer.group, (BatchSlot(), name))
+            by_group.setdefault(layer.group, (BatchSlot(layer.keys.block_size), name))
         self._slots = list(by_group.values())
         slots = {name: by_group[layer.group][0] for name, layer in named.items()}
         compiler = Compiler(

@@ -43,18 +43,12 @@ class StateSlot:
 
 
 class BatchSlot:
-    """A fixed place that programs read a batch's addresses from; filled before each run."""
+    """A fixed place that programs read a batch's block tables from; filled before each run."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
         self.native: Any = core.Batch()
-        self._kept: Batch | None = None  # what the addresses are of
+        self._block_size = block_size
 
     def fill(self, batch: Batch) -> None:
-        self._kept = batch
-        self.native.set(
-            address(batch.slots),
-            [
-                (t.first_row, t.n_rows, t.position, t.first, t.blocks.__array_interface__["data"][0])
-                for t in batch.tables
-            ],
-        )
+        tables = [(t.first_row, t.n_rows, t.position, t.first, t.blocks) for t in batch.tables]
+        self.native.place(self._block_size, tables)
