@@ -39,10 +39,10 @@ _NO_LOGITS = torch.empty(0, 0)
 
 
 class _Planned(NamedTuple):
-    """A scheduled step with its placed batch."""
+    """A scheduled step with its placed batch. None: it is placed when it runs, as no GPU computes meanwhile."""
 
     step: Step
-    batch: PlacedBatch
+    batch: PlacedBatch | None
 
 
 class Engine:
@@ -199,6 +199,8 @@ class Engine:
 
     def give_back(self) -> None:
         """Releases the memory of empty blocks, if the cache is demand-paged."""
+        if not self.runner.is_demand_paged:
+            return
         try:
             self.runner.give_back(self.cache.take_emptied())
         except BaseException:
@@ -230,6 +232,7 @@ class Engine:
             step, batch = self._plan()
             if not step.work:
                 return step, [], NONE_CHOSEN, _NO_LOGITS
+            batch = batch or self._place(step)
             logits = self.runner.run(batch, step.tokens(), step.copies)
             if self.runner.hidden is not None:
                 rows = [(request, request.n_computed, n_tokens) for request, n_tokens in step.work]
@@ -252,7 +255,7 @@ class Engine:
             tokens = self._choose_rows(ready, first_rows(step, ready), logits)
             return step, ready, tokens, logits
         chosen = self._chooser.choose(logits, [row_of(r) for r in ready])
-        self._ahead = self._plan_ahead()  # a GPU is still computing
+        self._ahead = self._plan_ahead(is_computing=chosen.on_device is not None)
         self._begin_ahead(chosen, ready)
         return step, ready, chosen_of(chosen), logits
 
@@ -295,7 +298,7 @@ class Engine:
     def _begin_ahead(self, chosen: Pending, ready: Sequence[Request]) -> None:
         """Launches the look-ahead step with tokens that only the GPU has yet, so that it does not wait for the host."""
         ahead = self._ahead
-        if ahead is None or chosen.on_device is None or not self.runner.can_chain:
+        if ahead is None or ahead.batch is None or chosen.on_device is None or not self.runner.can_chain:
             return
         if self.speculator.may_draft(ready):
             return  # a draft needs the tokens: it may be worth more than the time that the host takes
@@ -339,12 +342,15 @@ class Engine:
         self._is_blocked = not step.work
         if self._is_blocked and not self.n_guests:
             self._refuse_first()
-        return _Planned(step, self._place(step))
+        return _Planned(step, None)
 
-    def _plan_ahead(self) -> _Planned | None:
-        """The look-ahead plan: the step expected after the one that has just been launched. None: no plan."""
+    def _plan_ahead(self, *, is_computing: bool) -> _Planned | None:
+        """The look-ahead plan: the step expected after the one that has just been launched. None: no plan.
+
+        `is_computing`: a GPU is, so that there is time to place the step as well.
+        """
         step = self.scheduler.plan_ahead()
-        return None if step is None else _Planned(step, self._place(step))
+        return None if step is None else _Planned(step, self._place(step) if is_computing else None)
 
     def _place(self, step: Step) -> PlacedBatch:
         chunks = []
@@ -358,7 +364,10 @@ class Engine:
             chunks.append(
                 Chunk(request.sequence, start, n_tokens, n_outputs, effort.n_experts, effort.n_layers)
             )
-        keeps_hidden = any(self.speculator.watches(request) for request, _ in step.work)
+        speculator = self.speculator
+        keeps_hidden = speculator.has_watchers and any(
+            speculator.watches(request) for request, _ in step.work
+        )
         n_best = n_needed([row_of(request) for request, _ in step.work]) if self.runner.sends_rows else 0
         return self.runner.place(Batch.of(chunks, keeps_hidden=keeps_hidden, n_best=n_best), self.cache)
 

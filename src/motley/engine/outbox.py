@@ -93,11 +93,10 @@ class Outbox(Generic[R]):
 
 
 def _wake(wakers: queue.SimpleQueue[Callable[[], object]]) -> None:
-    with suppress(queue.Empty):
-        while True:
-            wake = wakers.get_nowait()
-            with suppress(RuntimeError):  # that reader's event loop is closed
-                wake()
+    while not wakers.empty():  # which only the engine's thread empties
+        wake = wakers.get_nowait()
+        with suppress(RuntimeError):  # that reader's event loop is closed
+            wake()
 
 
 def _future(wakers: queue.SimpleQueue[Callable[[], object]]) -> asyncio.Future[None]:

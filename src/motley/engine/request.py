@@ -218,7 +218,8 @@ class Request:
 
     def accept(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         """Appends a sampled token; may finish the request."""
-        self.first_token = self.first_token or time.perf_counter()
+        if not self.first_token:
+            self.first_token = time.perf_counter()
         if self.draft:
             self._compare(token)
         if token in self.stop_ids:
@@ -230,10 +231,11 @@ class Request:
         self.generated.append(token)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
-        self._emit(self.text.push(token))
+        if piece := self.text.push(token):
+            self.outbox.put(piece)
         if self.text.is_stopped or (self.matcher is not None and self.matcher.is_complete):
             self.finish(STOP)
-        elif (self.max_tokens is not None and self.n_generated >= self.max_tokens) or self._is_late:
+        elif self._is_at_limit:
             self.finish(LENGTH)
 
     def expect(self, drafter: str, draft: tuple[int, ...]) -> None:
@@ -251,7 +253,10 @@ class Request:
             self.draft = ()  # the later rows were computed after a wrong token, or there are none
 
     @property
-    def _is_late(self) -> bool:
+    def _is_at_limit(self) -> bool:
+        """Whether it has all tokens, or has taken all the time, that it may."""
+        if self.max_tokens is not None and len(self.generated) >= self.max_tokens:
+            return True
         return self.max_seconds is not None and time.perf_counter() - self.first_token >= self.max_seconds
 
     def drop(self, n_keep: int, n_drop: int) -> None:
@@ -262,16 +267,13 @@ class Request:
 
     def finish(self, reason: str) -> None:
         """Ends the request and passes the completion to the reader."""
-        self._emit(self.text.finish())
+        if piece := self.text.finish():
+            self.outbox.put(piece)
         self._end(reason, None)
 
     def fail(self, error: MotleyError) -> None:
         """Ends the request with an error. Calls nothing that may have caused the error."""
         self._end(FAILED, error)
-
-    def _emit(self, piece: str) -> None:
-        if piece:
-            self.outbox.put(piece)
 
     def _end(self, reason: str, error: MotleyError | None) -> None:
         assert self.finish_reason is None, "a request ends once"
@@ -308,6 +310,7 @@ class TextStream:
     ) -> None:
         self._detokenizer = tokenizer.stream(after=prompt, skip_special=not shows_special)
         self._stops = StopChecker(stops)
+        self._has_stops = bool(stops)
         self._pieces: list[str] = []
         self.is_stopped = False
 
@@ -322,7 +325,8 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that has become final with this token."""
-        return self._checked(self._detokenizer.push(token))
+        piece = self._detokenizer.push(token)
+        return self._checked(piece) if self._has_stops else self._kept(piece)
 
     def finish(self) -> str:
         """The text that was held back: an incomplete character, or an incomplete stop string."""

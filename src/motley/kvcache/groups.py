@@ -88,6 +88,10 @@ class CacheGroup(ABC, Generic[Table]):
     def must_copy(self, table: Table, n_tokens: int) -> bool:
         """Whether `extend` would return copies."""
 
+    def is_writable(self, table: Table, n_tokens: int, n_slots: int) -> bool:
+        """Whether tokens n_tokens … n_slots - 1 can be written as it is: `extend` would change nothing."""
+        return False
+
     # The life of a table
 
     @abstractmethod

@@ -79,6 +79,9 @@ class CacheManager:
         if not self.groups:
             raise ConfigError("a KV cache needs at least one group of layers")
         self._finds_prefixes = find_prefixes
+        # Most calls are for the next token of an answer, so they skip what changes nothing then.
+        self._dropping = [i for i, g in enumerate(self.groups) if isinstance(g, BlockGroup) and g.spec.window]
+        self._has_states = any(isinstance(group, StateGroup) for group in self.groups)
         self._hasher = BlockHasher(salt)
         self._sequences: dict[int, _Sequence] = {}
         self._next_seq = 0
@@ -197,6 +200,9 @@ class CacheManager:
         n_tokens = sequence.n_tokens
         n_slots = max(sequence.n_slots, n_tokens + n_new)
         pairs = list(zip(self.groups, sequence.tables, strict=True))
+        if all(group.is_writable(table, n_tokens, n_slots) for group, table in pairs):
+            sequence.n_slots = n_slots
+            return []
         if not all(group.has_room(table, n_tokens, n_slots, n_uncertain) for group, table in pairs):
             return None
         if not may_copy and any(group.must_copy(table, n_tokens) for group, table in pairs):
@@ -214,6 +220,9 @@ class CacheManager:
         n_before = sequence.n_tokens
         assert n_before + len(tokens) <= sequence.n_slots, "commit of tokens that were not reserved"
         sequence.past.tokens.extend(tokens)
+        n_inside, size = n_before % self.block_size, self.block_size
+        if n_inside and n_inside + len(tokens) < size and not self._has_states:
+            return  # in the middle of a block: there is nothing new to publish
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.commit(table, sequence.n_tokens)
         if self._finds_prefixes and tokens:
@@ -228,8 +237,8 @@ class CacheManager:
         """
         sequence = self._sequences[seq]
         assert min_position <= sequence.n_tokens, "tokens before the batch are not committed yet"
-        for group, table in zip(self.groups, sequence.tables, strict=True):
-            group.drop_unseen(table, min_position)
+        for i in self._dropping:
+            self.groups[i].drop_unseen(sequence.tables[i], min_position)
 
     def fork(self, seq: int) -> int:
         """A second sequence with the same tokens and blocks; the first to write the last block copies it."""

@@ -97,6 +97,15 @@ class BlockGroup(CacheGroup[BlockTable]):
     def has_room(self, table: BlockTable, n_tokens: int, n_slots: int, n_uncertain: int = 0) -> bool:
         return self.n_missing(table, n_tokens, n_slots) <= self.pool.n_available
 
+    def is_writable(self, table: BlockTable, n_tokens: int, n_slots: int) -> bool:
+        if n_slots > len(table.blocks) * self.block_size:
+            return False
+        tail, n_kept = divmod(n_tokens, self.block_size)
+        if not n_kept:
+            return True
+        block = table.blocks[tail]
+        return self.pool.n_refs(block) == 1 and self.index.n_published(block) <= n_kept
+
     def must_copy(self, table: BlockTable, n_tokens: int) -> bool:
         return self.must_copy_tail(table, n_tokens)
 

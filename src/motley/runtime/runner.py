@@ -113,7 +113,7 @@ class Runner:
                 outputs = self.local.run(shape, batch, inputs, copies)
         self.hidden = outputs[0][1][: batch.shape.n_tokens] if batch.shape.keeps_hidden else None
         logits, n_outputs = outputs[0][0], batch.shape.n_outputs
-        return logits if logits.shape[0] == n_outputs else logits[:n_outputs]
+        return logits if shape.n_outputs == n_outputs else logits[:n_outputs]
 
     def _packed(self, numbers: list[int]) -> Numbers:
         """Integers as all backends take them. Small tensors take longer to make than a small model's layer to run."""
@@ -197,6 +197,11 @@ class Runner:
         self.local.require_shift()
         if self._hosts is not None:
             self._hosts.require_shift()
+
+    @property
+    def is_demand_paged(self) -> bool:
+        """Whether the memory of empty blocks can be released."""
+        return self._is_demand_paged
 
     def give_back(self, emptied: Sequence[Sequence[int]]) -> None:
         """Releases the memory of empty blocks. `emptied`: blocks of each cache group; see Arena.give_back."""

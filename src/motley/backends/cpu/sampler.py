@@ -28,6 +28,7 @@ def choose_rows(logits: torch.Tensor, settings: Sequence[Any], indexes: Sequence
     """
     n_rows, n_vocab = logits.shape
     assert n_rows == len(settings), (logits.shape, len(settings))
-    values = logits.float().contiguous()  # mostly the same tensor
-    chosen: list[int] = core.choose(values.data_ptr(), n_vocab, settings, indexes)
+    if logits.dtype != torch.float32 or not logits.is_contiguous():
+        logits = logits.float().contiguous()
+    chosen: list[int] = core.choose(logits.data_ptr(), n_vocab, settings, indexes)
     return chosen

@@ -101,6 +101,11 @@ class Speculator:
         if request.n_vain > _MAX_VAIN and self._costly.isdisjoint(request.speculation.drafters):
             request.drafts_from = request.n_generated + _REST
 
+    @property
+    def has_watchers(self) -> bool:
+        """Whether a drafter may need hidden states."""
+        return bool(self._watchers)
+
     def watches(self, request: Request) -> bool:
         """Whether a drafter needs the hidden states of the request's tokens."""
         return any(name in request.speculation.drafters for name in self._watchers)
