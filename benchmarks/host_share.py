@@ -35,6 +35,12 @@ class TimedTeam:
         self._team.run(programs)
         TimedTeam.seconds += time.perf_counter() - started
 
+    def draft(self, *arguments: Any) -> Any:
+        started = time.perf_counter()
+        rounds = self._team.draft(*arguments)
+        TimedTeam.seconds += time.perf_counter() - started
+        return rounds
+
 
 def time_native_calls() -> None:
     """Replace the CPU backend's teams by `TimedTeam`."""

@@ -13,7 +13,9 @@
 #endif
 
 #include "addresses.hpp"
+#include "batch.hpp"
 #include "dispatch.hpp"
+#include "drafting.hpp"
 #include "expert_ffn.hpp"
 #include "names.hpp"
 #include "program.hpp"
@@ -26,14 +28,6 @@ using namespace nb::literals;
 
 namespace motley {
 namespace {
-
-// Where a batch reads and writes in one group of layers. Programs keep a reference to it; each run sets its contents.
-struct Batch {
-    std::vector<SequenceView> sequences;
-    std::vector<int32_t> blocks;  // of all sequences, one after the other
-    std::vector<int64_t> slots;
-    BatchView view{};
-};
 
 // (first row, rows, position, first key, int32 block ids in a buffer)
 using SequenceTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, nb::object>;
@@ -50,27 +44,12 @@ void append_ints(nb::handle source, std::vector<int32_t>& out) {
 }
 
 void place_batch(Batch& batch, int64_t block_size, const std::vector<SequenceTuple>& sequences) {
-    if (block_size < 1) throw std::invalid_argument("no such block size");
-    batch.sequences.clear();
-    batch.blocks.clear();
-    batch.slots.clear();
-    std::vector<size_t> starts;
+    batch.clear(block_size);
     for (const auto& [first_token, n_tokens, position, first, blocks] : sequences) {
-        starts.push_back(batch.blocks.size());
-        append_ints(blocks, batch.blocks);
-        batch.sequences.push_back({first_token, n_tokens, position, first, nullptr});
+        append_ints(blocks, batch.blocks());
+        batch.add(first_token, n_tokens, position, first);
     }
-    starts.push_back(batch.blocks.size());
-    for (size_t i = 0; i < batch.sequences.size(); i++) {
-        SequenceView& sequence = batch.sequences[i];
-        sequence.blocks = batch.blocks.data() + starts[i];
-        const int64_t start = sequence.position - sequence.first, stop = start + sequence.n_tokens;
-        if (start < 0 || stop > static_cast<int64_t>(starts[i + 1] - starts[i]) * block_size)
-            throw std::invalid_argument("tokens outside of their sequence's blocks");
-        for (int64_t key = start; key < stop; key++)
-            batch.slots.push_back(sequence.blocks[key / block_size] * block_size + key % block_size);
-    }
-    batch.view = {batch.slots.data(), batch.sequences.data(), static_cast<int64_t>(batch.sequences.size())};
+    batch.finish();
 }
 
 // Writes integers to an input of a program, which has room for `n_room` of them.
@@ -297,14 +276,31 @@ RowSampler row_sampler(double temperature, int64_t top_k, double top_p, double m
     return {temperature, top_k, top_p, min_p, key};
 }
 
-std::vector<int32_t> choose(Address logits, int64_t n_columns, const std::vector<const RowSampler*>& samplers,
-                            const std::vector<int64_t>& indexes) {
+void require_samplers(const std::vector<const RowSampler*>& samplers, const std::vector<int64_t>& indexes, int64_t n_columns) {
     if (samplers.size() != indexes.size() || n_columns < 1) throw std::invalid_argument("a sampler and an index for each row");
     for (const RowSampler* each : samplers)
         if (!each) throw std::invalid_argument("a row without a sampler");
+}
+
+std::vector<int32_t> choose(Address logits, int64_t n_columns, const std::vector<const RowSampler*>& samplers,
+                            const std::vector<int64_t>& indexes) {
+    require_samplers(samplers, indexes, n_columns);
     std::vector<int32_t> tokens(samplers.size());
     choose_tokens(at(logits), static_cast<int64_t>(samplers.size()), n_columns, samplers.data(), indexes.data(), tokens.data());
     return tokens;
+}
+
+// (program, address of its tokens, of its positions, its batches); an address may be 0
+using DraftTuple = std::tuple<Program*, Address, Address, std::vector<Batch*>>;
+
+std::vector<std::vector<int32_t>> draft(Team& team, const std::vector<DraftTuple>& devices, Address logits, int64_t n_columns,
+                                        const std::vector<const RowSampler*>& samplers, const std::vector<int64_t>& indexes, int n_rounds) {
+    require_samplers(samplers, indexes, n_columns);
+    std::vector<DraftProgram> programs;
+    for (const auto& [program, tokens, positions, batches] : devices)
+        programs.push_back({program, at<int32_t>(tokens), at<int32_t>(positions), batches});
+    nb::gil_scoped_release release;
+    return draft_tokens(team, programs, at(logits), n_columns, samplers, indexes, n_rounds);
 }
 
 nb::dict numbers(const std::vector<Named>& names) {
@@ -378,5 +374,7 @@ NB_MODULE(_core, m) {
     bind_program(m);
     nb::class_<Team>(m, "Team", "Runs the programs of several devices at the same time; the first on the caller's thread.")
         .def(nb::init<int>(), "n_devices"_a)
-        .def("run", &Team::run, "programs"_a, nb::call_guard<nb::gil_scoped_release>());
+        .def("run", &Team::run, "programs"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("draft", &draft, "devices"_a, "logits"_a, "n_columns"_a, "samplers"_a, "indexes"_a, "n_rounds"_a,
+             "Tokens of several rounds for each row, each of which is the input of the next round.");
 }

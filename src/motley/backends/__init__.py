@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from motley.backends.base import (
     Backend,
     BatchInputs,
+    DraftingJoint,
     Executable,
     Footprint,
     Joint,
@@ -81,6 +82,7 @@ __all__ = [
     "Backend",
     "BatchInputs",
     "CpuBackend",
+    "DraftingJoint",
     "Executable",
     "Footprint",
     "Joint",

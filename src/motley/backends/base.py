@@ -90,6 +90,24 @@ class Joint(Protocol):
         ...
 
 
+class DraftingJoint(Protocol):
+    """A joint run that can also make its outputs its next inputs, without Python in between."""
+
+    def draft(
+        self,
+        inputs: Sequence[Mapping[str, Any]],
+        settings: Sequence[Any],
+        indexes: Sequence[int],
+        n_rounds: int,
+    ) -> list[list[int]]:
+        """Tokens for each sequence of a batch with one row each: those of each round, which are the next one's inputs.
+
+        Block tables must reach as far as the last round. `settings`, `indexes`: of each row, as for `choose_rows`. It
+        ends early if a row has no token.
+        """
+        ...
+
+
 class Executable(ABC):
     """A plan bound to its weights and its memory. Not for two threads at a time."""
 

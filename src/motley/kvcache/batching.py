@@ -22,15 +22,15 @@ class Extent(NamedTuple):
 
 
 def group_batches(
-    manager: CacheManager, extents: Sequence[Extent], *, as_arrays: bool = True
+    manager: CacheManager, extents: Sequence[Extent], *, n_ahead: int = 0, as_arrays: bool = True
 ) -> list[CacheBatch]:
-    """One batch for each group; all slots have been reserved. `as_arrays`: block ids and slots are numpy's and torch's,
-    made at once.
+    """One batch for each group; all slots have been reserved. `n_ahead`: tokens after the batch that tables reach.
+    `as_arrays`: block ids and slots are numpy's and torch's, made at once.
     """
     return [
         _state_batch(manager, number, extents)
         if isinstance(group, StateGroup)
-        else _group_batch(manager, number, extents, as_arrays)
+        else _group_batch(manager, number, extents, n_ahead, as_arrays)
         for number, group in enumerate(manager.groups)
     ]
 
@@ -58,13 +58,15 @@ def _state_batch(manager: CacheManager, group: int, extents: Sequence[Extent]) -
     return StateBatch(tuple(spans))
 
 
-def _group_batch(manager: CacheManager, group: int, extents: Sequence[Extent], as_arrays: bool) -> GroupBatch:
+def _group_batch(
+    manager: CacheManager, group: int, extents: Sequence[Extent], n_ahead: int, as_arrays: bool
+) -> GroupBatch:
     size = manager.block_size
     views = manager.tables([e.sequence for e in extents], group)
     tables: list[SequenceTable] = []
     first_row = 0
     for (_, start, n_tokens), view in zip(extents, views, strict=True):
-        end = start + n_tokens
+        end = start + n_tokens + n_ahead
         # Of a copy, which slicing makes: the manager's array cannot grow while a view of it exists.
         copied = view.blocks[view.n_holes : -(-end // size)]
         # Native programs read any buffer of int32.

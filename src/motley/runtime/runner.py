@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -60,9 +60,9 @@ class Runner:
                 self.local.close()
                 raise
 
-    def place(self, batch: Batch, manager: CacheManager) -> PlacedBatch:
+    def place(self, batch: Batch, manager: CacheManager, n_rounds: int = 1) -> PlacedBatch:
         """The batch with its slots, block tables and other inputs. Its slots must be reserved before, and must not
-        change until the batch has run.
+        change until the batch has run. `n_rounds`: see `draft`.
         """
         extents = [Extent(c.sequence, c.start, c.n_tokens) for c in batch.chunks]
         inputs = {"positions": batch.positions(), "output_rows": batch.output_rows()}
@@ -80,7 +80,7 @@ class Runner:
                 batch.keeps_hidden,
             ),
             {name: self._packed(numbers) for name, numbers in inputs.items()},
-            tuple(group_batches(manager, extents, as_arrays=not self._takes_lists)),
+            tuple(group_batches(manager, extents, n_ahead=n_rounds - 1, as_arrays=not self._takes_lists)),
             0 if batch.wants_hidden or batch.keeps_hidden or batch.n_best > self._n_vocab else batch.n_best,
         )
 
@@ -114,6 +114,27 @@ class Runner:
         self.hidden = outputs[0][1][: batch.shape.n_tokens] if batch.shape.keeps_hidden else None
         logits, n_outputs = outputs[0][0], batch.shape.n_outputs
         return logits if shape.n_outputs == n_outputs else logits[:n_outputs]
+
+    def draft(
+        self,
+        batch: PlacedBatch,
+        tokens: list[int],
+        settings: Sequence[Any],
+        indexes: Sequence[int],
+        n_rounds: int,
+    ) -> list[list[int]] | None:
+        """Tokens of `n_rounds` rounds for each sequence of a batch with one token each, in one native call: the tokens
+        of a round are the inputs of the next. None: this runner has no such call.
+
+        The batch must be placed for `n_rounds`. `settings`, `indexes`: of each row, as for `choose_rows`. If a row has
+        no token (see there), its round is the last.
+        """
+        if not self._takes_lists or self._has_states or self._is_demand_paged:
+            return None
+        inputs: dict[str, Numbers] = {"tokens": tokens, **batch.inputs}
+        rounds = self.local.draft(self._padded(batch.shape), batch, inputs, settings, indexes, n_rounds)
+        self.n_runs += len(rounds or ())
+        return rounds
 
     def _packed(self, numbers: list[int]) -> Numbers:
         """Integers as all backends take them. Small tensors take longer to make than a small model's layer to run."""

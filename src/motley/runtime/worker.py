@@ -6,10 +6,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 
-from motley.backends import Backend, Executable, Joint, Rendezvous, join, make_rendezvous
+from motley.backends import Backend, DraftingJoint, Executable, Joint, Rendezvous, join, make_rendezvous
 from motley.graph import Graph
 from motley.kvcache.arena import Arena, CacheBatch
 from motley.kvcache.sequences import BlockCopy, BlockShift
@@ -34,6 +35,7 @@ class _Step:
 
     executables: list[Executable]
     joint: Joint | None
+    drafting: DraftingJoint | None  # the same, if it can draft
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,22 @@ class Worker:
             lambda index: step.executables[index].run(self.devices[index].begin(batch, inputs, copies))
         )
 
+    def draft(
+        self,
+        shape: BatchShape,
+        batch: PlacedBatch,
+        inputs: Mapping[str, Numbers],
+        settings: Sequence[Any],
+        indexes: Sequence[int],
+        n_rounds: int,
+    ) -> list[list[int]] | None:
+        """See `Runner.draft`."""
+        drafting = self.prepare(shape).drafting
+        if drafting is None:
+            return None
+        given = [device.begin(batch, inputs, ()) for device in self.devices]
+        return drafting.draft(given, settings, indexes, n_rounds)
+
     def prepare(self, shape: BatchShape) -> _Step:
         """The plans of all devices for a batch shape. They are kept."""
         if self._link is not None and self._link.rendezvous is not self._rendezvous:
@@ -145,7 +163,9 @@ class Worker:
         else:
             executables = self._group.run(lambda index: self.devices[index].prepare(shape))
             is_joint = self._link is None or self._rendezvous is not None
-            step = self._steps[shape] = _Step(executables, join(executables) if is_joint else None)
+            joint = join(executables) if is_joint else None
+            drafting = cast(DraftingJoint, joint) if hasattr(joint, "draft") else None
+            step = self._steps[shape] = _Step(executables, joint, drafting)
             self.n_plans += 1
             if len(self._steps) > _MAX_STEPS:
                 self._steps.popitem(last=False)

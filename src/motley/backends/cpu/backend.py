@@ -212,6 +212,14 @@ class CpuExecutable(Executable):
         for slot, name in self._slots:
             slot.fill(inputs[name].batch)
 
+    @property
+    def _draft_inputs(self) -> tuple[Any, int, int, list[Any]]:
+        """As csrc's DraftTuple: the program, and those of its inputs that change from token to token."""
+        tokens, positions = (
+            self._memory.input_places.get(name, (0, 0))[0] for name in ("tokens", "positions")
+        )
+        return self._program, tokens, positions, [slot.native for slot, _ in self._slots]
+
     def _find_layers(self, inputs: Mapping[str, Any]) -> None:
         """Compile again if layers of the cache, or the scratch memory, are elsewhere."""
         layers = [inputs[name].layer for name in (*self._cache_names, *self._state_names)]
@@ -285,8 +293,30 @@ class _Joint:
         self._team = team
 
     def run(self, inputs: Sequence[Mapping[str, Any]]) -> list[tuple[torch.Tensor, ...]]:
+        self._bind(inputs)
+        self._team.run([member._program for member in self._members])
+        return [member._outputs for member in self._members]
+
+    def draft(
+        self,
+        inputs: Sequence[Mapping[str, Any]],
+        settings: Sequence[Any],
+        indexes: Sequence[int],
+        n_rounds: int,
+    ) -> list[list[int]]:
+        self._bind(inputs)
+        logits = self._members[0]._outputs[0]
+        rounds: list[list[int]] = self._team.draft(
+            [member._draft_inputs for member in self._members],
+            logits.data_ptr(),
+            logits.shape[1],
+            settings,
+            indexes,
+            n_rounds,
+        )
+        return rounds
+
+    def _bind(self, inputs: Sequence[Mapping[str, Any]]) -> None:
         for member, own in zip(self._members, inputs, strict=True):
             member._bind(own)
             member._program.set_batch(*member._n_actual)
-        self._team.run([member._program for member in self._members])
-        return [member._outputs for member in self._members]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ class DraftModel:
         self._free([request for request in self._sequences if request.is_finished])
         lanes = self._caught_up([lane for ask in asks if (lane := self._lane(ask)) is not None])
         is_prompt = any(len(lane.pending) > lane.n_max + 1 for lane in lanes)
-        self._rounds.draft(lanes, self._run)
+        self._rounds.draft(lanes, self._run, self._run_rounds)
         self.is_usual = self.runner.n_plans == n_plans and not is_prompt
         drafted = {lane.request: tuple(lane.drafted) for lane in lanes}
         return [Draft(drafted.get(ask.request, ()), self.name) for ask in asks]
@@ -124,12 +125,28 @@ class DraftModel:
         batch = self.runner.place(Batch.of(chunks), self._cache)
         logits = self.runner.run(batch, [token for lane in lanes for token in lane.pending], ())
         for lane in lanes:
-            self._cache.commit(lane.sequence, lane.pending)
-            own = self._sequences[lane.request]
-            own.tokens += lane.pending
-            if not lane.drafted:
-                own.n_sure = len(own.tokens)
+            self._commit(lane)
         return logits
+
+    def _run_rounds(
+        self, lanes: Sequence[Lane], settings: Sequence[Any], indexes: Sequence[int], n_rounds: int
+    ) -> list[list[int]] | None:
+        chunks = [Chunk(lane.sequence, lane.start, 1, 1) for lane in lanes]
+        batch = self.runner.place(Batch.of(chunks), self._cache, n_rounds)
+        rounds = self.runner.draft(batch, [lane.pending[0] for lane in lanes], settings, indexes, n_rounds)
+        if rounds is not None:
+            for i, lane in enumerate(lanes):
+                self._commit(lane, [tokens[i] for tokens in rounds[:-1]])
+        return rounds
+
+    def _commit(self, lane: Lane, drafted: Sequence[int] = ()) -> None:
+        """Records that a lane's pending tokens were computed, and then those of further rounds."""
+        own = self._sequences[lane.request]
+        own.tokens += lane.pending
+        if not lane.drafted:
+            own.n_sure = len(own.tokens)
+        own.tokens += drafted
+        self._cache.commit(lane.sequence, [*lane.pending, *drafted])
 
     def _free(self, requests: Iterable[Request]) -> None:
         for request in requests:

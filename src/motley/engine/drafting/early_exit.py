@@ -7,6 +7,7 @@ computes the draft with all layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from motley.engine.drafting.rounds import Lane, RoundChooser
 from motley.engine.request import Request
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy
-from motley.runtime import Batch, Chunk, Runner
+from motley.runtime import Batch, Chunk, PlacedBatch, Runner
 
 
 class EarlyExit:
@@ -35,7 +36,7 @@ class EarlyExit:
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
         n_plans = self._runner.n_plans
         lanes = [self._lane(ask) for ask in asks]
-        self._rounds.draft([lane for lane in lanes if lane is not None], self._run)
+        self._rounds.draft([lane for lane in lanes if lane is not None], self._run, self._run_rounds)
         self.is_usual = self._runner.n_plans == n_plans
         return [Draft(() if lane is None else tuple(lane.drafted), self.name) for lane in lanes]
 
@@ -60,14 +61,24 @@ class EarlyExit:
         return Lane(request, ask.n_max, request.sequence, request.n_computed, pending)
 
     def _run(self, lanes: Sequence[Lane]) -> torch.Tensor:
+        tokens = [token for lane in lanes for token in lane.pending]
+        logits = self._runner.run(self._placed(lanes), tokens, self._copies)
+        self._copies = []
+        return logits
+
+    def _run_rounds(
+        self, lanes: Sequence[Lane], settings: Sequence[Any], indexes: Sequence[int], n_rounds: int
+    ) -> list[list[int]] | None:
+        if self._copies:
+            return None
+        tokens = [lane.pending[0] for lane in lanes]
+        return self._runner.draft(self._placed(lanes, n_rounds), tokens, settings, indexes, n_rounds)
+
+    def _placed(self, lanes: Sequence[Lane], n_rounds: int = 1) -> PlacedBatch:
         chunks = [
             Chunk(
                 lane.sequence, lane.start, len(lane.pending), 1, lane.request.effort.n_experts, self._n_layers
             )
             for lane in lanes
         ]
-        batch = self._runner.place(Batch.of(chunks), self._cache)
-        tokens = [token for lane in lanes for token in lane.pending]
-        logits = self._runner.run(batch, tokens, self._copies)
-        self._copies = []
-        return logits
+        return self._runner.place(Batch.of(chunks), self._cache, n_rounds)

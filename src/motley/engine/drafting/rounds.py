@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from motley.engine.choosing import ChoiceRow, Chooser, chooser_for
+from motley.engine.choosing import ChoiceRow, Chooser, Found, chooser_for
 from motley.engine.request import Request
 
 Run = Callable[[Sequence["Lane"]], torch.Tensor]
+# (lanes with one pending token each, native settings of their samplers, indexes of their tokens, rounds) → the tokens
+# of each round; None: not possible.
+RunRounds = Callable[[Sequence["Lane"], Sequence[Any], Sequence[int], int], list[list[int]] | None]
 
 
 @dataclass
@@ -24,6 +28,15 @@ class Lane:
     pending: list[int]  # tokens to be computed in the next round
     drafted: list[int] = field(default_factory=list)
 
+    def take(self, token: Found) -> bool:
+        """Appends a token to the draft. Returns whether the draft may go on: an error ends it, but not the request."""
+        if not isinstance(token, int) or token < 0:
+            return False
+        self.start += len(self.pending)
+        self.pending = [token]
+        self.drafted.append(token)
+        return token not in self.request.stop_ids
+
 
 class RoundChooser:
     """Chooses drafted tokens with the requests' own samplers and random numbers: so, often, what the model will choose.
@@ -34,25 +47,35 @@ class RoundChooser:
     def __init__(self) -> None:
         self._chooser: Chooser | None = None
 
-    def draft(self, lanes: Sequence[Lane], run: Run) -> None:
-        """Extends all drafts. `run` computes the pending tokens of lanes and returns the logits after the last ones."""
+    def draft(self, lanes: Sequence[Lane], run: Run, run_rounds: RunRounds | None = None) -> None:
+        """Extends all drafts. `run` computes the pending tokens of lanes and returns the logits after the last ones;
+        `run_rounds` computes several rounds in one call, and extends nothing.
+        """
         while lanes := [lane for lane in lanes if len(lane.drafted) < lane.n_max]:
-            logits = run(lanes)
-            if self._chooser is None:
-                self._chooser = chooser_for(logits.device)
-            found = self._chooser.choose(logits, [_row(lane) for lane in lanes]).tokens()
-            kept = []
-            for lane, token in zip(lanes, found, strict=True):
-                if isinstance(token, int):  # otherwise the lane ends here; the request itself has no error
-                    lane.start += len(lane.pending)
-                    lane.pending = [token]
-                    lane.drafted.append(token)
-                    if token not in lane.request.stop_ids:
-                        kept.append(lane)
-            lanes = kept
+            rounds: Sequence[Sequence[Found]] | None = None
+            if run_rounds is not None:
+                rounds = _run_rounds(lanes, run_rounds)
+            if rounds is None:
+                logits = run(lanes)
+                if self._chooser is None:
+                    self._chooser = chooser_for(logits.device)
+                rounds = [self._chooser.choose(logits, [_row(lane) for lane in lanes]).tokens()]
+            for found in rounds:
+                lanes = [lane for lane, token in zip(lanes, found, strict=True) if lane.take(token)]
+                if len(lanes) < len(found):
+                    break
+
+
+def _run_rounds(lanes: Sequence[Lane], run_rounds: RunRounds) -> list[list[int]] | None:
+    """The tokens of as many rounds as all lanes have left, if native code can choose them."""
+    settings = [lane.request.sampler.native for lane in lanes]
+    if not all(settings) or any(len(lane.pending) > 1 for lane in lanes):
+        return None
+    indexes = [lane.request.n_generated + len(lane.drafted) for lane in lanes]
+    return run_rounds(lanes, settings, indexes, min(lane.n_max - len(lane.drafted) for lane in lanes))
 
 
 def _row(lane: Lane) -> ChoiceRow:
     request = lane.request
-    history = [*request.tokens, *lane.drafted]
+    history = [*request.tokens, *lane.drafted] if request.sampler.is_shaping else request.tokens
     return ChoiceRow(request.sampler, history, request.n_generated + len(lane.drafted))

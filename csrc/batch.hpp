@@ -1,0 +1,59 @@
+// Where a batch reads and writes in one group of cache layers.
+#pragma once
+#include <stdexcept>
+#include <vector>
+
+#include "kernels.hpp"
+
+namespace motley {
+
+// Programs keep a reference to it; each run sets its contents.
+class Batch {
+public:
+    BatchView view{};
+
+    void clear(int64_t block_size) {
+        if (block_size < 1) throw std::invalid_argument("no such block size");
+        block_size_ = block_size;
+        sequences_.clear();
+        starts_.assign(1, 0);
+        blocks_.clear();
+    }
+
+    // Adds a sequence, whose block ids have been appended to the result of `blocks` since the last call.
+    void add(int64_t first_token, int64_t n_tokens, int64_t position, int64_t first) {
+        sequences_.push_back({first_token, n_tokens, position, first, nullptr});
+        starts_.push_back(blocks_.size());
+    }
+    std::vector<int32_t>& blocks() { return blocks_; }
+
+    // Finds the slots of all rows, after the last sequence was added.
+    void finish() {
+        slots_.clear();
+        for (size_t i = 0; i < sequences_.size(); i++) {
+            SequenceView& sequence = sequences_[i];
+            sequence.blocks = blocks_.data() + starts_[i];
+            const int64_t start = sequence.position - sequence.first, stop = start + sequence.n_tokens;
+            if (start < 0 || stop > static_cast<int64_t>(starts_[i + 1] - starts_[i]) * block_size_)
+                throw std::invalid_argument("tokens outside of their sequence's blocks");
+            for (int64_t key = start; key < stop; key++)
+                slots_.push_back(sequence.blocks[key / block_size_] * block_size_ + key % block_size_);
+        }
+        view = {slots_.data(), sequences_.data(), static_cast<int64_t>(sequences_.size())};
+    }
+
+    // Moves all sequences on by one token; their blocks must reach so far.
+    void advance() {
+        for (SequenceView& sequence : sequences_) sequence.position++;
+        finish();
+    }
+
+private:
+    int64_t block_size_ = 1;
+    std::vector<SequenceView> sequences_;
+    std::vector<size_t> starts_;  // of each sequence's blocks, and the end of the last one's
+    std::vector<int32_t> blocks_;
+    std::vector<int64_t> slots_;
+};
+
+}  // namespace motley
