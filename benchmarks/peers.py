@@ -8,6 +8,7 @@ builds it); give the interpreter that has it:
     python -m benchmarks peers --python build/peers/bin/python --shape llama-1b --weights Q8_0,Q4_0,Q4_K
     python -m benchmarks peers --python build/peers/bin/python --shape llama-1b --weights Q4_0 \\
         --cache-types f16,q8_0,q4_0 --depth 8192
+    python -m benchmarks peers --python build/peers/bin/python --shape qwen3-30b-a3b --layers 8 --weights Q4_K
 
 --isa compares kernels of one instruction set: Motley is told to use those, and llama.cpp must be built for them
 (`make bench-peers ISA=avx2` does both).
@@ -160,8 +161,9 @@ def started(args: argparse.Namespace, model: Path) -> Iterator[list[Engine]]:
             options = shared | {"cache_type": kind, "flash": flash}
             start(f"llama.cpp {name}", args.python, "peer_llama_cpp.py", **options)
             require_set(args.isa, engines[-1].about)
-        for dtype in filter(None, [] if args.model else args.transformers.split(",")):
-            options = {"config": transformers_config(args.shape), "dtype": dtype}
+        is_llama = not args.model and SHAPES[args.shape].architecture == "llama"
+        for dtype in filter(None, args.transformers.split(",") if is_llama else []):
+            options = {"config": transformers_config(args.shape, args.layers), "dtype": dtype}
             start(f"transformers {dtype}", sys.executable, "peer_transformers.py", **options)
         yield engines
 
@@ -180,11 +182,11 @@ def require_set(isa: str, about: str) -> None:
         )
 
 
-def transformers_config(shape_name: str) -> dict[str, Any]:
+def transformers_config(shape_name: str, n_layers: int | None = None) -> dict[str, Any]:
     """The shape as arguments of LlamaConfig."""
     shape = SHAPES[shape_name]
     return {
-        "num_hidden_layers": shape.n_layers,
+        "num_hidden_layers": n_layers or shape.n_layers,
         "hidden_size": shape.n_embd,
         "intermediate_size": shape.n_ff,
         "num_attention_heads": shape.n_heads,
@@ -222,11 +224,14 @@ def main() -> None:
         "--isa", default="", help="instruction set to compare kernels of. Default: each engine's best"
     )
     parser.add_argument("--shape", default="llama-160m", choices=SHAPES)
+    parser.add_argument("--layers", type=int, help="only the first N layers. Default: all")
     parser.add_argument("--weights", default="Q8_0,Q4_0,Q4_K", help="formats, by comma")
     parser.add_argument("--model", type=Path, help="a GGUF file instead of random weights")
     parser.add_argument("--cache-types", default="f16", help="by comma")
     parser.add_argument(
-        "--transformers", default="float32,bfloat16", help="dtypes, by comma; '' for none (none with --model)"
+        "--transformers",
+        default="float32,bfloat16",
+        help="dtypes, by comma; '' for none (none with --model, and for llama shapes only)",
     )
     parser.add_argument("--tests", default="prompt,decode", help="by comma")
     parser.add_argument("--threads", type=int, default=2)
@@ -249,7 +254,8 @@ def main() -> None:
             path, name = args.model, args.model and args.model.stem
             if path is None:
                 path, name = Path(folder) / "model.gguf", f"{args.shape} {weights}"
-                write_random_model(path, args.shape, weights)
+                name += f", {args.layers} layers" if args.layers else ""
+                write_random_model(path, args.shape, weights, n_layers=args.layers)
             found += run(args, path, name)
     if args.json:
         figures = {"load_average": load, "comparisons": [asdict(comparison) for comparison in found]}

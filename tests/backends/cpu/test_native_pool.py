@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from motley.backends.cpu.native import core
+from motley.backends.cpu.slabs import Slabs
 from motley.backends.cpu.weights import RepackedTensor
 from motley.formats import FORMATS, PackedTensor
 
@@ -32,7 +33,7 @@ def test_workers_stay_on_their_cores_and_the_caller_only_while_it_works() -> Non
     before = allowed_cores()
     pool = core.Pool(3, "", [min(own), last, last])
     weight = PackedTensor.pack(torch.randn(40, 64), FORMATS["Q8_0"])
-    assert RepackedTensor.of(weight, pool).unpack().equal(weight.unpack())
+    assert RepackedTensor.of(weight, pool, Slabs()).unpack().equal(weight.unpack())
     started = {task: cores for task, cores in allowed_cores().items() if task not in before}
     assert list(started.values()) == [str(last)] * 2
     assert os.sched_getaffinity(0) == own

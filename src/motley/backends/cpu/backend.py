@@ -27,6 +27,7 @@ from motley.backends.cpu.memory import lay_out_stages
 from motley.backends.cpu.native import HAS_RECURRENT, NativeRendezvous, core
 from motley.backends.cpu.patterns import PatternChooser
 from motley.backends.cpu.row_counts import INPUT_KINDS, OUTPUTS, TOKENS, rows_of_tensors
+from motley.backends.cpu.slabs import Slabs
 from motley.backends.cpu.weights import (
     CpuWeight,
     MappedTensor,
@@ -68,6 +69,7 @@ class CpuBackend(Backend):
         self._cores: Sequence[int] = ()
         self._is_mapping = False
         self._scratch = Scratch()
+        self._slabs = Slabs()
         self._teams: dict[int, Any] = {}  # of crews that this device is the first of, by size
 
     @property
@@ -112,7 +114,7 @@ class CpuBackend(Backend):
         weight = narrowed(weight)
         if can_repack(weight):
             self._patterns.add(weight.format.name, weight.nbytes)
-            return RepackedTensor.of(weight, self._pool)
+            return RepackedTensor.of(weight, self._pool, self._slabs)
         return PackedTensor(weight.data.clone(), weight.format)
 
     def prepare(self, plan: DevicePlan, weights: Mapping[str, LoadedWeight]) -> Executable:

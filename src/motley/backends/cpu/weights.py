@@ -13,6 +13,7 @@ import torch
 
 from motley.backends.base import LoadedWeight
 from motley.backends.cpu.native import FORMATS, GROUP_ROWS, ROW_FORMATS, address
+from motley.backends.cpu.slabs import Slabs
 from motley.formats import Format, PackedTensor, get_format
 
 
@@ -63,13 +64,12 @@ class RepackedTensor:
     pool: Any
 
     @staticmethod
-    def of(weight: PackedTensor, pool: Any) -> RepackedTensor:
+    def of(weight: PackedTensor, pool: Any, slabs: Slabs) -> RepackedTensor:
         source = weight.data.contiguous()
         n_columns, row_bytes = weight.shape[-1], source.shape[-1]
         n_rows = math.prod(weight.shape[:-1])
-        # Pages are of the size that the system chooses. On large ones decoding is 1 % faster, but a virtual machine
-        # that has handed its free memory back to the host gets them several times as slowly.
-        data = torch.empty(-(-n_rows // GROUP_ROWS), row_bytes * GROUP_ROWS, dtype=torch.uint8)
+        n_groups, group_bytes = -(-n_rows // GROUP_ROWS), row_bytes * GROUP_ROWS
+        data = slabs.take(n_groups * group_bytes).view(n_groups, group_bytes)
         pool.repack(address(source), address(data), FORMATS[weight.format.name], n_rows, n_columns, row_bytes)
         return RepackedTensor(data, weight.format, weight.shape, pool)
 
