@@ -155,7 +155,7 @@ def started(args: argparse.Namespace, model: Path) -> Iterator[list[Engine]]:
         for kind in cache_types:
             start(f"{OURS} {kind}", sys.executable, "peer_motley.py", cache_type=kind, **shared)
         ways = [(kind, kind, True) for kind in cache_types]
-        if "f16" in cache_types:  # without flash attention V must be f16
+        if "f16" in cache_types and not args.only_flash:  # without flash attention V must be f16
             ways.append(("f16 -fa 0", "f16", False))
         for name, kind, flash in ways:
             options = shared | {"cache_type": kind, "flash": flash}
@@ -232,6 +232,11 @@ def main() -> None:
         "--transformers",
         default="float32,bfloat16",
         help="dtypes, by comma; '' for none (none with --model, and for llama shapes only)",
+    )
+    parser.add_argument(
+        "--only-flash",
+        action="store_true",
+        help="leave llama.cpp without flash attention out: one copy of the weights less in memory",
     )
     parser.add_argument("--tests", default="prompt,decode", help="by comma")
     parser.add_argument("--threads", type=int, default=2)

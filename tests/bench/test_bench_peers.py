@@ -61,6 +61,13 @@ def test_ratios_are_of_the_same_round_not_of_the_medians() -> None:
     ]
 
 
+def test_transformers_gets_as_many_layers_as_the_others() -> None:
+    config = benchmark("peers").transformers_config
+    whole, part = config("llama-160m"), config("llama-160m", 3)
+    assert whole["num_hidden_layers"] == 12
+    assert part == whole | {"num_hidden_layers": 3}
+
+
 def test_engines_take_turns_in_both_orders() -> None:
     peers = benchmark("peers")
     turns = []

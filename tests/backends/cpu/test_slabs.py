@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def test_tensors_are_aligned_and_do_not_overlap() -> None:
     assert [len(each) for each in taken] == list(sizes)
     assert all(each.dtype == torch.uint8 and each.data_ptr() % 64 == 0 for each in taken if len(each))
     spans = sorted((each.data_ptr(), each.data_ptr() + len(each)) for each in taken if len(each))
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     for number, each in enumerate(taken):  # both ends can be written
         each[:1], each[-1:] = number, number
     assert all(bool((each[:1] == number).all()) for number, each in enumerate(taken))
@@ -40,7 +41,8 @@ def test_all_of_a_tensor_may_be_on_huge_pages() -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
         pytest.skip("this kernel has no transparent huge pages")
     taken.fill_(1)
-    assert "hg" in _flags_of(taken.data_ptr()) and "hg" in _flags_of(taken.data_ptr() + len(taken) - 1)
+    assert "hg" in _flags_of(taken.data_ptr())
+    assert "hg" in _flags_of(taken.data_ptr() + len(taken) - 1)
 
 
 def _flags_of(place: int) -> list[str]:
@@ -61,4 +63,5 @@ def test_without_huge_pages_memory_is_ordinary(monkeypatch: pytest.MonkeyPatch) 
     memory = Slabs()
     a, b = memory.take(100), memory.take(0)
     a.fill_(3)
-    assert a.sum() == 300 and len(b) == 0
+    assert a.sum() == 300
+    assert len(b) == 0
