@@ -1,8 +1,8 @@
 """Memory for weights on huge pages.
 
 Each token reads all weights from one end to the other. On pages of 4 KiB the processor looks up an address for each of
-them, and a virtual machine looks each up twice: two cores of a Zen 4 read 31 GB/s on those and 38 GB/s on pages of
-2 MiB. A single matrix has few whole huge pages between its ends, so matrices share large slabs.
+them, and a virtual machine looks each up twice: two cores of a Zen 4 read 29 to 34 GB/s on those, and 30 to 43 GB/s on
+pages of 2 MiB. A single matrix has few whole huge pages between its ends, so matrices share large slabs.
 """
 
 from __future__ import annotations
