@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from motley.runtime.hosts import lines
+from motley.runtime.hosts import gloo, lines
 from motley.runtime.hosts.addresses import AddressBook
 from motley.runtime.hosts.lines import DirectLines, LineClosedError, Pair, open_lines
 
@@ -136,3 +137,19 @@ def test_rank_0_decides_whether_there_are_lines(monkeypatch: pytest.MonkeyPatch)
         lambda: open_lines(1, (0, 1), "127.0.0.1", book.put, book.lookup),
     )
     assert found == [None, None]
+
+
+@pytest.mark.skipif(not gloo._TASKS.exists(), reason="the system does not show threads")
+def test_the_threads_of_a_gloo_device_are_known_and_give_way() -> None:
+    before = set(os.listdir(gloo._TASKS))
+    name = (gloo._TASKS / str(threading.get_native_id()) / "comm").read_text()
+    device, threads = gloo.make_device("127.0.0.1")
+    assert len(threads) == 1
+    assert {str(thread) for thread in threads} <= set(os.listdir(gloo._TASKS)) - before
+    assert (gloo._TASKS / str(threading.get_native_id()) / "comm").read_text() == name
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    gloo.lower_priority([*threads, 2**22 + 1])  # the last one does not exist
+    assert os.getpriority(os.PRIO_PROCESS, threads[0]) == 19
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+    assert len(gloo.make_device("127.0.0.1")[1]) == 1  # beside the first one
+    del device

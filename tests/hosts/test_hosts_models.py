@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from motley.bundled import bundled_draft_path, bundled_experts_path
 from motley.engine.drafting.control import FixedControl
 from motley.errors import ConfigError, DeviceError
 from motley.runtime import group, make_crew
+from motley.runtime.hosts import mesh
+from motley.runtime.hosts.serving import WorkerServer
 from motley.runtime.hosts.wire import decode, encode
 
 TOKENS: list[int] = np.random.default_rng(3).integers(1, 250, 70).tolist()
@@ -122,6 +125,36 @@ def test_the_same_without_shared_memory(
     for logits, texts in found[1:]:
         assert np.array_equal(logits, found[0][0])
         assert texts == found[0][1]
+
+
+@pytest.mark.parametrize("n_bytes", [64, 0])  # of the longest message of a direct line; 0: none is empty
+def test_long_messages_and_short_ones_alternate(
+    n_bytes: int, random_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over Gloo and direct lines, also where the rows of logits take another way than in the step before."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"top_k": 0, "seed": 1}, {"temperature": 0}]
+
+    def texts(llm: LLM) -> list[tuple[int, ...]]:
+        return [llm.generate(TOKENS[:20], max_tokens=6, ignore_eos=True, **kind).tokens for kind in kinds]
+
+    options = OPTIONS | {"split_mode": "tensor", "spec": "off", "prefix_cache": False}
+    with LLM(random_llama, devices="cpu,cpu", **options) as llm:
+        expected = texts(llm)
+    monkeypatch.setenv("MOTLEY_SHARED_MEMORY", "0")
+    monkeypatch.setattr(mesh, "MAX_BYTES", n_bytes)
+    monkeypatch.setattr(mesh, "_MAX_POSTED", 4096)  # a part of a step's receives
+    server = WorkerServer(cache=tmp_path, n_threads=1)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        with LLM(random_llama, devices=f"cpu,cpu@{server.address}", n_threads=1, **options) as llm:
+            assert texts(llm) == expected
+            hosts = llm._loaded.runner._hosts
+            assert hosts is not None
+            assert hosts.n_connections == 1  # no step has failed
+    finally:
+        server.close()
+        thread.join(120)
 
 
 @pytest.mark.parametrize(("wire", "tolerance"), [("f16", 2e-2), ("q8", 0.5)])

@@ -49,6 +49,7 @@ class PartSizes:
     has_rows: bool = False  # parts are whole rows, or parts of rows side by side
     members: tuple[int, ...] = ()  # the devices that take part, of one process; empty: all of the crew
     follower: PartSizes | None = None  # of the next collective of the same plan, once it is known
+    layout: Any = None  # of its messages between processes, once it is known (hosts.layouts)
 
     @staticmethod
     def of(node: Tensor, n_devices: int, reader: int | None = None) -> PartSizes:

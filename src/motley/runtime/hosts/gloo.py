@@ -1,4 +1,4 @@
-"""How Gloo's processes find each other over the control connections, and the sockets that it then has."""
+"""Gloo's threads and sockets, and how its processes find each other over the control connections."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import os
 import socket
 import stat
 import struct
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+_TASKS = Path("/proc/self/task")  # Linux: a folder for each thread
+_LOOP_NAMES = ("motley-gloo", "gloo_tcp_loop")  # when it is created, and when it runs
+_LOWEST_PRIORITY = 19
 
 Publish = Callable[[str, bytes], None]  # a key and its value, to all other processes
 Lookup = Callable[[str], bytes]  # waits for another process's value
@@ -42,6 +49,41 @@ class MailStore(dist.Store):  # type: ignore[misc, name-defined]
 
     def has_extended_api(self) -> bool:
         return False
+
+
+def make_device(address: str) -> tuple[Any, list[int]]:
+    """Gloo's network device, and the system's ids of its threads; none where the system does not show them."""
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its methods
+    own = _TASKS / str(threading.get_native_id()) / "comm"
+    if not own.exists():
+        return gloo.create_device(hostname=address), []
+    before, name = _loops(), own.read_text().rstrip("\n")
+    own.write_text(_LOOP_NAMES[0])  # new threads inherit it
+    try:
+        return gloo.create_device(hostname=address), sorted(_loops() - before)
+    finally:
+        own.write_text(name)
+
+
+def lower_priority(threads: Sequence[int]) -> None:
+    """Lets Gloo's threads not take the core from a thread that is in a call of Gloo.
+
+    That thread holds a lock, for which Gloo's own thread then polls until the system takes the core from it, some
+    milliseconds later.
+    """
+    for thread in threads:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, _LOWEST_PRIORITY)
+
+
+def _loops() -> set[int]:
+    """The threads of all of Gloo's devices."""
+    found = set()
+    for task in _TASKS.iterdir():
+        with suppress(OSError):  # it has ended
+            if (task / "comm").read_text().strip() in _LOOP_NAMES:
+                found.add(int(task.name))
+    return found - {threading.get_native_id()}
 
 
 def sockets_of(addresses: Any) -> list[socket.socket]:

@@ -25,7 +25,8 @@ from motley.errors import DeviceError
 from motley.graph import Shape
 from motley.runtime.device_names import is_loopback
 from motley.runtime.group import PartSizes
-from motley.runtime.hosts.gloo import Lookup, MailStore, Publish, sockets_of
+from motley.runtime.hosts.gloo import Lookup, MailStore, Publish, lower_priority, make_device, sockets_of
+from motley.runtime.hosts.layouts import Layout
 from motley.runtime.hosts.lines import MAX_BYTES, LineClosedError, Pair, open_lines
 from motley.runtime.hosts.nccl import open_nccl
 from motley.runtime.hosts.shared import SharedGroups, open_shared
@@ -35,6 +36,7 @@ from motley.runtime.hosts.wire import decode, encode, is_coded, wire_bytes
 _MAX_WAIT = timedelta(days=1)  # a lost process is found by the control connection, which then calls `abort`
 _CONNECT_SECONDS = 30
 _MAX_IN_FLIGHT = 4  # sends that may still be under way
+_MAX_POSTED = 1 << 20  # bytes of receives that are posted together
 _EXCHANGE_TAG, _FIRST_MESSAGE_TAG = 1, 2
 _ENDED = "the connection to another process has ended"
 
@@ -72,7 +74,7 @@ class Mesh:
         self._wire = wire
         self._peers = [r for r in range(max(owners) + 1) if r != rank]
         self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()
-        self._posted: _Posted | None = None
+        self._posted: deque[_Posted] = deque()
         self._latest: PartSizes | None = None  # the latest collective of this step
         self._n_best = 0  # of the logits of each row that this step needs; 0: all
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its methods
@@ -81,7 +83,8 @@ class Mesh:
         options._threads = 1
         store = MailStore(publish, lookup)
         try:
-            options._devices = [gloo.create_device(hostname=address)]
+            device, threads = make_device(address)
+            options._devices = [device]
             self._gloo = gloo(store, rank, len(self._peers) + 1, options)
         except RuntimeError as error:
             raise DeviceError(
@@ -92,6 +95,8 @@ class Mesh:
         if wire == "f32" and is_loopback(address):
             self._shared = open_shared(rank, owners, publish, lookup)
         self._lines = None if self._shared is not None else open_lines(rank, owners, address, publish, lookup)
+        if self._shared is None and self._lines is None:  # Gloo's messages are short, and many
+            lower_priority(threads)
         self._nccl = open_nccl(rank, owners, devices, wire, publish, lookup)
         # Where native programs do collectives without this object, if those of all devices can.
         self.rendezvous: Rendezvous | None = None
@@ -126,7 +131,7 @@ class Mesh:
         if self._nccl is not None:
             self._nccl.close()
         self._in_flight.clear()
-        self._posted = None
+        self._posted.clear()
 
     def begin(self, n_best: int = 0) -> None:
         """Starts a step. `n_best`: of the largest logits of each row that rank 0 needs; 0: all."""
@@ -155,26 +160,28 @@ class Mesh:
         n_best = self._best_of(sizes)
         if n_best:
             return self._exchange_best(own, sizes, n_best)
-        wire = self._wire_of(sizes)
-        counts = [self._n_items(rank, sizes) for rank in range(len(self._peers) + 1)]
-        item_bytes = 1 if wire else sizes.dtype.itemsize
-        is_short = self._lines is not None and max(counts) * item_bytes <= MAX_BYTES
+        layout = self._layout(sizes)
+        is_short = self._lines is not None and layout.max_bytes <= MAX_BYTES
         posted = None if is_short else self._take_posted(sizes)
-        given = [_flat(part, sizes.dtype) for part in own if part is not None]
-        coded = [encode(wire, part) for part in given] if wire else given
-        data = torch.cat(coded) if coded else torch.empty(0, dtype=sizes.dtype)
+        data = _message(own, sizes, layout.wire)
         if posted is None:
-            found = self._exchange_short(data, sizes, counts)
-            return self._in_order(sizes, wire, {self.rank: data, **found}) if self._reads(sizes) else []
-        if data.numel():
-            for rank in self._receivers(sizes):
-                self._send(data, rank, _EXCHANGE_TAG)
-        for work in posted.works:
-            _wait(work)
-        self._post_follower(sizes)
-        if not self._reads(sizes):
-            return []
-        return self._in_order(sizes, wire, {self.rank: data, **posted.buffers})
+            found = self._exchange_short(data, layout)
+        else:
+            if len(data):
+                for rank in layout.receivers:
+                    self._send(data, rank, _EXCHANGE_TAG)
+            for work in posted.works:
+                _wait(work)
+            found = posted.buffers
+            if not self._posted and sizes.follower is not None and sizes.follower.reader is None:
+                self._post_from(sizes.follower)
+        return layout.parts({self.rank: data, **found}, len(self.owners)) if layout.reads else []
+
+    def _layout(self, sizes: PartSizes) -> Layout:
+        if sizes.layout is None:
+            sizes.layout = Layout.of(sizes, self.owners, self.rank, self._wire)
+        layout: Layout = sizes.layout
+        return layout
 
     def _best_of(self, sizes: PartSizes) -> int:
         """How many of the largest values of each row travel; 0: all."""
@@ -184,12 +191,13 @@ class Mesh:
         self, own: Sequence[torch.Tensor | None], sizes: PartSizes, n_best: int
     ) -> list[torch.Tensor | None]:
         """The largest values of each row, for the only reader."""
-        if not self._reads(sizes):
+        layout = self._layout(sizes)
+        if not layout.reads:
             coded = [shorten(part, n_best) for part in own if part is not None]
             sent = _bytes_of(torch.cat([*coded, torch.empty(0)]))
-            self._transfer({self._first_pair(rank): sent for rank in self._receivers(sizes)}, {})
+            self._transfer({self._first_pair(rank): sent for rank in layout.receivers}, {})
             return []
-        counts = {r: [2 * n_values(s, n_best) for _, s in self._shapes_of(r, sizes)] for r in self._peers}
+        counts = {r: [2 * n_values(span.shape, n_best) for span in layout.spans[r]] for r in self._peers}
         found = {rank: torch.empty(sum(counts[rank])) for rank in self._peers}
         self._transfer({}, {self._first_pair(rank): _bytes_of(data) for rank, data in found.items()})
         parts: list[torch.Tensor | None] = [None] * len(self.owners)
@@ -197,8 +205,8 @@ class Mesh:
             parts[device] = part
         for rank, data in found.items():
             end = 0
-            for (device, shape), n in zip(self._shapes_of(rank, sizes), counts[rank], strict=True):
-                parts[device], end = expand(data[end : end + n], shape), end + n
+            for span, n in zip(layout.spans[rank], counts[rank], strict=True):
+                parts[span.device], end = expand(data[end : end + n], span.shape), end + n
         return parts
 
     @property
@@ -206,16 +214,13 @@ class Mesh:
         """The devices of this process."""
         return [device for device, owner in enumerate(self.owners) if owner == self.rank]
 
-    def _exchange_short(
-        self, data: torch.Tensor, sizes: PartSizes, counts: Sequence[int]
-    ) -> dict[int, torch.Tensor]:
-        """The parts of other processes, by rank, over direct lines. `counts`: of the items of each process."""
-        receivers = self._receivers(sizes)
-        sources = self._peers if self._reads(sizes) else []
-        found = {rank: torch.empty(counts[rank], dtype=data.dtype) for rank in sources}
+    def _exchange_short(self, data: torch.Tensor, layout: Layout) -> dict[int, torch.Tensor]:
+        """The messages of other processes, by rank, over direct lines."""
+        sources = self._peers if layout.reads else []
+        found = {rank: torch.empty(layout.counts[rank], dtype=layout.dtype) for rank in sources}
         sent = _bytes_of(data)
         self._transfer(
-            {self._first_pair(rank): sent for rank in receivers},
+            {self._first_pair(rank): sent for rank in layout.receivers},
             {self._first_pair(rank): _bytes_of(part) for rank, part in found.items()},
         )
         return found
@@ -229,27 +234,15 @@ class Mesh:
         """The first devices of this process and of another one: their line is for collectives, too."""
         return self.owners.index(self.rank), self.owners.index(rank)
 
-    def _reads(self, sizes: PartSizes) -> bool:
-        """Whether this process needs the result of a collective."""
-        return sizes.reader is None or self.owners[sizes.reader] == self.rank
-
-    def _n_items(self, rank: int, sizes: PartSizes) -> int:
-        """The values that a process sends, or the bytes if they are coded."""
-        wire = self._wire_of(sizes)
-        counts = [math.prod(shape) for _, shape in self._shapes_of(rank, sizes)]
-        return sum(wire_bytes(wire, n) for n in counts) if wire else sum(counts)
-
     def _exchange_shared(
         self, shared: SharedGroups, own: Sequence[torch.Tensor | None], sizes: PartSizes
     ) -> list[torch.Tensor | None]:
-        given = [_flat(part, sizes.dtype) for part in own if part is not None]
-        data = torch.cat(given) if given else torch.empty(0, dtype=sizes.dtype)
-        n_ranks = len(self._peers) + 1
-        counts = [sum(math.prod(s) for _, s in self._shapes_of(rank, sizes)) for rank in range(n_ranks)]
-        found = shared.ranks.exchange(self.rank, data, counts)
+        layout = self._layout(sizes)
+        data = _message(own, sizes, None)
+        found = shared.ranks.exchange(self.rank, data, list(layout.counts))
         if found is None:
             raise PeerLostError(_ENDED)
-        return self._in_order(sizes, None, {self.rank: data, **found})
+        return layout.parts({self.rank: data, **found}, len(self.owners))
 
     def send(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Sends a tensor from a device of this process to a device of another one."""
@@ -286,16 +279,6 @@ class Mesh:
             _wait(self._gloo.recv([buffer], self.owners[source], self._tag(source, target)))
         return (decode(self._wire, buffer, n_values) if is_short else buffer).view(shape)
 
-    def _wire_of(self, sizes: PartSizes) -> str | None:
-        """How parts are coded; None: they travel as they are."""
-        return self._wire if sizes.is_sum and is_coded(self._wire, sizes.dtype) else None
-
-    def _receivers(self, sizes: PartSizes) -> list[int]:
-        """The processes that need the parts of this one."""
-        if sizes.reader is None:
-            return self._peers
-        return [rank for rank in self._peers if rank == self.owners[sizes.reader]]
-
     def _tag(self, source: int, target: int) -> int:
         return _FIRST_MESSAGE_TAG + source * len(self.owners) + target
 
@@ -309,51 +292,38 @@ class Mesh:
         if self._latest is not None:
             self._latest.follower = sizes
         self._latest = sizes
-        posted, self._posted = self._posted, None
-        if posted is None:
-            posted = self._post(sizes)
+        if not self._posted:
+            self._post_from(sizes)
+        posted = self._posted.popleft()
         assert posted.sizes is sizes, "a plan's collectives have changed their order"
         return posted
 
-    def _post_follower(self, sizes: PartSizes) -> None:
-        """Posts the receives of the plan's next collective: a sender waits for the receiver otherwise."""
-        if sizes.follower is not None:
-            self._posted = self._post(sizes.follower)
+    def _post_from(self, sizes: PartSizes | None) -> None:
+        """Posts the receives of a collective and of those that follow in its plan: a sender waits for the receiver
+        otherwise, and Gloo's threads are woken for each of them.
+
+        Not ahead: those with one reader, which may take another way in the next step.
+        """
+        n_bytes = 0
+        while sizes is not None and (not self._posted or sizes.reader is None):
+            posted = self._post(sizes)
+            n_bytes += sum(buffer.nbytes for buffer in posted.buffers.values())
+            self._posted.append(posted)
+            sizes = sizes.follower if n_bytes < _MAX_POSTED else None
 
     def _post(self, sizes: PartSizes) -> _Posted:
-        works: list[Any] = []
-        buffers: dict[int, torch.Tensor] = {}
-        wire = self._wire_of(sizes)
-        if not self._reads(sizes):
-            return _Posted(sizes, works, buffers)
-        for rank in self._peers:
-            n_items = self._n_items(rank, sizes)
-            buffers[rank] = torch.empty(n_items, dtype=torch.uint8 if wire else sizes.dtype)
-            if n_items:
-                works.append(self._gloo.recv([buffers[rank]], rank, _EXCHANGE_TAG))
+        layout = self._layout(sizes)
+        sources = self._peers if layout.reads else []
+        buffers = {rank: torch.empty(layout.counts[rank], dtype=layout.dtype) for rank in sources}
+        works = [self._gloo.recv([data], rank, _EXCHANGE_TAG) for rank, data in buffers.items() if len(data)]
         return _Posted(sizes, works, buffers)
 
-    def _shapes_of(self, rank: int, sizes: PartSizes) -> list[tuple[int, Shape]]:
-        """The devices of a process that send a part, and its shape."""
-        return [
-            (device, shape)
-            for device, (owner, shape) in enumerate(zip(self.owners, sizes.shapes, strict=True))
-            if owner == rank and shape is not None
-        ]
 
-    def _in_order(
-        self, sizes: PartSizes, wire: str | None, buffers: dict[int, torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        parts: list[torch.Tensor | None] = [None] * len(self.owners)
-        for rank, buffer in buffers.items():
-            position = 0
-            for device, shape in self._shapes_of(rank, sizes):
-                n_values = math.prod(shape)
-                n_items = wire_bytes(wire, n_values) if wire else n_values
-                part = buffer[position : position + n_items]
-                parts[device] = (decode(wire, part.clone(), n_values) if wire else part).view(shape)
-                position += n_items
-        return parts
+def _message(own: Sequence[torch.Tensor | None], sizes: PartSizes, wire: str | None) -> torch.Tensor:
+    """The parts of this process's devices, one after the other. A tensor of its own, which may be sent later."""
+    parts = [_flat(part, sizes.dtype) for part in own if part is not None]
+    coded = [encode(wire, part) for part in parts] if wire else parts
+    return torch.cat(coded) if coded else torch.empty(0, dtype=sizes.dtype)
 
 
 def _flat(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
