@@ -63,7 +63,7 @@ class SometimesRight:
         self._scripted, self._p, self._rng = scripted, p_right, random.Random(0)
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [Draft(self._tokens(request, n), self.name) for request, n in asks]
+        return [Draft(self._tokens(ask.request, ask.n_max), self.name) for ask in asks]
 
     def may_draft(self, request: Request) -> bool:
         return True

@@ -1,5 +1,6 @@
 // Where a batch reads and writes in one group of cache layers.
 #pragma once
+#include <deque>
 #include <stdexcept>
 #include <vector>
 
@@ -18,11 +19,12 @@ public:
         sequences_.clear();
         starts_.assign(1, 0);
         blocks_.clear();
+        trees_.clear();
     }
 
     // Adds a sequence, whose block ids have been appended to the result of `blocks` since the last call.
     void add(int64_t first_token, int64_t n_tokens, int64_t position, int64_t first) {
-        sequences_.push_back({first_token, n_tokens, position, first, nullptr});
+        sequences_.push_back({first_token, n_tokens, position, first, nullptr, nullptr});
         starts_.push_back(blocks_.size());
     }
     std::vector<int32_t>& blocks() { return blocks_; }
@@ -42,6 +44,17 @@ public:
         view = {slots_.data(), sequences_.data(), static_cast<int64_t>(sequences_.size())};
     }
 
+    // The rows of a sequence are a tree: for each the rows that it sees, see SequenceView. Holds until `clear`.
+    void set_tree(size_t sequence, const std::vector<uint64_t>& seen) {
+        if (sequence >= sequences_.size()) throw std::invalid_argument("no such sequence");
+        SequenceView& view = sequences_[sequence];
+        if (view.n_tokens > kMaxTreeRows || view.n_tokens != static_cast<int64_t>(seen.size()))
+            throw std::invalid_argument("a tree has one mask for each row, and at most 64 rows");
+        for (size_t i = 0; i < seen.size(); i++)  // it sees itself, and no later row
+            if (seen[i] >> i != 1) throw std::invalid_argument("the masks are not those of a tree");
+        view.seen = trees_.emplace_back(seen).data();
+    }
+
     // Moves all sequences on by one token; their blocks must reach so far.
     void advance() {
         for (SequenceView& sequence : sequences_) sequence.position++;
@@ -54,6 +67,7 @@ private:
     std::vector<size_t> starts_;  // of each sequence's blocks, and the end of the last one's
     std::vector<int32_t> blocks_;
     std::vector<int64_t> slots_;
+    std::deque<std::vector<uint64_t>> trees_;  // their addresses stay the same
 };
 
 }  // namespace motley

@@ -191,11 +191,17 @@ struct CacheShape {
 
 // One sequence of a batch in one group of layers. Key i is at position first + i, in slot
 // blocks[i / block_size] · block_size + i % block_size.
+//
+// The rows may be a tree: then bit j of seen[i] says whether row i sees row j, an ancestor or itself, and row i has the
+// position of its depth. Its key is still key position - first + i.
+constexpr int kMaxTreeRows = 64;
+
 struct SequenceView {
     int64_t first_token, n_tokens;  // rows of the batch
     int64_t position;               // of its first row; the others follow
     int64_t first;
     const int32_t* blocks;
+    const uint64_t* seen = nullptr;  // (rows,) of a tree; null: each row sees all before it
 };
 
 // The batch's slots and sequences in one group of layers. Its contents change from run to run, its address does not.

@@ -348,7 +348,8 @@ NB_MODULE(_core, m) {
           "A token for each row of logits, NONE_LEFT or NOT_FINITE.");
     nb::class_<Batch>(m, "Batch", "Where a batch reads and writes in one group of cache layers.")
         .def(nb::init<>())
-        .def("place", &place_batch, "block_size"_a, "sequences"_a);
+        .def("place", &place_batch, "block_size"_a, "sequences"_a)
+        .def("set_tree", &Batch::set_tree, "sequence"_a, "seen"_a);
     nb::class_<StateBatch>(m, "StateBatch", "Where a batch reads and writes recurrent states.")
         .def(nb::init<>())
         .def("set", [](StateBatch& batch, Address spans, int64_t n_spans) { batch.view = {at<const StateSpan>(spans), n_spans}; },

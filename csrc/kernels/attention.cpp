@@ -9,6 +9,9 @@
 //
 // So scales are applied to scores and probabilities, not to codes. Plain types skip them. If there are too few
 // tasks for the threads (a token of one sequence), the keys are split, and attention_join combines the parts.
+//
+// If a sequence's rows are a tree, they read the chunks before the batch's first key together. From there on each row
+// reads its own path, as if its ancestors' keys were next to each other: so it has the bits of a row without a tree.
 #include "cache_types.hpp"
 #include "hadamard.hpp"
 #include "quantize.hpp"
@@ -66,6 +69,17 @@ Cut cut_work(const AttentionArgs& a) {
     return cut;
 }
 
+// The path to one row of a tree: its ancestors and itself, the first one first. Keys from `base` on are of the tree.
+struct Path {
+    int64_t base;
+    uint8_t rows[kMaxTreeRows];
+    Path(const SequenceView& s, int64_t token) : base(s.position - s.first) {
+        int n = 0;
+        for (uint64_t left = s.seen[token]; left; left &= left - 1) rows[n++] = static_cast<uint8_t>(__builtin_ctzll(left));
+    }
+    int64_t place(int64_t key) const { return key < base ? key : base + rows[key - base]; }
+};
+
 struct Task {
     const SequenceView* sequence;
     int64_t head, first_token, n_tokens;  // of the KV heads; tokens of the sequence
@@ -97,7 +111,9 @@ void read_queries(const AttentionArgs& a, const Cut& cut, const Task& task, int 
         for (int64_t d = 0; d < padded; d++) s.q[r][d] = d < a.shape.dim ? q[d] * a.scale : 0.0f;
         if (!is_float_kind(a.k.kind))
             quantize_row(s.q[r], padded, s.q_codes[r], s.q_scales[r], s.q_sums[r], s.q_half_sums[r], s.q_code_sums);
-        const int64_t at = task.sequence->position + task.first_token + r / cut.group - task.sequence->first;
+        const int64_t token = task.first_token + r / cut.group;
+        const int64_t depth = task.sequence->seen ? __builtin_popcountll(task.sequence->seen[token]) - 1 : token;
+        const int64_t at = task.sequence->position + depth - task.sequence->first;
         s.high[r] = at;
         s.low[r] = a.window && at - a.window + 1 > 0 ? at - a.window + 1 : 0;
         s.largest[r] = -INFINITY;
@@ -107,15 +123,16 @@ void read_queries(const AttentionArgs& a, const Cut& cut, const Task& task, int 
 }
 
 // Addresses in a tile of the stretch of keys that begins at `first`, a multiple of kStretch. If block size is no
-// multiple of kStretch, the cells are copied to `staged`.
+// multiple of kStretch, or keys of a tree's path are not next to each other, the cells are copied to `staged`.
 TileCells cells_of(const CacheStoreView& store, const CacheShape& shape, const SequenceView& sequence, int64_t head,
-                   int64_t tile, int64_t first, int64_t n_keys, uint8_t* staged) {
+                   int64_t tile, int64_t first, int64_t n_keys, uint8_t* staged, const Path* path = nullptr) {
     const KindShape kind = shape_of(store.kind);
     const auto cell = [&](int64_t key) {
+        if (path) key = path->place(key);
         const int64_t row = sequence.blocks[key / shape.block_size] * store.n_rows + store.first_row + head;
         return (row * shape.n_tiles + tile) * shape.block_size + key % shape.block_size;
     };
-    if (shape.block_size % kStretch == 0) {
+    if (shape.block_size % kStretch == 0 && !(path && first + kStretch > path->base)) {
         const int64_t i = cell(first);
         return {store.codes + i * kind.code_bytes, store.high_bits ? store.high_bits + 4 * i : nullptr,
                 store.scale ? store.scale + i : nullptr, store.minimum ? store.minimum + i : nullptr};
@@ -165,9 +182,15 @@ void score_codes(Scratch& s, int row, int64_t n_tiles, int stretch) {
     for (int r = 0; r < Rows; r++) store(s.scores[row + r] + stretch * kStretch, score[r]);
 }
 
+// Some rows of a task, and the path of their token if they read on their own.
+struct RowRange {
+    int first, n;
+    const Path* path = nullptr;
+};
+
 template <int MaxCode>
-void score_code_rows(Scratch& s, int n_rows, int64_t n_tiles, int stretch) {
-    in_tiles<8>(n_rows, [&](auto count, int64_t r) { score_codes<count.value, MaxCode>(s, r, n_tiles, stretch); });
+void score_code_rows(Scratch& s, const RowRange& rows, int64_t n_tiles, int stretch) {
+    in_tiles<8>(rows.n, [&](auto count, int64_t r) { score_codes<count.value, MaxCode>(s, rows.first + r, n_tiles, stretch); });
 }
 
 template <int Rows>
@@ -181,22 +204,22 @@ void score_floats(Scratch& s, int row, int64_t dim, int stretch) {
     for (int r = 0; r < Rows; r++) store(s.scores[row + r] + stretch * kStretch, score[r]);
 }
 
-void score_stretch(const AttentionArgs& a, const Task& task, int64_t first, int64_t n_keys, int n_rows, int stretch, Scratch& s) {
+void score_stretch(const AttentionArgs& a, const Task& task, int64_t first, int64_t n_keys, const RowRange& rows, int stretch, Scratch& s) {
     for (int64_t tile = 0; tile < a.shape.n_tiles; tile++) {
-        const TileCells cells = cells_of(a.k, a.shape, *task.sequence, task.head, tile, first, n_keys, s.staged);
+        const TileCells cells = cells_of(a.k, a.shape, *task.sequence, task.head, tile, first, n_keys, s.staged, rows.path);
         if (is_float_kind(a.k.kind))
             read_key_floats(a.k.kind, cells, s.panel + tile * kTile);
         else
             read_key_codes(a.k.kind, cells, s.key_codes[tile]);
     }
     if (is_float_kind(a.k.kind))
-        in_tiles<12>(n_rows, [&](auto count, int64_t r) { score_floats<count.value>(s, r, a.shape.dim, stretch); });
+        in_tiles<12>(rows.n, [&](auto count, int64_t r) { score_floats<count.value>(s, rows.first + r, a.shape.dim, stretch); });
     else if (run_of(max_code_of(a.k.kind)) == 8)
-        score_code_rows<15>(s, n_rows, a.shape.n_tiles, stretch);
+        score_code_rows<15>(s, rows, a.shape.n_tiles, stretch);
     else if (run_of(max_code_of(a.k.kind)) == 4)
-        score_code_rows<31>(s, n_rows, a.shape.n_tiles, stretch);
+        score_code_rows<31>(s, rows, a.shape.n_tiles, stretch);
     else
-        score_code_rows<kMaxFull>(s, n_rows, a.shape.n_tiles, stretch);
+        score_code_rows<kMaxFull>(s, rows, a.shape.n_tiles, stretch);
 }
 
 // Scores of a chunk → probabilities relative to the largest score so far.
@@ -265,49 +288,68 @@ void add_values(const TileCells cells[kStretches], int64_t tile, int half, int r
 }
 
 template <int Kind>
-void add_chunk(const AttentionArgs& a, const Task& task, int64_t first, int64_t stop, int64_t n_keys, int n_rows, Scratch& s) {
+void add_chunk(const AttentionArgs& a, const Task& task, int64_t first, int64_t stop, int64_t n_keys, const RowRange& rows, Scratch& s) {
     alignas(64) uint8_t staged[kStretches][sizeof s.staged];
     for (int64_t tile = 0; tile < a.shape.n_tiles; tile++) {
         TileCells cells[kStretches];
         for (int i = 0; first + i * kStretch < stop; i++)
-            cells[i] = cells_of(a.v, a.shape, *task.sequence, task.head, tile, first + i * kStretch, n_keys, staged[i]);
+            cells[i] = cells_of(a.v, a.shape, *task.sequence, task.head, tile, first + i * kStretch, n_keys, staged[i], rows.path);
         for (int half = 0; half < 2; half++)
-            in_tiles<kValueRows>(n_rows, [&](auto count, int64_t r) { add_values<Kind, count.value>(cells, tile, half, r, stop - first, s); });
+            in_tiles<kValueRows>(rows.n, [&](auto count, int64_t r) { add_values<Kind, count.value>(cells, tile, half, rows.first + r, stop - first, s); });
     }
 }
 
-void add_chunk(const AttentionArgs& a, const Task& task, int64_t first, int64_t stop, int64_t n_keys, int n_rows, Scratch& s) {
+void add_chunk(const AttentionArgs& a, const Task& task, int64_t first, int64_t stop, int64_t n_keys, const RowRange& rows, Scratch& s) {
     switch (a.v.kind) {
-        case kCacheF32: return add_chunk<kCacheF32>(a, task, first, stop, n_keys, n_rows, s);
-        case kCacheF16: return add_chunk<kCacheF16>(a, task, first, stop, n_keys, n_rows, s);
-        case kCacheBF16: return add_chunk<kCacheBF16>(a, task, first, stop, n_keys, n_rows, s);
-        case kCacheQ8_0: return add_chunk<kCacheQ8_0>(a, task, first, stop, n_keys, n_rows, s);
-        case kCacheQ5_1: return add_chunk<kCacheQ5_1>(a, task, first, stop, n_keys, n_rows, s);
-        case kCacheQ5_0: return add_chunk<kCacheQ5_0>(a, task, first, stop, n_keys, n_rows, s);
-        case kCacheQ4_1: return add_chunk<kCacheQ4_1>(a, task, first, stop, n_keys, n_rows, s);
-        case kCacheQ4_0: return add_chunk<kCacheQ4_0>(a, task, first, stop, n_keys, n_rows, s);
-        case kCacheIQ4_NL: return add_chunk<kCacheIQ4_NL>(a, task, first, stop, n_keys, n_rows, s);
+        case kCacheF32: return add_chunk<kCacheF32>(a, task, first, stop, n_keys, rows, s);
+        case kCacheF16: return add_chunk<kCacheF16>(a, task, first, stop, n_keys, rows, s);
+        case kCacheBF16: return add_chunk<kCacheBF16>(a, task, first, stop, n_keys, rows, s);
+        case kCacheQ8_0: return add_chunk<kCacheQ8_0>(a, task, first, stop, n_keys, rows, s);
+        case kCacheQ5_1: return add_chunk<kCacheQ5_1>(a, task, first, stop, n_keys, rows, s);
+        case kCacheQ5_0: return add_chunk<kCacheQ5_0>(a, task, first, stop, n_keys, rows, s);
+        case kCacheQ4_1: return add_chunk<kCacheQ4_1>(a, task, first, stop, n_keys, rows, s);
+        case kCacheQ4_0: return add_chunk<kCacheQ4_0>(a, task, first, stop, n_keys, rows, s);
+        case kCacheIQ4_NL: return add_chunk<kCacheIQ4_NL>(a, task, first, stop, n_keys, rows, s);
+    }
+}
+
+// Adds the keys `start` … `end` - 1 of `n_keys` to some rows; `start` is a multiple of kChunk.
+void attend_keys(const AttentionArgs& a, const Task& task, int64_t start, int64_t end, int64_t n_keys, const RowRange& rows, Scratch& s) {
+    for (int64_t first = start; first < end; first += kChunk) {
+        const int64_t stop = n_keys - first < kChunk ? n_keys : first + kChunk;
+        const int n_stretches = static_cast<int>((stop - first + kStretch - 1) / kStretch);
+        for (int i = 0; i < n_stretches; i++) {
+            if (!rows.path) fetch_stretch(a.v, a.shape, task, first + i * kStretch, n_keys, s.staged);
+            score_stretch(a, task, first + i * kStretch, n_keys, rows, i, s);
+        }
+        if (!rows.path)
+            for (int i = 0; i < kStretches; i++) fetch_stretch(a.k, a.shape, task, stop + i * kStretch, n_keys, s.staged);
+        for (int r = 0; r < rows.n; r++) soften(s, rows.first + r, first, n_stretches);
+        add_chunk(a, task, first, stop, n_keys, rows, s);
     }
 }
 
 void attend(const AttentionArgs& a, const Cut& cut, const Task& task, Scratch& s) {
     const int n_rows = static_cast<int>(task.n_tokens * cut.group);
+    const SequenceView& sequence = *task.sequence;
     read_queries(a, cut, task, n_rows, s);
-    const int64_t n_keys = s.high[n_rows - 1] + 1;  // up to the last row's own key
-    const int64_t low = s.low[0] / kChunk * kChunk;
+    int64_t n_keys = s.high[n_rows - 1] + 1, lowest = s.low[0];  // up to the last row's own key
+    for (int r = 0; sequence.seen && r < n_rows; r++) {  // in a tree, a later row may be less deep
+        n_keys = s.high[r] + 1 > n_keys ? s.high[r] + 1 : n_keys;
+        lowest = s.low[r] < lowest ? s.low[r] : lowest;
+    }
+    const int64_t low = lowest / kChunk * kChunk;
     const int64_t n_chunks = (n_keys - low + kChunk - 1) / kChunk;
     const int64_t start = low + n_chunks * task.split / cut.n_splits * kChunk;
     const int64_t end = low + n_chunks * (task.split + 1) / cut.n_splits * kChunk;
-    for (int64_t first = start; first < end; first += kChunk) {
-        const int64_t stop = n_keys - first < kChunk ? n_keys : first + kChunk;
-        const int n_stretches = static_cast<int>((stop - first + kStretch - 1) / kStretch);
-        for (int i = 0; i < n_stretches; i++) {
-            fetch_stretch(a.v, a.shape, task, first + i * kStretch, n_keys, s.staged);
-            score_stretch(a, task, first + i * kStretch, n_keys, n_rows, i, s);
-        }
-        for (int i = 0; i < kStretches; i++) fetch_stretch(a.k, a.shape, task, stop + i * kStretch, n_keys, s.staged);
-        for (int r = 0; r < n_rows; r++) soften(s, r, first, n_stretches);
-        add_chunk(a, task, first, stop, n_keys, n_rows, s);
+    if (!sequence.seen) return attend_keys(a, task, start, end, n_keys, {0, n_rows}, s);
+    const int64_t base = sequence.position - sequence.first, own = base / kChunk * kChunk;  // the chunk of the tree's first key
+    attend_keys(a, task, start, end < own ? end : own, base, {0, n_rows}, s);
+    for (int64_t t = 0; t < task.n_tokens; t++) {
+        const int row = static_cast<int>(t * cut.group);
+        const Path path(sequence, task.first_token + t);
+        const int64_t n_own = s.high[row] + 1;
+        attend_keys(a, task, start < own ? own : start, end < n_own ? end : n_own, n_own, {row, static_cast<int>(cut.group), &path}, s);
     }
 }
 

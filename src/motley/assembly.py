@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from motley.backends import Backend, backend_for, backend_for_heads, get_backend
 from motley.engine import Engine
-from motley.engine.drafting import Forced, Lookahead, Lookup, Speculator
+from motley.engine.drafting import ChainLookahead, Forced, Lookahead, Lookup, Speculator
 from motley.engine.drafting.choice import DRAFT_MAX, MAX_DRAFT, default_choice, names_drafter, read_choice
 from motley.engine.drafting.draft_model import DraftModel
 from motley.engine.drafting.early_exit import EarlyExit
@@ -229,7 +229,7 @@ def load_model(
             [
                 Forced(),
                 Lookup(),
-                Lookahead(_lookahead_sizes(options.lookahead)),
+                _lookahead(_lookahead_sizes(options.lookahead), runner),
                 *loaded,
                 *([EarlyExit(runner, manager, n_exit)] if n_exit else []),
             ],
@@ -358,6 +358,10 @@ def _draft_options(options: Options, planned: _Planned) -> DraftOptions:
     return DraftOptions(
         options.n_ctx, planned.n_batch, planned.n_parallel, options.n_threads, options.kv_rotation
     )
+
+
+def _lookahead(sizes: LookaheadSizes, runner: Runner) -> Lookahead | ChainLookahead:
+    return Lookahead(sizes) if runner.refuses_trees is None else ChainLookahead(sizes)
 
 
 def _lookahead_sizes(text: str | None) -> LookaheadSizes:

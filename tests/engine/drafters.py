@@ -45,6 +45,71 @@ def unknown(rng: random.Random, rest: tuple[int, ...], _n_max: int, n_vocab: int
 GUESSES: tuple[Guess, ...] = (right, wrong, half, too_long, none, unknown)
 
 
+class Tree(list[int]):
+    """A guess that is a tree."""
+
+    def __init__(self) -> None:
+        self.parents: list[int] = []
+
+    def add(self, token: int, parent: int) -> int:
+        """The index of a new token."""
+        self.append(token)
+        self.parents.append(parent)
+        return len(self) - 1
+
+    def add_chain(self, tokens: Sequence[int], parent: int = -1) -> None:
+        for token in tokens:
+            parent = self.add(token, parent)
+
+
+def right_last(rng: random.Random, rest: tuple[int, ...], n_max: int, n_vocab: int) -> Sequence[int]:
+    """Three wrong branches, then the right one."""
+    tree = Tree()
+    for _ in range(3):
+        tree.add_chain([rng.randrange(n_vocab) for _ in range(3)])
+    tree.add_chain(rest[:n_max])
+    return tree
+
+
+def scattered(rng: random.Random, rest: tuple[int, ...], n_max: int, n_vocab: int) -> Sequence[int]:
+    """A random tree; the right tokens, up to a random one, are somewhere in it."""
+    n_right = rng.randint(0, min(len(rest), n_max))
+    n_tokens = n_right + rng.randint(1, 25)
+    places = sorted(rng.sample(range(n_tokens), n_right))
+    tree, last = Tree(), -1
+    for i in range(n_tokens):
+        if i in places:
+            last = tree.add(rest[places.index(i)], last)
+        else:
+            tree.add(rng.randrange(n_vocab), rng.randrange(-1, i))
+    return tree
+
+
+def bushy(rng: random.Random, rest: tuple[int, ...], n_max: int, n_vocab: int) -> Sequence[int]:
+    """Alternatives after each right token, level by level."""
+    tree, last = Tree(), -1
+    for token in rest[:n_max]:
+        parent, alternatives = last, [rng.randrange(n_vocab) for _ in range(rng.randint(0, 3))]
+        alternatives.insert(rng.randint(0, len(alternatives)), token)
+        for each in alternatives:
+            index = tree.add(each, parent)
+            last = index if each == token else last
+    return tree
+
+
+def twins(rng: random.Random, rest: tuple[int, ...], _n_max: int, n_vocab: int) -> Sequence[int]:
+    """The right token twice, once with wrong tokens after it; and more rows than a step has."""
+    tree = Tree()
+    tree.add_chain([*rest[:1], rng.randrange(n_vocab), 5])
+    tree.add_chain(rest)
+    for _ in range(100):
+        tree.add(rng.randrange(n_vocab), rng.randrange(-1, len(tree)))
+    return tree
+
+
+TREES: tuple[Guess, ...] = (right_last, scattered, bushy, twins)
+
+
 class Knowing:
     """A drafter that has been told the answer to each prompt."""
 
@@ -53,6 +118,7 @@ class Knowing:
     is_free = True
     is_usual = True
     writes_cache = False
+    has_trees = True
 
     def __init__(self, guess: Guess, n_vocab: int, seed: int = 0) -> None:
         self.answers: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -60,7 +126,8 @@ class Knowing:
         self._guess, self._n_vocab, self._rng = guess, n_vocab, random.Random(seed)
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [Draft(tuple(self._tokens(ask)), self.name) for ask in asks]
+        found = [self._tokens(ask) for ask in asks]
+        return [Draft(tuple(each), self.name, 0, tuple(getattr(each, "parents", ()))) for each in found]
 
     def may_draft(self, request: Request) -> bool:
         return self._guess is not none

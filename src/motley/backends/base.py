@@ -158,6 +158,7 @@ class Backend(ABC):
     has_native_collectives: ClassVar[bool] = (
         False  # whether its programs do collectives at a NativeRendezvous
     )
+    has_trees: ClassVar[bool] = False  # whether rows of a sequence may be a tree (paged.Table.seen)
 
     takes_lists: ClassVar[bool] = False  # whether executables take integer inputs as lists, without a tensor
 

@@ -37,6 +37,10 @@ class Table(Protocol):
     def first(self) -> int: ...
     @property
     def blocks(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def seen(self) -> npt.NDArray[np.uint64] | None:
+        """If its rows are a tree: for each row the bits of the rows that it sees, itself included."""
+        ...
 
 
 class Batch(Protocol):

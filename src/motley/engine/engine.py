@@ -16,8 +16,10 @@ from motley.engine.effort import Efforts
 from motley.engine.params import SamplingParams
 from motley.engine.request import CANCELLED, Request, TokenLogprobs
 from motley.engine.scheduler import Scheduler, Step
-from motley.engine.verifying import NONE_CHOSEN, Chosen, choose_all, chosen_of, first_rows, row_of
+from motley.engine.trees import has_children, row_masks
+from motley.engine.verifying import NONE_CHOSEN, Chosen, choose_all, chosen_of, first_rows, row_of, rows_ahead
 from motley.errors import CacheError, DeviceError, LostWorkerError, MotleyError, RequestError
+from motley.kvcache.groups import BlockShift
 from motley.kvcache.manager import CacheManager
 from motley.runtime import Batch, Chunk, PlacedBatch, Runner
 from motley.text import Tokenizer
@@ -249,7 +251,7 @@ class Engine:
             self._chooser = chooser_for(logits.device)
         if step.drafts:
             for request, draft in step.drafts.items():
-                request.expect(self._drafts[request].drafter, draft)
+                request.expect(self._drafts[request].drafter, draft, step.trees.get(request, ()))
             self._learn(step, ready, logits)
             self._foretold = choose_all(self._chooser, step, ready, logits)
             tokens = self._choose_rows(ready, first_rows(step, ready), logits)
@@ -266,27 +268,43 @@ class Engine:
             if draft is not None and request in step.drafts and self.speculator.learns(draft.drafter):
                 n_drafted = step.n_drafted(request)
                 outputs = logits[row : row + 1 + n_drafted].argmax(1).tolist()
-                self.speculator.learn(request, draft, n_drafted, outputs)
+                self.speculator.learn(request, draft.cut(n_drafted), outputs)
 
     def _follow_drafts(self, step: Step, ready: Sequence[Request], logits: torch.Tensor) -> None:
         """Gives requests whose first token was the first of their draft their further tokens, position by position.
 
         A row of a draft is valid if all tokens before it were right. The first token that differs is kept, too.
+        In a tree, the next row is that of the alternative that was chosen.
         """
+        n_moved: dict[Request, int] = {}  # tokens of trees whose K/V are in their places
         drafted = [(r, row) for r, row in zip(ready, first_rows(step, ready), strict=True) if r.draft]
         try:
             while drafted := [(r, row) for r, row in drafted if r.draft and not r.is_finished]:
+                if step.trees:
+                    self._move_rows(drafted, n_moved)
                 for request, _ in drafted:
                     self.scheduler.confirm(request)
-                rows = [row + request.n_matched for request, row in drafted]
+                rows = [row + 1 + request.draft_place for request, row in drafted]
                 requests = [request for request, _ in drafted]
                 self._accept(requests, *self._choose_rows(requests, rows, logits))
         except BaseException as error:
             self._recover(error)
         for request, draft in step.drafts.items():
-            is_rejected = not request.draft and request.n_matched < len(draft)
+            parents = step.trees.get(request, ())
+            is_rejected = not request.draft and has_children(len(draft), parents, request.draft_place)
             self.speculator.note_draft(request, self._drafts[request], request.n_matched, is_rejected)
             request.draft = ()
+
+    def _move_rows(self, drafted: Sequence[tuple[Request, int]], n_moved: dict[Request, int]) -> None:
+        """Moves K/V of rows of trees that are their requests' next tokens to these tokens' slots."""
+        moves: list[BlockShift] = []
+        for request, row in drafted:
+            if request.draft_parents and n_moved.get(request, 0) < request.n_matched:
+                rows = rows_ahead(request, row, self._foretold)
+                n_moved[request] = request.n_matched + len(rows) - 1
+                moves += self.scheduler.move(request, rows)
+        if moves:
+            self.runner.shift(moves)
 
     def _choose_rows(self, requests: Sequence[Request], rows: Sequence[int], logits: torch.Tensor) -> Chosen:
         """The next token of each request, from its row of the logits of a step with drafts."""
@@ -338,7 +356,11 @@ class Engine:
         self._drafts = self.speculator.propose(self.scheduler)
         if ahead is not None and not self._drafts:
             return ahead
-        step = self.scheduler.schedule({request: draft.tokens for request, draft in self._drafts.items()})
+        drafts = self._drafts.items()
+        step = self.scheduler.schedule(
+            {request: draft.tokens for request, draft in drafts},
+            {request: draft.parents for request, draft in drafts if draft.parents},
+        )
         self._is_blocked = not step.work
         if self._is_blocked and not self.n_guests:
             self._refuse_first()
@@ -361,9 +383,10 @@ class Engine:
             is_last = end - n_drafted >= len(request.tokens)
             n_outputs = 1 + n_drafted if is_last else 0
             effort = request.effort
-            chunks.append(
-                Chunk(request.sequence, start, n_tokens, n_outputs, effort.n_experts, effort.n_layers)
-            )
+            chunk = Chunk(request.sequence, start, n_tokens, n_outputs, effort.n_experts, effort.n_layers)
+            if request in step.trees:
+                chunk = chunk._replace(seen=row_masks(step.trees[request], n_tokens - n_drafted))
+            chunks.append(chunk)
         speculator = self.speculator
         keeps_hidden = speculator.has_watchers and any(
             speculator.watches(request) for request, _ in step.work

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from motley.engine.effort import FULL, Effort
 from motley.engine.outbox import Outbox
+from motley.engine.trees import ROOT, Parents, child_of
 from motley.errors import MotleyError
 from motley.grammar import Matcher
 from motley.text import StopChecker, Tokenizer
@@ -144,6 +145,8 @@ class Request:
         int, ...
     ] = ()  # of the step that was computed last, while the chosen tokens are those of the draft
     n_matched: int = 0  # how many of them were right
+    draft_parents: Parents = ()  # if the draft is a tree
+    draft_place: int = ROOT  # index of the latest token of the draft that was right
     drafts: dict[str, DraftCount] = field(default_factory=dict)  # by drafter
     _drafter: str = ""  # of `draft`
     n_vain: int = 0  # steps since its latest draft that was used
@@ -238,15 +241,18 @@ class Request:
         elif self._is_at_limit:
             self.finish(LENGTH)
 
-    def expect(self, drafter: str, draft: tuple[int, ...]) -> None:
+    def expect(self, drafter: str, draft: tuple[int, ...], parents: Parents = ()) -> None:
         """Sets the draft whose rows were computed; `accept` compares it with the tokens that are chosen."""
         self.draft, self.n_matched, self._drafter = draft, 0, drafter
+        self.draft_parents, self.draft_place = parents, ROOT
         before = self.drafts.get(drafter, DraftCount())
         self.drafts[drafter] = replace(before, drafted=before.drafted + len(draft))
 
     def _compare(self, token: int) -> None:
-        if self.n_matched < len(self.draft) and self.draft[self.n_matched] == token:
+        place = child_of(self.draft, self.draft_parents, self.draft_place, token)
+        if place is not None:
             self.n_matched += 1
+            self.draft_place = place
             before = self.drafts[self._drafter]
             self.drafts[self._drafter] = replace(before, accepted=before.accepted + 1)
         else:

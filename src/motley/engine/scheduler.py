@@ -29,12 +29,14 @@ from dataclasses import dataclass, field
 
 from motley.engine.pacing import Pace
 from motley.engine.request import Request
+from motley.engine.trees import Parents
 from motley.kvcache.groups import BlockCopy, BlockShift
 from motley.kvcache.manager import CacheManager
 
 _FEW = 16  # pending tokens: less than a prompt
 
-Drafts = Mapping[Request, Sequence[int]]
+Drafts = Mapping[Request, tuple[int, ...]]
+Trees = Mapping[Request, Parents]  # the parents of drafts that are trees
 
 
 @dataclass
@@ -45,16 +47,24 @@ class Step:
     copies: list[BlockCopy] = field(default_factory=list)
     n_tokens: int = 0
     drafts: dict[Request, tuple[int, ...]] = field(default_factory=dict)  # computed after the pending token
+    trees: dict[Request, Parents] = field(default_factory=dict)  # of drafts that are trees
 
     def add(
-        self, request: Request, n_tokens: int, copies: Iterable[BlockCopy], draft: Sequence[int] = ()
+        self,
+        request: Request,
+        n_tokens: int,
+        copies: Iterable[BlockCopy],
+        draft: tuple[int, ...] = (),
+        parents: Parents = (),
     ) -> None:
         """Adds `n_tokens` pending tokens of a request, and its draft."""
         self.work.append((request, n_tokens + len(draft)))
         self.copies.extend(copies)
         self.n_tokens += n_tokens + len(draft)
         if draft:
-            self.drafts[request] = tuple(draft)
+            self.drafts[request] = draft
+        if parents:
+            self.trees[request] = parents
 
     def n_drafted(self, request: Request) -> int:
         """How many of the request's tokens in this step are its draft."""
@@ -72,6 +82,7 @@ class Step:
     def drop(self, request: Request) -> None:
         self.work = [(other, n) for other, n in self.work if other is not request]
         self.drafts.pop(request, None)
+        self.trees.pop(request, None)
         self.n_tokens = sum(n for _, n in self.work)
 
 
@@ -137,10 +148,10 @@ class Scheduler:
                 shifts.extend(moved)
         return shifts
 
-    def schedule(self, drafts: Drafts | None = None) -> Step:
+    def schedule(self, drafts: Drafts | None = None, trees: Trees | None = None) -> Step:
         """The next step, with its slots reserved. A step without work means that no request has room in the cache."""
         step = Step()
-        drafts = drafts or {}
+        drafts, trees = drafts or {}, trees or {}
         while self._suspects and self._suspects[0] not in self.requests:
             self._suspects.popleft()  # this suspect was cancelled
         if self._suspects:
@@ -148,7 +159,7 @@ class Scheduler:
             return step
         self._n_steps += 1
         for depth in self._depths():
-            self._schedule_depth(step, depth, drafts)
+            self._schedule_depth(step, depth, drafts, trees)
             if step.work:
                 self._served[depth] = self._n_steps
                 break
@@ -161,10 +172,11 @@ class Scheduler:
         depths = dict.fromkeys(r.effort.n_layers for r in (*self.running, *first_waiting))
         return sorted(depths, key=lambda depth: self._served.get(depth, 0))
 
-    def _schedule_depth(self, step: Step, depth: int, drafts: Drafts) -> None:
+    def _schedule_depth(self, step: Step, depth: int, drafts: Drafts, trees: Trees) -> None:
         for request in [r for r in self.running if r.effort.n_layers == depth]:
             if request.n_pending <= _FEW and request in self.running:  # not preempted meanwhile
-                self._extend(step, request, self.n_batch - step.n_tokens, drafts.get(request, ()))
+                draft, parents = drafts.get(request, ()), trees.get(request, ())
+                self._extend(step, request, self.n_batch - step.n_tokens, draft, parents)
         self._schedule_prompts(step, depth)
 
     def _schedule_prompts(self, step: Step, depth: int) -> None:
@@ -247,6 +259,16 @@ class Scheduler:
         self.cache.commit(request.sequence, request.tokens[-1:])
         request.n_computed += 1
 
+    def move(self, request: Request, rows: Sequence[int]) -> list[BlockShift]:
+        """Moves of K/V of rows of the request's tree to the slots after its last token in the cache, in their order.
+
+        `rows`: of the step, from the request's next token on; the caller must carry the moves out before `confirm`.
+        """
+        assert request.sequence is not None
+        start, first = request.n_computed, request.n_computed - request.n_matched  # of row 0
+        pairs = [(first + row, start + i) for i, row in enumerate(rows) if first + row != start + i]
+        return self.cache.move(request.sequence, *zip(*pairs, strict=True)) if pairs else []
+
     def room_for_drafts(self) -> int:
         """How many drafted tokens the next step may have, in all. Half of the room is left to prompts, if any wait."""
         if self._suspects:
@@ -303,7 +325,14 @@ class Scheduler:
         if request in self._suspects:
             self._suspects.remove(request)
 
-    def _extend(self, step: Step, request: Request, room: int, draft: Sequence[int] = ()) -> int:
+    def _extend(
+        self,
+        step: Step,
+        request: Request,
+        room: int,
+        draft: tuple[int, ...] = (),
+        parents: Parents = (),
+    ) -> int:
         """Adds up to `room` pending tokens of a running request to the step, and returns how many. Preempts younger
         requests if blocks are missing. The draft is added if there is room for it without that.
         """
@@ -314,12 +343,12 @@ class Scheduler:
         self._touched[request] = None
         n_tokens = self.cache.n_before_checkpoint(request.sequence, n_tokens)
         self.cache.advance(request.sequence, request.n_computed)
-        draft = draft[: self.cache.max_uncertain]
+        draft, parents = draft[: self.cache.max_uncertain], parents[: self.cache.max_uncertain]
         if draft and n_tokens == request.n_pending and n_tokens + len(draft) <= room:
             n_drafted = len(draft)
             copies = self.cache.reserve(request.sequence, n_tokens + n_drafted, n_uncertain=n_drafted)
             if copies is not None:
-                step.add(request, n_tokens, copies, draft)
+                step.add(request, n_tokens, copies, draft, parents)
                 return n_tokens + len(draft)
         while (copies := self.cache.reserve(request.sequence, n_tokens)) is None:
             youngest = self.running[-1]

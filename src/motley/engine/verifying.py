@@ -12,6 +12,7 @@ import torch
 from motley.engine.choosing import ChoiceRow, Chooser, Found, Pending
 from motley.engine.request import Request, TokenLogprobs
 from motley.engine.scheduler import Step
+from motley.engine.trees import ROOT, child_of, path_to
 
 
 class Chosen(NamedTuple):
@@ -53,13 +54,32 @@ def choose_all(
         return None
     if not _is_on_gpu(logits) and any(row.sampler.is_shaping for row in first):
         return None
+    if step.trees and not _is_on_gpu(logits) and any(row.sampler.params.temperature > 0 for row in first):
+        return None  # most rows of a tree are not needed
     rows = []
     for request, row in zip(ready, first, strict=True):
-        draft = step.drafts.get(request, ())
-        for n in range(len(draft) + 1):
-            history = [*request.tokens, *draft[:n]] if row.sampler.is_shaping else row.history
-            rows.append(replace(row, history=history, index=request.n_generated + n))
+        draft, parents = step.drafts.get(request, ()), step.trees.get(request, ())
+        for place in range(ROOT, len(draft)):
+            path = path_to(parents, place)
+            history = [*request.tokens, *(draft[i] for i in path)] if row.sampler.is_shaping else row.history
+            rows.append(replace(row, history=history, index=request.n_generated + len(path)))
     return chooser.choose(logits, rows).tokens()
+
+
+def rows_ahead(request: Request, first_row: int, foretold: Sequence[Found] | None) -> list[int]:
+    """Rows of the request's tree from its latest token on, as far as tokens were chosen ahead. Row 0: before the draft.
+
+    `first_row`: of the logits, where the request's rows begin.
+    """
+    place: int | None = request.draft_place
+    rows: list[int] = []
+    while place is not None:
+        rows.append(place + 1)
+        token = None if foretold is None else foretold[first_row + place + 1]
+        place = (
+            child_of(request.draft, request.draft_parents, place, token) if isinstance(token, int) else None
+        )
+    return rows
 
 
 def _is_on_gpu(logits: torch.Tensor) -> bool:

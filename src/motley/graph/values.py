@@ -29,7 +29,9 @@ class CachedSequence(Protocol):
 
     rows: torch.Tensor  # int64: which rows of the batch belong to it
     positions: torch.Tensor  # of these rows
-    key_positions: torch.Tensor  # of each cached key, ascending
+    key_positions: torch.Tensor  # of each cached key; the last ones are of these rows
+    # bool (rows, rows), if these rows are a tree: the rows that each of them sees, itself too. None: all before it.
+    seen: torch.Tensor | None
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as float32 (context, heads, dim), including this batch's."""

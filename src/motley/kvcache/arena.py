@@ -20,6 +20,8 @@ from motley.kvcache.store import Store, allocate_zeroed
 from motley.kvcache.types import CacheType
 
 IntArray = npt.NDArray[np.int32]
+SeenRows = npt.NDArray[np.uint64]
+MAX_TREE_ROWS = 64  # of a sequence in a batch: one bit for each
 
 # (layer, keys (tokens, heads, dim) as they are stored, by how many positions they move) → keys for their new positions
 KeyRotation = Callable[[int, torch.Tensor, int], torch.Tensor]
@@ -43,6 +45,9 @@ class SequenceTable:
     position: int  # of the first row
     first: int  # the position that `blocks` begin at
     blocks: IntArray  # int32: of positions first, first + block_size, … up to the batch's last, this batch included
+    # If the rows are a tree: for each row the bits of the rows that it sees, its ancestors and itself. None: all before
+    # it. K/V of row i are in the slot of `position + i`; the position of a row is that of its depth.
+    seen: SeenRows | None = None
 
     @property
     def n_context(self) -> int:
@@ -261,8 +266,14 @@ class Arena:
                     store.scatter(rows, slots, {name: plane[:, :n_heads] for name, plane in packed.items()})
 
     def shift(self, shifts: Iterable[BlockShift], rotate: KeyRotation) -> None:
-        """Move K/V to earlier positions: values as they are, keys rotated to their new positions."""
+        """Move K/V to earlier positions: values as they are, keys rotated to their new positions.
+
+        A shift by no positions moves keys as they are, too, and does not call `rotate`.
+        """
         for shift in shifts:
+            if not shift.distance:
+                self._move(shift)
+                continue
             group = self._groups[shift.group]
             sources, targets = torch.tensor(shift.sources), torch.tensor(shift.targets)
             group.touch(targets)
@@ -272,6 +283,15 @@ class Arena:
                     rotated = rotate(number, layer.keys.read(layer.rows, sources), -shift.distance)
                     layer.keys.write(layer.rows, targets, rotated)
                     layer.values.scatter(layer.rows, targets, layer.values.gather(layer.rows, sources))
+
+    def _move(self, shift: BlockShift) -> None:
+        """Copy K/V between slots, as they are stored; all layers of the group at once."""
+        group = self._groups[shift.group]
+        sources, targets = torch.tensor(shift.sources), torch.tensor(shift.targets)
+        group.touch(targets)
+        self._copy_blocks(shift.copies)
+        for store in (group.keys, group.values):
+            store.scatter(slice(None), targets, store.gather(slice(None), sources))
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[dict[str, torch.Tensor], ...]:
         """K and V of this device's heads as they are stored (see Store.gather), or its parts of the state in a slot."""
@@ -351,6 +371,12 @@ class ArenaSequence:
         self.rows = torch.arange(table.first_row, table.first_row + table.n_rows)
         self.positions = torch.arange(table.position, table.position + table.n_rows)
         self.key_positions = torch.arange(table.first, table.first + table.n_context)
+        self.seen = None
+        if table.seen is not None:
+            bits = np.arange(table.n_rows, dtype=np.uint64)
+            self.seen = torch.from_numpy((table.seen[:, None] >> bits & np.uint64(1)).astype(bool))
+            self.positions = table.position + self.seen.sum(1) - 1
+            self.key_positions[-table.n_rows :] = self.positions
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self._layer

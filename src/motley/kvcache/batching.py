@@ -14,11 +14,15 @@ from motley.kvcache.states import StateGroup
 
 
 class Extent(NamedTuple):
-    """A sequence's part of a batch: rows first_row … first_row + n - 1 are its positions start … start + n - 1."""
+    """A sequence's part of a batch: rows first_row … first_row + n - 1 are its positions start … start + n - 1.
+
+    If they are a tree, `seen` has the bits of the rows that each row sees, its ancestors and itself.
+    """
 
     sequence: int
     start: int
     n_tokens: int
+    seen: tuple[int, ...] = ()  # empty: each row sees all before it
 
 
 def group_batches(
@@ -39,7 +43,8 @@ def _state_batch(manager: CacheManager, group: int, extents: Sequence[Extent]) -
     tables = manager.states([e.sequence for e in extents], group)
     spans: list[StateSpan] = []
     first_row = 0
-    for (_, start, n_tokens), table in zip(extents, tables, strict=True):
+    for (_, start, n_tokens, seen), table in zip(extents, tables, strict=True):
+        assert not seen, "a recurrent state has one past"
         assert start <= table.next_folded <= start + n_tokens, "the state was reserved for another batch"
         spans.append(
             StateSpan(
@@ -65,12 +70,13 @@ def _group_batch(
     views = manager.tables([e.sequence for e in extents], group)
     tables: list[SequenceTable] = []
     first_row = 0
-    for (_, start, n_tokens), view in zip(extents, views, strict=True):
+    for (_, start, n_tokens, seen), view in zip(extents, views, strict=True):
         end = start + n_tokens + n_ahead
         # Of a copy, which slicing makes: the manager's array cannot grow while a view of it exists.
         copied = view.blocks[view.n_holes : -(-end // size)]
         # Native programs read any buffer of int32.
         blocks = np.frombuffer(copied, dtype=np.int32) if as_arrays else cast(IntArray, copied)
-        tables.append(SequenceTable(first_row, n_tokens, start, view.n_holes * size, blocks))
+        masks = np.array(seen, np.uint64) if seen else None
+        tables.append(SequenceTable(first_row, n_tokens, start, view.n_holes * size, blocks, masks))
         first_row += n_tokens
     return GroupBatch.of(tables, size, at_once=as_arrays)

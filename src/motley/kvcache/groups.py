@@ -28,7 +28,7 @@ class BlockCopy:
 class BlockShift:
     """Move K/V between slots of a group: after `copies`, read all `sources`, then write them to `targets`.
 
-    The keys' positions fall by `distance`.
+    The keys' positions fall by `distance`; 0: the bits of keys and values stay the same.
     """
 
     group: int

@@ -290,6 +290,24 @@ class CacheManager:
         sequence.n_slots = n_tokens - n_drop
         return shifts
 
+    def move(self, seq: int, sources: Sequence[int], targets: Sequence[int]) -> list[BlockShift]:
+        """Moves of K/V between reserved slots, by their places in the sequence, none of them committed. For rows of a
+        tree that turned out to be the sequence's next tokens; to be carried out before these are committed.
+        """
+        sequence = self._sequences[seq]
+        assert all(sequence.n_tokens <= place < sequence.n_slots for place in (*sources, *targets))
+        size = self.block_size
+        return [
+            BlockShift(
+                number,
+                [],
+                [table.blocks[place // size] * size + place % size for place in sources],
+                [table.blocks[place // size] * size + place % size for place in targets],
+                distance=0,
+            )
+            for number, table in enumerate(sequence.tables)
+        ]
+
     def free(self, seq: int, *, copies_done: bool = True) -> None:
         """End a sequence. Its blocks and its state stay findable until their room is needed.
 

@@ -21,6 +21,8 @@ class Chunk(NamedTuple):
     n_outputs: int
     n_experts: int = 0  # experts that each token uses; 0: the number in the model file
     n_layers: int = 0  # number of layers that run; 0: all
+    # If its rows are a tree: for each the bits of the rows that it sees, itself too. Empty: it sees all before it.
+    seen: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Batch:
         batch = Batch(tuple(chunks), wants_hidden, keeps_hidden, n_best)
         assert len({c.sequence for c in batch.chunks}) == len(batch.chunks), "a sequence has two chunks"
         assert all(0 <= c.n_outputs <= c.n_tokens for c in batch.chunks), "more outputs than tokens"
+        assert all(len(c.seen) in (0, c.n_tokens) for c in batch.chunks), "a tree has a mask for each row"
         assert len({c.n_layers for c in batch.chunks}) <= 1, "chunks run different layers"
         return batch
 
@@ -60,7 +63,13 @@ class Batch:
         return [c.n_experts or default for c in self.chunks for _ in range(c.n_tokens)]
 
     def positions(self) -> list[int]:
-        return [c.start + i for c in self.chunks for i in range(c.n_tokens)]
+        positions: list[int] = []
+        for c in self.chunks:
+            if c.seen:
+                positions.extend(c.start + mask.bit_count() - 1 for mask in c.seen)
+            else:
+                positions.extend(range(c.start, c.start + c.n_tokens))
+        return positions
 
     def output_rows(self) -> list[int]:
         """The rows for which logits are computed, in the order of chunks."""

@@ -55,7 +55,7 @@ class DeviceRunner:
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
         """Move cached K/V to earlier positions."""
-        self.arena.shift(shifts, self.key_rotator)
+        self.arena.shift(shifts, lambda *moved: self.key_rotator(*moved))  # only found if keys are rotated
 
     @cached_property
     def _layers(self) -> dict[str, ArenaLayer | StatePlanes]:

@@ -64,7 +64,7 @@ class Runner:
         """The batch with its slots, block tables and other inputs. Its slots must be reserved before, and must not
         change until the batch has run. `n_rounds`: see `draft`.
         """
-        extents = [Extent(c.sequence, c.start, c.n_tokens) for c in batch.chunks]
+        extents = [Extent(c.sequence, c.start, c.n_tokens, c.seen) for c in batch.chunks]
         inputs = {"positions": batch.positions(), "output_rows": batch.output_rows()}
         max_experts = 0
         if self._experts is not None:
@@ -203,10 +203,18 @@ class Runner:
         self.local.store_random(batch)
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
-        """Moves cached K/V to earlier positions, immediately."""
+        """Moves cached K/V to earlier positions, or to other slots of the same positions, immediately."""
         if self._hosts is not None:
             self._hosts.shift(shifts)
         self.local.shift(shifts)
+
+    @property
+    def refuses_trees(self) -> str | None:
+        """Why the rows of a sequence cannot be a tree in this runner's batches; None if they can."""
+        if self._has_states:
+            return "the model has layers with a recurrent state, which has one past"
+        names = [backend.name for backend in self._backends if not backend.has_trees]
+        return f"attention of {names[0]} devices has no masks over the rows of a batch" if names else None
 
     def require_shift(self) -> None:
         """CacheError if this model's context cannot shift: its keys cannot move, or it has recurrent states."""

@@ -177,7 +177,11 @@ class Worker:
             arena.store_random(batch)
 
     def shift(self, shifts: Sequence[BlockShift]) -> None:
-        """Moves cached K/V to earlier positions, immediately."""
+        """Moves cached K/V to earlier positions, or to other slots of the same positions, immediately."""
+        if not any(shift.distance for shift in shifts):  # a few rows: not worth waking the devices' threads
+            for device in self.devices:
+                device.shift(shifts)
+            return
         self._group.run(lambda index: self.devices[index].shift(shifts))
 
     def require_shift(self) -> None:

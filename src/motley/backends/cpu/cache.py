@@ -52,3 +52,6 @@ class BatchSlot:
     def fill(self, batch: Batch) -> None:
         tables = [(t.first_row, t.n_rows, t.position, t.first, t.blocks) for t in batch.tables]
         self.native.place(self._block_size, tables)
+        for index, table in enumerate(batch.tables):
+            if table.seen is not None:
+                self.native.set_tree(index, table.seen.tolist())

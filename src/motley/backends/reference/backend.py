@@ -35,6 +35,7 @@ class ReferenceKernel:
 
 class ReferenceBackend(Backend):
     name: ClassVar[str] = "reference"
+    has_trees: ClassVar[bool] = True
 
     @property
     def kernels(self) -> Sequence[Kernel]:

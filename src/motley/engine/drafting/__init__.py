@@ -8,10 +8,11 @@ A token is chosen by the request's own sampler in any case, and a draft only dec
 text is the same with every drafter, and without one.
 """
 
+from motley.engine.drafting.chain_lookahead import ChainLookahead
 from motley.engine.drafting.draft import Draft, Drafter
 from motley.engine.drafting.forced import Forced
 from motley.engine.drafting.lookahead import Lookahead
 from motley.engine.drafting.lookup import Lookup
 from motley.engine.drafting.speculator import Speculator
 
-__all__ = ["Draft", "Drafter", "Forced", "Lookahead", "Lookup", "Speculator"]
+__all__ = ["ChainLookahead", "Draft", "Drafter", "Forced", "Lookahead", "Lookup", "Speculator"]

@@ -65,12 +65,10 @@ class Acceptance:
             return
         draft, start = request.memory[_UNUSED]
         came = request.generated[start : start + len(draft.tokens)]
-        n_right = next(
-            (i for i, (a, b) in enumerate(zip(came, draft.tokens, strict=False)) if a != b), len(came)
-        )
+        n_right, is_rejected = draft.n_right(came)
         if n_right < len(came) or n_right == len(draft.tokens):
             del request.memory[_UNUSED]
-            self.note(request, draft, n_right, n_right < len(came))
+            self.note(request, draft, n_right, is_rejected)
 
     def forget(self, request: Request, draft: Draft) -> None:
         """Lets the past fade: the draft was not used, so there is nothing new to learn from it."""

@@ -7,12 +7,14 @@ a step with one row more takes longer. Rows go to the tokens most likely to surv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from motley.engine.drafting.acceptance import Acceptance
 from motley.engine.drafting.costs import PlanAccount, RoundCosts, StepCosts
 from motley.engine.drafting.draft import Draft
 from motley.engine.request import Request
+from motley.engine.trees import depths
 
 _LEAST_GAIN = 1.1  # of the rate: less is not worth the uncertainty of the figures
 _ROUND = 0.2  # of a step of one row: the assumed cost of a drafter's round before one was measured
@@ -95,10 +97,7 @@ class AdaptiveControl:
             return self._cut(drafts, dict.fromkeys(drafts, 0))
         slots: list[tuple[float, int, Request]] = []
         for order, (rate, (request, draft)) in enumerate(zip(rates, drafts.items(), strict=True)):
-            survival = 1.0
-            for _ in draft.tokens:
-                survival *= rate
-                slots.append((-survival, order, request))
+            slots += [(-survival, order, request) for survival in _survivals(draft, rate)]
         slots.sort(key=lambda slot: slot[:2])
         lengths = dict.fromkeys(drafts, 0)
         is_paid = any(
@@ -131,7 +130,7 @@ class AdaptiveControl:
         for request, draft in drafts.items():
             n = lengths[request]
             if n >= max(1, request.speculation.draft_min):
-                kept[request] = draft._replace(tokens=draft.tokens[:n])
+                kept[request] = draft.cut(n)
             else:
                 self.acceptance.watch(request, draft)
         return kept
@@ -150,6 +149,18 @@ class AdaptiveControl:
         self._rounds[drafter].note(seconds / n_rounds)
 
 
+def _survivals(draft: Draft, rate: float) -> list[float]:
+    """For each token the probability that it is right and used.
+
+    In a tree it is the expected number of right tokens, shared equally: which alternative is right is not known, and
+    tokens that only serve to learn belong to it.
+    """
+    if draft.parents:
+        n_right = sum(rate**depth for depth in range(1, max(depths(draft.parents)) + 1))
+        return [n_right / len(draft.tokens)] * len(draft.tokens)
+    return list(accumulate(draft.tokens, lambda survival, _: survival * rate, initial=1.0))[1:]
+
+
 class FixedControl:
     """Uses all drafted tokens for which there is room: for measurements and tests."""
 
@@ -159,9 +170,9 @@ class FixedControl:
     def allot(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> Drafts:
         kept: Drafts = {}
         for request, draft in drafts.items():
-            if tokens := draft.tokens[:room]:
-                kept[request] = draft._replace(tokens=tokens)
-                room -= len(tokens)
+            if draft.tokens and room > 0:
+                kept[request] = own = draft.cut(room)
+                room -= len(own.tokens)
         return kept
 
     def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:

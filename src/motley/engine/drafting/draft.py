@@ -6,21 +6,39 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from motley.engine.request import Request
+from motley.engine.trees import MAX_ROWS, ROOT, Parents, child_of, cut, has_children
 
 
 class Draft(NamedTuple):
-    """Tokens that are likely to follow a request's last token."""
+    """Tokens that are likely to follow a request's last token: a chain, or a tree of alternatives (`engine.trees`)."""
 
     tokens: tuple[int, ...]
     drafter: str
     grade: int = 0  # how sure the drafter is: an index of its `priors`
+    parents: Parents = ()  # of a tree: for each token the index of the one before it; empty: a chain
+
+    def cut(self, n_tokens: int, max_depth: int = MAX_ROWS) -> Draft:
+        """The draft without what is beyond its first `n_tokens` tokens, or deeper than `max_depth`."""
+        tokens, parents = cut(self.tokens, self.parents, n_tokens, max_depth)
+        return self._replace(tokens=tokens, parents=parents)
+
+    def n_right(self, came: Sequence[int]) -> tuple[int, bool]:
+        """How many of the tokens that came the draft has, and whether it has other ones instead of the next."""
+        place = ROOT
+        for n, token in enumerate(came):
+            after = child_of(self.tokens, self.parents, place, token)
+            if after is None:
+                return n, has_children(len(self.tokens), self.parents, place)
+            place = after
+        return len(came), False
 
 
 class Ask(NamedTuple):
     """A request that needs a draft of up to `n_max` tokens. All its tokens but the last are computed."""
 
     request: Request
-    n_max: int
+    n_max: int  # of a tree: the most tokens of a path
+    max_rows: int = MAX_ROWS - 1  # the most tokens of a tree
 
 
 class Drafter(Protocol):
@@ -59,6 +77,16 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class TreeDrafter(Protocol):
+    """What a drafter has besides whose drafts may be trees."""
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether they are, with this model and these devices."""
+        ...
+
+
+@runtime_checkable
 class Watcher(Protocol):
     """What a drafter that needs the model's hidden states has besides."""
 
@@ -78,7 +106,7 @@ class Watcher(Protocol):
 class Learner(Protocol):
     """What a drafter has besides that learns from all rows of its drafts."""
 
-    def learn(self, request: Request, draft: Sequence[int], outputs: Sequence[int]) -> None:
+    def learn(self, request: Request, draft: Draft, outputs: Sequence[int]) -> None:
         """Takes the likeliest tokens after the request's last token and after each token of its draft.
 
         Called before tokens are accepted.

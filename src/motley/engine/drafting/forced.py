@@ -21,7 +21,7 @@ class Forced:
     writes_cache = False
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [Draft(_forced(request)[:n_max], self.name) for request, n_max in asks]
+        return [Draft(_forced(ask.request)[: ask.n_max], self.name) for ask in asks]
 
     def may_draft(self, request: Request) -> bool:
         """Not known before the token: a step that is launched ahead is worth more than waiting for it."""

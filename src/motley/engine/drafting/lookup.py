@@ -33,7 +33,7 @@ class Lookup:
     writes_cache = False
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [self._draft(request, n_max) for request, n_max in asks]
+        return [self._draft(ask.request, ask.n_max) for ask in asks]
 
     def may_draft(self, request: Request) -> bool:
         return bool(self._draft(request, 1).tokens)

@@ -9,10 +9,11 @@ from typing import Any
 
 from motley.engine.drafting.choice import read_choice
 from motley.engine.drafting.control import AdaptiveControl, Control
-from motley.engine.drafting.draft import Ask, Draft, Drafter, Learner, Watcher
+from motley.engine.drafting.draft import Ask, Draft, Drafter, Learner, TreeDrafter, Watcher
 from motley.engine.drafting.forced import Forced
 from motley.engine.request import Request, Speculation
 from motley.engine.scheduler import Scheduler
+from motley.engine.trees import MAX_ROWS
 
 _log = logging.getLogger("motley")
 _MAX_ROWS = 64  # of logits in a step
@@ -46,6 +47,7 @@ class Speculator:
         self._control = control or AdaptiveControl({d.name: d.priors for d in drafters}, bucket, plan_seconds)
         self._learners = {each.name: each for each in drafters if isinstance(each, Learner)}
         self._watchers = {each.name: each for each in drafters if isinstance(each, Watcher)}
+        self._has_trees = any(isinstance(each, TreeDrafter) and each.has_trees for each in drafters)
         self._costly = frozenset(drafter.name for drafter in drafters if not drafter.is_free)
         self._n_vocab = n_vocab
         self._max_rows = max_rows
@@ -80,6 +82,9 @@ class Speculator:
         asking = [ask for ask in asking if ask.n_max >= max(1, ask.request.speculation.draft_min)]
         if not asking:
             return {}
+        if self._has_trees:
+            max_rows = min(MAX_ROWS - 1, self._room(scheduler) // len(asking))
+            asking = [ask._replace(max_rows=max_rows) for ask in asking]
         drafts: dict[Request, Draft] = {}
         for drafter in self._drafters:
             asks = [
@@ -91,7 +96,7 @@ class Speculator:
                 drafts |= self._ask(scheduler, drafter, asks)
         if drafts:
             drafts = self._control.allot(drafts, _n_rows(scheduler), self._room(scheduler))
-        for request, _ in asking:
+        for request, *_ in asking:
             self._rest(request, request in drafts)
         return drafts
 
@@ -123,9 +128,9 @@ class Speculator:
         """Whether a drafter learns from all rows of its drafts."""
         return drafter in self._learners
 
-    def learn(self, request: Request, draft: Draft, n_tokens: int, outputs: Sequence[int]) -> None:
-        """Tells a drafter the likeliest tokens after a request's last token and after `n_tokens` of its draft."""
-        self._learners[draft.drafter].learn(request, draft.tokens[:n_tokens], outputs)
+    def learn(self, request: Request, draft: Draft, outputs: Sequence[int]) -> None:
+        """Tells a drafter the likeliest tokens after a request's last token and after each token of its draft."""
+        self._learners[draft.drafter].learn(request, draft, outputs)
 
     def _catch_up(self, watcher: Watcher, requests: Sequence[Request]) -> None:
         try:
@@ -187,9 +192,12 @@ class Speculator:
             if n_rounds and drafter.is_usual:
                 self._control.note_drafting(drafter.name, n_rounds, self._clock() - started)
         kept = {}
-        for (request, n), draft in zip(asks, found, strict=True):
-            if draft.tokens and (tokens := self._valid(draft.tokens[:n])):
-                kept[request] = draft._replace(tokens=tokens)
+        for (request, n, _), draft in zip(asks, found, strict=True):
+            if not draft.tokens:
+                continue
+            n_valid = len(self._valid(draft.tokens[: MAX_ROWS - 1] if draft.parents else draft.tokens[:n]))
+            if n_valid:
+                kept[request] = draft.cut(n_valid, n)
         return kept
 
     def _valid(self, tokens: tuple[int, ...]) -> tuple[int, ...]:

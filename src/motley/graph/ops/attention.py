@@ -57,6 +57,9 @@ class Attention(Op):
     q (tokens, heads, dim); the cache holds `heads / group` KV heads. With `window` = w a query at position p sees
     the keys at positions p-w+1 … p. A third input (heads,) holds attention sinks: one more unscaled score
     per head, which adds to the softmax's sum and has no value.
+
+    The rows of a sequence may be a tree of alternative continuations: then a row sees the tokens before the batch and,
+    of the batch's rows, only its ancestors and itself (`CachedSequence.seen`). Its position is that of its depth.
     """
 
     name: ClassVar[str] = "attention"
@@ -102,6 +105,8 @@ class Attention(Op):
         visible = distance >= 0
         if self.window is not None:
             visible &= distance < self.window
+        if sequence.seen is not None:
+            visible[:, -n_tokens:] &= sequence.seen
         scores = scores.masked_fill(~visible, -torch.inf)
         if sinks is not None:
             sink = sinks.view(keys.shape[1], -1, 1, 1).expand(-1, -1, n_tokens, 1)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from motley.kvcache.arena import CacheBatch, GroupBatch, SequenceTable
+from motley.kvcache.arena import MAX_TREE_ROWS, CacheBatch, GroupBatch, SeenRows, SequenceTable
 from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.kvcache.state_arena import StateBatch, StateSpan
 from motley.kvcache.states import NO_SLOT
@@ -85,6 +85,7 @@ class StepWriter:
     def _batches(self, batches: Sequence[CacheBatch]) -> Iterator[IntArray]:
         rows = batches[0].spans if isinstance(batches[0], StateBatch) else batches[0].tables
         yield _array([len(rows), *(row.n_rows for row in rows)])
+        yield from _trees(() if isinstance(batches[0], StateBatch) else batches[0].tables)
         for group, batch in enumerate(batches):
             if isinstance(batch, StateBatch):
                 yield batch.table[:, 2:].astype(np.int32).flatten()
@@ -176,6 +177,7 @@ class StepReader:
         n_rows = ints.array(ints.number(1, limits.max_sequences), 1, limits.max_tokens).tolist()
         if n_tokens is not None and sum(n_rows) != n_tokens:
             raise ProtocolError(f"sequences with {sum(n_rows)} rows in a batch of {n_tokens}")
+        trees = self._trees(ints, n_rows)
         batches: list[CacheBatch] = []
         for group, n_blocks in enumerate(limits.n_blocks):
             tables, first_row = [], 0
@@ -186,13 +188,27 @@ class StepReader:
                 blocks = np.concatenate([same, ints.array(ints.number(0, _INT32), 0, n_blocks - 1)])
                 if first % size or len(blocks) != -(-(position + n - first) // size):
                     raise ProtocolError(f"{len(blocks)} blocks for positions {first} to {position + n - 1}")
-                tables.append(SequenceTable(first_row, n, position, first, blocks))
+                tables.append(SequenceTable(first_row, n, position, first, blocks, trees.get(index)))
                 first_row += n
             self._tables.keep(group, [table.blocks for table in tables])
             batches.append(GroupBatch.of(tables, size))
         if limits.n_state_slots:
             batches.append(self._states(ints, n_rows))
         return tuple(batches)
+
+    def _trees(self, ints: _Ints, n_rows: Sequence[int]) -> dict[int, SeenRows]:
+        """The rows that each row of a tree sees, by sequence."""
+        found: dict[int, SeenRows] = {}
+        for _ in range(ints.number(0, 0 if self._limits.n_state_slots else len(n_rows))):
+            index = ints.number(0, len(n_rows) - 1)
+            n = n_rows[index]
+            if n > MAX_TREE_ROWS:
+                raise ProtocolError(f"a tree of {n} rows")
+            seen = ints.array(2 * n, -_INT32 - 1, _INT32).copy().view(np.uint64)
+            if not np.array_equal(seen >> np.arange(n, dtype=np.uint64), np.ones(n, np.uint64)):
+                raise ProtocolError("a row of a tree does not see itself, or sees a later one")
+            found[index] = seen
+        return found
 
     def _states(self, ints: _Ints, n_rows: Sequence[int]) -> StateBatch:
         limits, spans, first_row = self._limits, [], 0
@@ -212,6 +228,14 @@ class StepReader:
             spans.append(StateSpan(first_row, n, position, *read, *written))
             first_row += n
         return StateBatch(tuple(spans))
+
+
+def _trees(tables: Sequence[SequenceTable]) -> Iterator[IntArray]:
+    trees = [(index, table.seen) for index, table in enumerate(tables) if table.seen is not None]
+    yield _array([len(trees)])
+    for index, seen in trees:
+        yield _array([index])
+        yield seen.view(np.int32)
 
 
 class _LatestTables:
