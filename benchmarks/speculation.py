@@ -6,6 +6,7 @@ compared: the texts must be the same.
     python -m benchmarks speculation                          # the bundled model, one request
     python -m benchmarks speculation --requests 1,4,16,64 --drafters auto --plot speculation.svg
     python -m benchmarks speculation --shape llama-1b --right 0.6,0.8,0.9 --depth 0,4096
+    python -m benchmarks speculation --lookahead "7,5,7 15,5,7" --workloads json,story    # tokens a step, both forms
 
 *Written* texts (code, json, records, question) are beyond the bundled model. There the chooser does its work and then
 returns the next token of the written text: cost and drafts are those of a model that writes it. *Own* texts (chat,
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import speculation_machine
+from benchmarks import speculation_lookahead, speculation_machine
 from benchmarks.speculation_machine import Scripted
 from benchmarks.speculation_texts import WRITTEN, Sample, own_samples, written_samples
 from motley import LLM
@@ -149,6 +150,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=300, help="of each answer, at most")
     parser.add_argument("--draft-max", type=int)
+    parser.add_argument("--lookahead", default="", metavar="W,N,G …", help="compare lookahead's two forms")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     chosen = parser.parse_args()
@@ -162,17 +164,27 @@ def main() -> None:
     if any("draft" in name for name in drafters):
         options["draft_model"] = chosen.draft_model or bundled_draft_path()
     results: list[Result] = []
+    forms: list[speculation_lookahead.FormResult] = []
     cache = {"cache_type_k": chosen.cache_type, "cache_type_v": chosen.cache_type}
     with LLM(path, n_ctx=2048, n_parallel=max(numbers), **cache, **options) as llm:
         engine = llm._loaded.engine
         scripted = _script(engine)
         for workload in chosen.workloads.split(","):
+            if chosen.lookahead:
+                make = written_samples if workload in WRITTEN else own_samples
+                samples = make(llm.tokenizer, workload, 4, chosen.tokens)
+                for sizes in chosen.lookahead.split():
+                    forms += speculation_lookahead.measure_forms(engine, scripted, workload, samples, sizes)
+                continue
             for n in numbers:
                 make = written_samples if workload in WRITTEN else own_samples
                 samples = make(llm.tokenizer, workload, n, chosen.tokens)
                 for spec in drafters:
                     results.append(measure(engine, scripted, workload, samples, spec, chosen.rounds))
                     print(show(results[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    if forms:
+        print(speculation_lookahead.show(forms))
+        return
     print(f"{path.name}, {platform.processor() or platform.machine()}, {chosen.rounds} rounds\n")
     print(show(results))
     if chosen.json:

@@ -69,24 +69,41 @@ void check_stored(const Sequence& sequence, const CacheStoreView& store, const s
 
 // softmax(scale · q·kᵀ)·v of one row, from the values that are stored; rotated back.
 std::vector<double> attend(const Sequence& sequence, const AttentionArgs& a, int64_t token, int64_t head) {
-    const int64_t position = kKeys - a.n_tokens + token, first = std::max<int64_t>(0, position - a.window + 1), kv_head = head / (a.n_heads / kHeads);
+    const int64_t base = kKeys - a.n_tokens, kv_head = head / (a.n_heads / kHeads);
+    const uint64_t* seen = a.batch->sequences->seen;
+    std::vector<int64_t> keys(base);
+    for (int64_t i = 0; i < base; i++) keys[i] = i;
+    for (int64_t i = 0; i <= token; i++)
+        if (!seen || seen[token] >> i & 1) keys.push_back(base + i);  // in a tree, the row's own path
+    keys.erase(keys.begin(), keys.end() - std::min<int64_t>(a.window, keys.size()));
     std::vector<double> out(kDim);
     double total = 0, largest = -INFINITY;
     std::vector<double> scores;
-    for (int64_t key = first; key <= position; key++) {
+    for (const int64_t key : keys) {
         double score = 0;
         for (int64_t d = 0; d < kDim; d++) score += a.q[(token * a.n_heads + head) * kDim + d] * sequence.value(a.k, key, kv_head, d);
         scores.push_back(a.scale * score);
         largest = std::max(largest, scores.back());
     }
-    for (int64_t key = first; key <= position; key++) {
-        const double p = std::exp(scores[key - first] - largest);
+    for (size_t i = 0; i < keys.size(); i++) {
+        const double p = std::exp(scores[i] - largest);
         total += p;
-        for (int64_t d = 0; d < kDim; d++) out[d] += p * sequence.value(a.v, key, kv_head, d);
+        for (int64_t d = 0; d < kDim; d++) out[d] += p * sequence.value(a.v, keys[i], kv_head, d);
     }
     if (a.sinks) total += std::exp(a.sinks[head] - largest);
     for (auto& value : out) value /= total;
     return head_of({out.begin(), out.end()}, 0, a.out_rotation != 0);
+}
+
+void check_rows(const Sequence& sequence, const AttentionArgs& a, const std::string& where) {
+    // Queries are multiplied with quantized keys as 8-bit codes.
+    const double tolerance = a.k.kind <= kCacheBF16 ? 1e-4 : 2e-2;
+    for (int64_t token = 0; token < a.n_tokens; token++)
+        for (int64_t head = 0; head < a.n_heads; head++) {
+            const auto expected = attend(sequence, a, token, head);
+            for (int64_t d = 0; d < kDim; d++)
+                require(is_close(a.out[(token * a.n_heads + head) * kDim + d], expected[d], tolerance), "a wrong attention", where);
+        }
 }
 
 }  // namespace
@@ -109,14 +126,16 @@ void check_attention(Pool& pool, int kind, int64_t block_size, bool has_sinks) {
     AttentionArgs args{q.data(), whole.data(), n_tokens, n_heads, shape, k.view(kind), v.view(kind), 0.125f, 100, 16, &batch, nullptr, 0, 1, nullptr};
     if (has_sinks) args.sinks = sinks.data();
     pool.run_kernel(pool.kernels().attention, args);
-    // Queries are multiplied with quantized keys as 8-bit codes.
-    const double tolerance = kind <= kCacheBF16 ? 1e-4 : 2e-2;
-    for (int64_t token = 0; token < n_tokens; token++)
-        for (int64_t head = 0; head < n_heads; head++) {
-            const auto expected = attend(sequence, args, token, head);
-            for (int64_t d = 0; d < kDim; d++)
-                require(is_close(whole[(token * n_heads + head) * kDim + d], expected[d], tolerance), "a wrong attention", where);
-        }
+    check_rows(sequence, args, where);
+    const std::vector<uint64_t> seen{0b1, 0b11, 0b101, 0b1011, 0b10101};  // two branches of two rows
+    const SequenceView tree_view{0, n_tokens, kKeys - n_tokens, 0, sequence.blocks.data(), seen.data()};
+    const BatchView tree_batch{sequence.slots.data(), &tree_view, 1};
+    AttentionArgs tree = args;
+    tree.out = split.data();
+    tree.batch = &tree_batch;
+    pool.run_kernel(pool.kernels().attention, tree);
+    check_rows(sequence, tree, where);
+    require(std::memcmp(split.data(), whole.data(), 2 * n_heads * kDim * sizeof(float)) == 0, "a row of a tree has other bits", where);
     for (const int64_t n : {int64_t{1}, int64_t{2}}) {  // the last rows without the ones before
         const SequenceView last{0, n, kKeys - n, 0, sequence.blocks.data()};
         const BatchView last_batch{sequence.slots.data(), &last, 1};

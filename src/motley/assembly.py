@@ -243,7 +243,11 @@ def load_model(
         ),
     )
     said = notices(spec, params, cache, backends, n_ctx=n_ctx, rotates=options.kv_rotation)
-    said = tuple(notice for notice in (*planned.notices, unused, *said) if notice is not None)
+    said = tuple(
+        notice
+        for notice in (*planned.notices, unused, *said, _of_lookahead(chosen_spec, runner))
+        if notice is not None
+    )
     details = tuple(
         f"{device.name}: {detail}"
         for device, runs in zip(crew.devices, backends, strict=True)
@@ -362,6 +366,12 @@ def _draft_options(options: Options, planned: _Planned) -> DraftOptions:
 
 def _lookahead(sizes: LookaheadSizes, runner: Runner) -> Lookahead | ChainLookahead:
     return Lookahead(sizes) if runner.refuses_trees is None else ChainLookahead(sizes)
+
+
+def _of_lookahead(spec: str, runner: Runner) -> str | None:
+    """A notice if lookahead was chosen and its drafts cannot be trees."""
+    why = runner.refuses_trees if names_drafter(spec, "lookahead") else None
+    return why and f"drafts of lookahead are chains, and guess worse: {why}"
 
 
 def _lookahead_sizes(text: str | None) -> LookaheadSizes:

@@ -238,7 +238,7 @@ class Engine:
             logits = self.runner.run(batch, step.tokens(), step.copies)
             if self.runner.hidden is not None:
                 rows = [(request, request.n_computed, n_tokens) for request, n_tokens in step.work]
-                self.speculator.observe(rows, self.runner.hidden)
+                self.speculator.observe(rows, self.runner.hidden, step.trees)
         else:
             step, logits = running.step, running.logits
         self.scheduler.complete(step)

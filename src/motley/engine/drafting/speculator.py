@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from motley.engine.drafting.choice import read_choice
@@ -13,7 +13,7 @@ from motley.engine.drafting.draft import Ask, Draft, Drafter, Learner, TreeDraft
 from motley.engine.drafting.forced import Forced
 from motley.engine.request import Request, Speculation
 from motley.engine.scheduler import Scheduler
-from motley.engine.trees import MAX_ROWS
+from motley.engine.trees import MAX_ROWS, Parents
 
 _log = logging.getLogger("motley")
 _MAX_ROWS = 64  # of logits in a step
@@ -115,14 +115,20 @@ class Speculator:
         """Whether a drafter needs the hidden states of the request's tokens."""
         return any(name in request.speculation.drafters for name in self._watchers)
 
-    def observe(self, rows: Sequence[tuple[Request, int, int]], hidden: Any) -> None:
-        """Takes hidden states of a step. `rows`: requests, the position of their first token, their tokens."""
-        end = 0
+    def observe(
+        self, rows: Sequence[tuple[Request, int, int]], hidden: Any, trees: Mapping[Request, Parents]
+    ) -> None:
+        """Takes hidden states of a step. `rows`: requests, the position of their first token, their tokens.
+
+        Of a tree only the rows before it are taken: the others are not at successive positions.
+        """
+        first = 0
         for request, start, n_tokens in rows:
-            end += n_tokens
+            n_taken = n_tokens - len(trees.get(request, ()))
             for name, watcher in self._watchers.items():
                 if name in request.speculation.drafters:
-                    watcher.observe(request, start, hidden[end - n_tokens : end])
+                    watcher.observe(request, start, hidden[first : first + n_taken])
+            first += n_tokens
 
     def learns(self, drafter: str) -> bool:
         """Whether a drafter learns from all rows of its drafts."""
