@@ -261,7 +261,7 @@ def test_recurrent_states(
         assert llm.generate(tokens, max_tokens=8, temperature=0, ignore_eos=True).tokens == found[0][1][0]
 
 
-@pytest.mark.parametrize("spec", ["lookup", pytest.param("exit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spec", ["lookup", "lookahead", pytest.param("exit", marks=pytest.mark.slow)])
 def test_speculation(spec: str, bundled: Path, workers: list[WorkerProcess]) -> None:
     options = OPTIONS | {"spec": spec, "draft_layers": 2 if spec == "exit" else None, "split_mode": "tensor"}
     prompts = ["Once upon a time there was a fox. The fox", "One two one two one two one"]
@@ -274,6 +274,8 @@ def test_speculation(spec: str, bundled: Path, workers: list[WorkerProcess]) -> 
             done = llm.generate(prompts, max_tokens=40, temperature=0, ignore_eos=True)
             found.append([each.tokens for each in done])
             assert sum(each.timings.drafts[spec].drafted for each in done if each.timings.drafts) > 0
+            if spec == "lookahead":
+                assert sum(each.timings.drafts[spec].accepted for each in done) > 0
     assert found[0] == found[1]
 
 

@@ -229,6 +229,38 @@ def test_steps_arrive_as_they_were_sent() -> None:
                 assert a.blocks.tolist() == b.blocks.tolist()
 
 
+def test_trees_arrive_as_they_were_sent_and_others_are_refused() -> None:
+    limits = replace(LIMITS, n_state_slots=0, max_tokens=80)
+    seen = np.array([1, 3, 5, 11], np.uint64)
+    high = np.array([(1 << 64) - 1 >> 63 - i for i in range(64)], np.uint64)
+    for n_rows, masks in ((4, seen), (64, high)):
+        placed, inputs = batch_of(n_rows, [1] * (3 + n_rows // 4))
+        groups = []
+        for group in placed.cache[:2]:
+            assert isinstance(group, GroupBatch)
+            first, other = group.tables
+            n_blocks = -(-(first.position + n_rows - first.first) // 4)
+            blocks = np.arange(n_blocks, dtype=np.int32) % 6
+            groups.append(GroupBatch.of((replace(first, seen=masks, blocks=blocks), other), 4))
+        batch = replace(placed, cache=tuple(groups))
+        found = StepReader(limits).run(StepWriter().run(replace(SHAPE, n_tokens=80), batch, inputs, []))
+        for own in found.batch.cache:
+            assert isinstance(own, GroupBatch)
+            assert own.tables[0].seen is not None
+            assert own.tables[0].seen.tolist() == masks.tolist()
+            assert own.tables[1].seen is None
+        for wrong in (masks << np.uint64(1), masks & np.uint64(1), masks | np.uint64(8)):
+            bad = [
+                GroupBatch(own.slots, (replace(own.tables[0], seen=wrong), own.tables[1])) for own in groups
+            ]
+            payload = StepWriter().run(
+                replace(SHAPE, n_tokens=80), replace(batch, cache=tuple(bad)), inputs, []
+            )
+            if wrong.tolist() != masks.tolist():
+                with pytest.raises(ProtocolError, match="row of a tree"):
+                    StepReader(limits).run(payload)
+
+
 def test_a_decode_step_of_eight_long_requests_is_small() -> None:
     writer = StepWriter()
     sizes = []
