@@ -27,7 +27,7 @@ def test_decoding_is_scheduled_once_and_planned_ahead_from_then_on(
     llm = load(path)
     own = llm._loaded.engine
     schedule, calls = own.scheduler.schedule, []
-    monkeypatch.setattr(own.scheduler, "schedule", lambda drafts: calls.append(1) or schedule(drafts))
+    monkeypatch.setattr(own.scheduler, "schedule", lambda *drafts: calls.append(1) or schedule(*drafts))
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     requests = [own.add([1, 50 + i, 60], params) for i in range(3)]
     while not all(request.is_finished for request in requests):
