@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -59,10 +58,13 @@ def choose_all(
     rows = []
     for request, row in zip(ready, first, strict=True):
         draft, parents = step.drafts.get(request, ()), step.trees.get(request, ())
+        if not parents and not row.sampler.is_shaping:
+            rows += [ChoiceRow(row.sampler, row.history, row.index + n) for n in range(len(draft) + 1)]
+            continue
         for place in range(ROOT, len(draft)):
             path = path_to(parents, place)
             history = [*request.tokens, *(draft[i] for i in path)] if row.sampler.is_shaping else row.history
-            rows.append(replace(row, history=history, index=request.n_generated + len(path)))
+            rows.append(ChoiceRow(row.sampler, history, row.index + len(path)))
     return chooser.choose(logits, rows).tokens()
 
 

@@ -84,8 +84,7 @@ class Batch:
 Numbers = torch.Tensor | list[int]  # int32; a list where all backends take one
 
 
-@dataclass(frozen=True)
-class PlacedBatch:
+class PlacedBatch(NamedTuple):
     """A batch that is complete except for its token ids, which may not be computed yet. See `Runner.place`."""
 
     shape: BatchShape

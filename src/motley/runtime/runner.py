@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -23,6 +24,9 @@ from motley.runtime.splitting import ModelSplit
 from motley.runtime.worker import CacheBytes, Planes, Worker
 
 T = TypeVar("T")
+_MAX_SHAPES = 1024  # that are kept
+
+_batch_shape = lru_cache(_MAX_SHAPES)(BatchShape)
 
 
 class Runner:
@@ -71,7 +75,7 @@ class Runner:
             inputs[N_EXPERT_USED] = batch.n_experts(self._experts.n_used)
             max_experts = _max_experts(max(inputs[N_EXPERT_USED], default=0), self._experts)
         return PlacedBatch(
-            BatchShape(
+            _batch_shape(
                 batch.n_tokens,
                 batch.n_outputs,
                 batch.n_layers,
@@ -192,6 +196,8 @@ class Runner:
             padded = (
                 replace(shape, n_tokens=n_tokens.pop(), n_outputs=n_outputs.pop()) if is_common else shape
             )
+            if len(self._padded_shapes) >= _MAX_SHAPES:
+                self._padded_shapes.clear()
             self._padded_shapes[shape] = padded
         return padded
 

@@ -110,13 +110,14 @@ class AdaptiveControl:
 
     def _n_best(self, survivals: Sequence[float], n_rows: int, *, may_plan: bool) -> int:
         """How many drafted tokens make tokens come fastest, of tokens in descending order of survival."""
-        base = self.costs.seconds(n_rows)
+        base, *costs = self.costs.seconds_from(n_rows, 1 + len(survivals))
         least = n_rows / base * _LEAST_GAIN
         found = {True: (least, 0, 0.0), False: (least, 0, 0.0)}  # rate, tokens, seconds saved; by: has a plan
         n_tokens = float(n_rows)
-        for n, survival in enumerate(survivals, start=1):
+        for n, (survival, seconds) in enumerate(zip(survivals, costs, strict=True), start=1):
             n_tokens += survival
-            seconds = self.costs.seconds(n_rows + n)
+            if n_tokens / seconds <= least:
+                continue
             is_planned = may_plan or self._plans.has(n_rows + n)
             if n_tokens / seconds > found[is_planned][0]:
                 found[is_planned] = n_tokens / seconds, n, n_tokens * base / n_rows - seconds

@@ -98,6 +98,20 @@ class StepCosts:
         (low, low_cost), (high, high_cost) = points[at - 1], points[at]
         return low_cost + (high_cost - low_cost) * (n_rows - low) / (high - low)
 
+    def seconds_from(self, n_rows: int, n: int) -> list[float]:
+        """The expected seconds of steps of `n_rows`, `n_rows` + 1, …: `n` numbers. Faster than one call for each."""
+        points, found = self._points, [self.seconds(n_rows)] if n else []
+        at = bisect_left(points, (n_rows + 1, 0.0))
+        for rows in range(n_rows + 1, n_rows + n):
+            while at < len(points) and points[at][0] < rows:
+                at += 1
+            if not 0 < at < len(points):
+                found.append(self.seconds(rows))
+                continue
+            (low, low_cost), (high, high_cost) = points[at - 1], points[at]
+            found.append(low_cost + (high_cost - low_cost) * (rows - low) / (high - low))
+        return found
+
     def _beyond(self, n_rows: int) -> float:
         """Seconds of more rows than were measured. Half of the latest slope: the first rows more may cost most."""
         (rows, cost), *others = self._points[::-1]
