@@ -188,3 +188,14 @@ def test_one_slow_step_does_not_make_a_bucket_expensive() -> None:
     for seconds in (50.0, 1.5, 1.5):
         costs.note(8, seconds)
     assert costs.seconds(8) == 1.5
+
+
+def test_costs_of_many_numbers_of_rows_are_those_of_each() -> None:
+    costs = StepCosts()
+    assert costs.seconds_from(3, 4) == [costs.seconds(n) for n in (3, 4, 5, 6)]
+    for n_rows, seconds in ((2, 1.0), (4, 1.5), (16, 4.0), (64, 9.0)):
+        for _ in range(3):
+            costs.note(n_rows, seconds)
+    for stride in (1, 3, 8):
+        expected = [costs.seconds(n) for n in range(1, 1 + 40 * stride, stride)]
+        assert costs.seconds_from(1, 40, stride) == expected

@@ -66,14 +66,14 @@ class AdaptiveControl:
         if not self.costs.is_known(n_rows):
             return 0  # a step without drafts tells
         rates = [self.acceptance.rate(request, drafter, 0) for request in requests]
-        base = self.costs.seconds(n_rows)
+        base, *costs = self.costs.seconds_from(n_rows, 1 + n_max, len(rates))
         per_round = self._rounds[drafter].seconds(_ROUND * self.costs.seconds(1))
         best, n_best = n_rows / base * _LEAST_GAIN, 0
         n_tokens, survival = float(n_rows), [1.0] * len(rates)
-        for n in range(1, n_max + 1):
+        for n, seconds in enumerate(costs, start=1):
             survival = [s * rate for s, rate in zip(survival, rates, strict=True)]
             n_tokens += sum(survival)
-            gain = n_tokens / (self.costs.seconds(n_rows + n * len(rates)) + n * per_round)
+            gain = n_tokens / (seconds + n * per_round)
             if gain > best:
                 best, n_best = gain, n
         if n_best:

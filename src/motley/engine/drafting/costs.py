@@ -98,18 +98,17 @@ class StepCosts:
         (low, low_cost), (high, high_cost) = points[at - 1], points[at]
         return low_cost + (high_cost - low_cost) * (n_rows - low) / (high - low)
 
-    def seconds_from(self, n_rows: int, n: int) -> list[float]:
-        """The expected seconds of steps of `n_rows`, `n_rows` + 1, …: `n` numbers. Faster than one call for each."""
-        points, found = self._points, [self.seconds(n_rows)] if n else []
-        at = bisect_left(points, (n_rows + 1, 0.0))
-        for rows in range(n_rows + 1, n_rows + n):
+    def seconds_from(self, n_rows: int, n: int, stride: int = 1) -> list[float]:
+        """The expected seconds of steps of `n_rows`, `n_rows` + `stride`, …: `n` numbers, faster than one by one."""
+        points, found, at = self._points, [], 0
+        for rows in range(n_rows, n_rows + n * stride, stride):
             while at < len(points) and points[at][0] < rows:
                 at += 1
-            if not 0 < at < len(points):
+            if 0 < at < len(points):
+                (low, low_cost), (high, high_cost) = points[at - 1], points[at]
+                found.append(low_cost + (high_cost - low_cost) * (rows - low) / (high - low))
+            else:
                 found.append(self.seconds(rows))
-                continue
-            (low, low_cost), (high, high_cost) = points[at - 1], points[at]
-            found.append(low_cost + (high_cost - low_cost) * (rows - low) / (high - low))
         return found
 
     def _beyond(self, n_rows: int) -> float:
