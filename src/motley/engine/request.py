@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from motley.engine.effort import FULL, Effort
@@ -246,7 +246,7 @@ class Request:
         self.draft, self.n_matched, self._drafter = draft, 0, drafter
         self.draft_parents, self.draft_place = parents, ROOT
         before = self.drafts.get(drafter, DraftCount())
-        self.drafts[drafter] = replace(before, drafted=before.drafted + len(draft))
+        self.drafts[drafter] = DraftCount(before.drafted + len(draft), before.accepted)
 
     def _compare(self, token: int) -> None:
         place = child_of(self.draft, self.draft_parents, self.draft_place, token)
@@ -254,7 +254,7 @@ class Request:
             self.n_matched += 1
             self.draft_place = place
             before = self.drafts[self._drafter]
-            self.drafts[self._drafter] = replace(before, accepted=before.accepted + 1)
+            self.drafts[self._drafter] = DraftCount(before.drafted, before.accepted + 1)
         else:
             self.draft = ()  # the later rows were computed after a wrong token, or there are none
 
