@@ -84,7 +84,8 @@ class Batch:
 Numbers = torch.Tensor | list[int]  # int32; a list where all backends take one
 
 
-class PlacedBatch(NamedTuple):
+@dataclass(frozen=True)
+class PlacedBatch:
     """A batch that is complete except for its token ids, which may not be computed yet. See `Runner.place`."""
 
     shape: BatchShape
