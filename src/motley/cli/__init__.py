@@ -11,6 +11,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from motley.lean_torch import defer
+
 __all__ = ["app", "main"]
 _INTERRUPTED = 130  # as in a shell: 128 + SIGINT
 
@@ -36,6 +38,7 @@ def main() -> None:
     )  # after nohup, or in the background of a script
     if not is_ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    defer()
     try:
         code = import_module("motley.cli.commands").run()
     except KeyboardInterrupt:

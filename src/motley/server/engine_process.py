@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from motley.errors import MotleyError
+from motley.lean_torch import defer
 from motley.server.calls import CALLS
 from motley.server.collector import Collector, describe_error
 from motley.server.params_wire import params_from_wire
@@ -37,6 +38,7 @@ _HOLD_ALL_CORES = 0.010  # where each message takes a core from the engine
 
 
 def main() -> None:
+    defer()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the front, which ends this process
     _die_with_parent()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
