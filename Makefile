@@ -40,7 +40,7 @@ test: $(STAMP) ## run the tests, but for those marked slow
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 test-all: $(STAMP) ## run all tests
-	$(BIN)/python -m pytest -n $(WORKERS)
+	MOTLEY_ALL_TESTS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 coverage: $(STAMP) ## run all tests and say which lines of src/motley none of them takes
 	$(BIN)/python -m pytest -n $(WORKERS) --cov=motley --cov-report=term-missing:skip-covered

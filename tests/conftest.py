@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from random_models import GEMMA3, LLAMA, NARROW
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-torch.set_num_threads(1)  # the tensors of tests are tiny: more threads only wait for each other
+# The tensors of tests are tiny: more threads only wait for each other, here and in the processes that tests start.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No test asserts a time: on a busy machine, any example may be slow. `timeout` in pyproject.toml ends what hangs.
 settings.register_profile("motley", deadline=None)

@@ -103,7 +103,8 @@ KINDS = [
     ("llm", "kind"),
     [
         *(("native", kind) for kind in KINDS),
-        *(("crew", kind) for kind in ("exchange", "run", "shift, half done")),
+        ("crew", "exchange"),
+        *(pytest.param("crew", kind, marks=pytest.mark.slow) for kind in ("run", "shift, half done")),
     ],
     indirect=["llm"],
 )

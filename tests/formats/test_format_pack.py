@@ -15,6 +15,7 @@ import gguf
 from gguf import GGMLQuantizationType
 from motley.formats import FORMATS, Format
 from motley.gguf import read_spec
+from thorough import examples
 
 ALL = [pytest.param(fmt, id=name) for name, fmt in FORMATS.items()]
 QUANTIZED = [pytest.param(fmt, id=name) for name, fmt in FORMATS.items() if fmt.block_size > 1]
@@ -137,7 +138,7 @@ def test_damage_shows_in_its_own_block_only(fmt: Format, bad: float) -> None:
     assert blocks[[0, 2, 3]].isfinite().all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     name=st.sampled_from([name for name, fmt in FORMATS.items() if fmt.block_size > 1]),
     few=st.lists(st.floats(width=32), min_size=1, max_size=8),

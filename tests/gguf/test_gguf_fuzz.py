@@ -19,6 +19,7 @@ from raw_gguf import array, gguf_file, key, small_model
 
 from motley.errors import GGUFError, MotleyError
 from motley.gguf import describe, read_spec
+from thorough import examples
 
 SOUND = small_model()
 DATA_BYTES = 128 + 144
@@ -96,7 +97,9 @@ def test_noise_after_a_sound_beginning(is_readable: Reader) -> None:
     assert n_readable(is_readable, files) == 0
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(cut=st.integers(0, HEADER_BYTES), drop=st.integers(0, 64), insert=st.binary(max_size=64))
 def test_cut_and_spliced_headers(is_readable: Reader, cut: int, drop: int, insert: bytes) -> None:
     spliced = SOUND[:cut] + insert + SOUND[cut + drop :]

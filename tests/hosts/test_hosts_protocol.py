@@ -45,6 +45,7 @@ from motley.runtime.hosts.messages import (
 from motley.runtime.hosts.protocol import Channel, Kind, ProtocolError, answer, call, read_secret
 from motley.runtime.hosts.serving import WorkerServer
 from motley.runtime.hosts.wire import WIRES, choose_wire, decode, encode, wire_bytes
+from thorough import examples
 
 SECRET = b"a secret of some length"
 LIMITS = Limits(
@@ -291,7 +292,7 @@ def test_other_messages_arrive_as_they_were_sent() -> None:
     assert sizes.to_bytes(sizes.from_bytes(b"", 3, 0)) == b""
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_no_changed_number_leads_outside_of_the_cache(data: st.DataObject) -> None:
     """A message is refused, or all blocks, slots and rows in it exist."""

@@ -35,6 +35,7 @@ from motley.errors import CacheError
 from motley.kvcache.blocks import HOLE, slots_of
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy, GroupSpec
+from thorough import examples
 
 UNWRITTEN = b"unwritten"
 # Two letters make shared prefixes likely, and small pools make everything else happen.
@@ -355,7 +356,10 @@ class CacheMachine(RuleBasedStateMachine):
 def test_random_operations_never_mix_up_or_lose_a_token() -> None:
     CacheMachine.seen.clear()
     quick = settings(
-        max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=examples(80),
+        stateful_step_count=50,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
     )
     run_state_machine_as_test(CacheMachine, settings=quick)
     # A machine that mostly idles would pass as well; these are seen a hundred times in an ordinary run.

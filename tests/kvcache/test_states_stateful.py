@@ -13,6 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import GroupSpec
 from motley.kvcache.states import NO_SLOT, StateSpec, StateTable
+from thorough import examples
 
 Tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 STATES = 1  # the number of the group
@@ -159,5 +160,5 @@ class StateMachine(RuleBasedStateMachine):
 
 test_no_sequence_reads_the_past_of_another = StateMachine.TestCase
 test_no_sequence_reads_the_past_of_another.settings = settings(
-    max_examples=150, stateful_step_count=50, deadline=None
+    max_examples=examples(150), stateful_step_count=50, deadline=None
 )

@@ -24,12 +24,13 @@ from motley.ownership import (
     slice_state,
     sole_owner,
 )
+from thorough import examples
 
 N_DEVICES = 7
 Shape = tuple[int, ...]
 SplitTensor = tuple[Split, Shape]
 
-thorough = settings(max_examples=300, deadline=None)
+thorough = settings(max_examples=examples(300), deadline=None)
 
 sizes = st.sampled_from([1, 1, 2, 2, 3, 4, 6])
 shapes = st.lists(sizes, min_size=1, max_size=5).map(tuple)

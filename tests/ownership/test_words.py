@@ -12,12 +12,13 @@ from owner_oracle import letters, spell
 
 from motley.ownership import Word
 from motley.ownership.words import Term, _same_letters
+from thorough import examples
 
 MAX_LETTERS = 600
 String = tuple[int, ...]
 Spelled = tuple[Word, String]  # a word and the string it must be
 
-thorough = settings(max_examples=150, deadline=None)
+thorough = settings(max_examples=examples(150), deadline=None)
 
 
 def _run(counts: list[int]) -> Spelled:

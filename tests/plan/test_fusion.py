@@ -44,6 +44,7 @@ from motley.plan import (
     is_view,
 )
 from motley.split.collectives import AllReduce
+from thorough import examples
 
 ROWS, WIDTH, DIM = 4, 32, 16
 HADAMARD = Hadamard(8)(name="h")
@@ -126,7 +127,7 @@ def compute(stage: Stage, values: dict[Tensor, Any]) -> dict[Tensor, Any]:
             raise AssertionError(stage)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     graphs(), st.sets(st.sampled_from(["Linear", "gate", "Gate", "Norm", "rows", "Single", "bias", "joined"]))
 )

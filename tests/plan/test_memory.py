@@ -11,6 +11,7 @@ from motley.graph import F32, Graph, Tensor
 from motley.graph.ops import Add, Input, Reshape, Scale
 from motley.plan import MemoryLayout, base_of, fuse, owns_memory, value_buffers
 from motley.plan import lay_out as lay_out_buffers
+from thorough import examples
 
 
 def lay_out(graph: Graph) -> MemoryLayout[Tensor]:
@@ -56,7 +57,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     return Graph.of(*draw(st.lists(st.sampled_from(tensors), min_size=1, max_size=3, unique=True)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(graphs())
 def test_tensors_alive_together_never_overlap(graph: Graph) -> None:
     assert_no_overlap(graph)

@@ -18,7 +18,7 @@ from motley.kvcache.arena import BatchLayer
 from motley.ownership import MIRRORED, PARTIAL, Split, State, Word, sole_owner
 from motley.split.infer import sole
 
-MAX_COMBINATIONS = 2000  # of states of all inputs, that are tried for an op
+MAX_COMBINATIONS = 600  # of states of all inputs, that are tried for an op
 
 
 def check_rule(sample: Sample, n_devices: int, rng: random.Random) -> None:

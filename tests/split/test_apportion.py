@@ -9,9 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from motley.split.apportion import Apportioner, DeadlineApportioner
+from thorough import examples
 
 SHARES = st.lists(st.fractions(0, 10, max_denominator=20), min_size=1, max_size=7).filter(any)
-SETTINGS = settings(deadline=None, max_examples=60)
+SETTINGS = settings(deadline=None, max_examples=examples(60))
 ROUNDS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 2000)), min_size=1, max_size=30)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -135,20 +137,24 @@ def test_a_message_cannot_take_the_place_of_the_beginning_of_the_text() -> None:
     assert ids.count(1) == 1
 
 
+@cache
+def conversations_of(folder: Path) -> list[tuple[str, MarkedText]]:
+    """The conversations as each template writes them, where it takes them: what it wants is tested elsewhere."""
+    written = []
+    for path in sorted(folder.glob("*.jinja")):
+        template = ChatTemplate(path.read_text("utf-8"), bos="<s>", eos="</s>")
+        for messages in CONVERSATIONS:
+            with suppress(TemplateError):
+                written.append((path.stem, template.render_marked(messages, tools=[])))
+    assert len(written) > 100
+    return written
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_without_control_tokens_in_messages_the_ids_are_those_of_the_text(shared: Path, name: str) -> None:
     tokenizer = tokenizer_of(shared / "data" / "vocab", name)
-    n_compared = 0
-    for path in sorted((shared / "data" / "templates").glob("*.jinja")):
-        template = ChatTemplate(path.read_text("utf-8"), bos="<s>", eos="</s>")
-        for messages in CONVERSATIONS:
-            try:
-                text = template.render_marked(messages, tools=[])
-            except TemplateError:
-                continue  # what a template wants is tested elsewhere
-            assert tokenizer.encode_marked(text) == tokenizer.encode(plain(text)), path.stem
-            n_compared += 1
-    assert n_compared > 100
+    for template, text in conversations_of(shared / "data" / "templates"):
+        assert tokenizer.encode_marked(text) == tokenizer.encode(plain(text)), template
 
 
 # Tokens that a template writes through an operation that keeps no marks are plain text then: none of those here do.
@@ -160,15 +166,9 @@ def test_the_templates_keep_their_own_control_tokens(shared: Path) -> None:
     """A vocabulary that has all of them: each one that a template writes is still a token."""
     tokenizer = Tokenizer.from_metadata(byte_level_metadata(special=[(text, CONTROL) for text in OWN_TOKENS]))
     n_found = 0
-    for path in sorted((shared / "data" / "templates").glob("*.jinja")):
-        template = ChatTemplate(path.read_text("utf-8"), bos="<s>", eos="</s>")
-        for messages in CONVERSATIONS:
-            try:
-                text = template.render_marked(messages, tools=[])
-            except TemplateError:
-                continue
-            assert tokenizer.encode_marked(text) == tokenizer.encode(plain(text)), path.stem
-            n_found += sum(text.count(token) for token in OWN_TOKENS)
+    for template, text in conversations_of(shared / "data" / "templates"):
+        assert tokenizer.encode_marked(text) == tokenizer.encode(plain(text)), template
+        n_found += sum(text.count(token) for token in OWN_TOKENS)
     assert n_found > 300
 
 

@@ -29,6 +29,7 @@ from motley.text.tools.exceptions import DEEPSEEK_R1, FUNCTIONARY, GEMMA, GRANIT
 from motley.text.tools.format import JsonCall, NamedCall, TaggedCall
 from motley.text.tools.harmony import HarmonyParser
 from motley.text.tools.session import AnswerParser
+from thorough import examples
 
 THINK = Reasoning("<think>", "</think>")
 HERMES = ToolFormat(
@@ -213,7 +214,7 @@ def fragments(name: str) -> list[str]:
 def test_every_cut_gives_the_same_answer(name: str) -> None:
     texts = st.lists(st.sampled_from(fragments(name)), max_size=14).map("".join)
 
-    @settings(max_examples=120, deadline=None, derandomize=True)
+    @settings(max_examples=examples(120), deadline=None, derandomize=True)
     @given(text=texts, cuts=st.lists(st.integers(0, 200), max_size=12), is_reasoning=st.booleans())
     def check(text: str, cuts: list[int], is_reasoning: bool) -> None:
         whole = read(make_parser(name, is_reasoning), [text])

@@ -15,6 +15,7 @@ from motley.formats import FORMATS, PackedTensor
 from motley.graph import I32, Graph
 from motley.graph.ops import GetRows, Input, MatMul, Weight
 from motley.plan import DevicePlan
+from thorough import examples
 
 QUANTIZED = sorted(set(NATIVE_FORMATS) - set(PLAIN_FORMATS))
 
@@ -67,7 +68,7 @@ def extreme_weight(name: str, n_rows: int, n_blocks: int, seed: int) -> PackedTe
     n_tokens=st.integers(1, 20),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_sum_of_products_overflows(
     instruction_set: str, name: str, n_rows: int, n_blocks: int, n_tokens: int, seed: int
 ) -> None:
@@ -89,7 +90,7 @@ def test_no_sum_of_products_overflows(
     n_tokens=st.integers(1, 20),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_shape_will_do(name: str, n_rows: int, n_blocks: int, n_tokens: int, seed: int) -> None:
     weight = draw_weight(name, n_rows, n_blocks, seed)
     x = torch.randn(n_tokens, weight.shape[1], generator=torch.Generator().manual_seed(seed + 1))
@@ -123,7 +124,7 @@ def mapping_backend(instruction_set: str = "") -> CpuBackend:
     seed=st.integers(0, 2**16),
     is_extreme=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_products_of_mapped_weights_are_those_of_repacked_ones(
     instruction_set: str, n_rows: int, n_blocks: int, n_tokens: int, seed: int, is_extreme: bool
 ) -> None:

@@ -18,6 +18,7 @@ from motley.backends.cpu.patterns import PatternChooser, ReadPattern, keep_patte
 from motley.errors import ConfigError
 from motley.formats import FORMATS, PackedTensor
 from motley.graph.ops import MatMul
+from thorough import examples
 
 PATTERN = ReadPattern(2, 512, 40)
 
@@ -41,7 +42,7 @@ def chooser_of(n_bytes: int, form: str = "Q8_0") -> PatternChooser:
     n_threads=st.integers(1, 5),
     pattern=st.builds(ReadPattern, st.integers(1, 8), st.sampled_from([0, 64, 4096]), st.integers(0, 100)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_pattern_reads_every_row_once(
     name: str, n_rows: int, n_threads: int, pattern: ReadPattern
 ) -> None:

@@ -20,6 +20,8 @@ from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
 from motley.kvcache.store import Store
 from motley.kvcache.types import get_cache_type
 
+pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
+
 BLOCK, DIM, KV_HEADS, GROUP = 16, 64, 2, 3
 HEADS = slice(1, 1 + KV_HEADS)  # of three rows in the stores
 

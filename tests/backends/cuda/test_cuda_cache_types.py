@@ -16,6 +16,8 @@ from motley.graph.ops import Hadamard, Rope
 from motley.kvcache.store import Store
 from motley.kvcache.types import CACHE_TYPES, get_cache_type
 
+pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
+
 BLOCK, N_BLOCKS, KV_HEADS = 16, 4, 2
 HEADS = slice(1, 1 + KV_HEADS)  # of three rows in the stores
 PAIRS = [

@@ -27,6 +27,8 @@ from motley.models import BatchShape, read_params
 from motley.runtime import CacheConfig, Runner, fit_cache, make_crew, split_model
 from motley.runtime.warming import KernelWarmer, WarmUp, inert_batch, rehearsals
 
+pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
+
 MODEL = Path(motley.__file__).parent / "bundled" / "motley-15m-q8_0.gguf"
 
 

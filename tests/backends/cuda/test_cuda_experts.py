@@ -18,6 +18,8 @@ from motley.graph import I32, Graph, Tensor
 from motley.graph.ops import OPS, ExpertFfn, GetRows, Input, MatMul, Route, RouteWeights, Weight
 from motley.plan import DevicePlan
 
+pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
+
 N_EXPERTS, N_USED, N_TABLE = 5, 3, 10
 
 

@@ -25,6 +25,8 @@ from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, GraphOptions, build_graph, read_params
 from motley.plan import AttentionBlock, DevicePlan, Experts
 
+pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
+
 EMBD, DIM, HEADS, KV_HEADS, FF, EXPERTS, VOCAB = 64, 32, 4, 2, 64, 6, 40
 
 

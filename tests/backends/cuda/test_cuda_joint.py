@@ -33,6 +33,8 @@ from motley.runtime.loading import part_of
 from motley.runtime.splitting import ModelSplit
 from motley.split.collectives import AllGather, AllReduce, Broadcast, ReduceScatter
 
+pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
+
 N_LAYERS = 2
 
 

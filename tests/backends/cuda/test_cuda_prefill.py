@@ -15,6 +15,8 @@ from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
 from motley.kvcache.store import Store
 from motley.kvcache.types import get_cache_type
 
+pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
+
 KV_HEADS, N_BLOCKS = 2, 12
 HEADS = slice(1, 1 + KV_HEADS)  # of three rows in the stores
 CASES = [  # types of K and V, dim, heads that share a KV head, tokens of a block, window

@@ -21,6 +21,8 @@ from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, GraphOptions, build_graph, read_params
 from motley.plan import DevicePlan
 
+pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
+
 N_ROWS = 20
 # Batches of one plan: prompts of one and of two sequences; with a context, beside a decoding request, padded.
 BATCHES = [([20], [20]), ([20], [20]), ([17, 3], [17, 3]), ([20, 30], [17, 1])]

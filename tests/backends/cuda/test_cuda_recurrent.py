@@ -34,6 +34,8 @@ from motley.graph.ops import (
 from motley.kvcache.state_arena import StateBatch, StatePlanes, StateSpan
 from motley.plan import DeltaRule, DevicePlan, GatedNorm
 
+pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
+
 SLOTS, RINGS, PENDING, TAPS = 4, 3, 6, 4
 # A new sequence; one that continues in its own slot; one with pending tokens that moves to another slot and ring and
 # leaves some of its rows pending; one whose ring is full before and after.

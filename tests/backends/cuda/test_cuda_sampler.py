@@ -31,6 +31,8 @@ from motley.engine.samplers import ChainSampler
 from motley.engine.sampling import SamplingParams, build_sampler
 from motley.errors import RequestError
 
+pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
+
 VOCAB = 2500  # ten chunks, the last one not whole
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 # Every way to find candidates, and every filter alone and with others.

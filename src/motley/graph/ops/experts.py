@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from motley.formats import FORMATS, PackedTensor
+from motley.formats import FORMATS, Format, PackedTensor
 from motley.graph.ops.matmul import cuts_whole_blocks
 from motley.graph.ops.rows import mask_unowned
-from motley.graph.tensor import I32, Op, Sample, Shape, Tensor, Way, draw, mirrored
+from motley.graph.tensor import I32, Op, Sample, Shape, Tensor, Way, draw, draw_ids, mirrored
 from motley.graph.values import Value, dense
 from motley.ownership import PARTIAL, Split, State, Word
 
@@ -234,13 +234,20 @@ class ExpertFfn(Op):
             scores = draw(rng, n_tokens, n_experts)
             weights = torch.softmax(scores, -1)[:, :k].contiguous()
             sizes = ((n_experts, n_ff, n_embd), (n_experts, n_ff, n_embd), (n_experts, n_embd, n_ff))
-            matrices = [PackedTensor(form.pack(draw(rng, *size) / size[2] ** 0.5), form) for size in sizes]
+            matrices = [_some_experts(rng, form, *size) for size in sizes]
             chosen = (draw(rng, n_tokens, n_embd), torch.topk(scores, k).indices.int(), weights)
             yield Sample(ExpertFfn(), (*chosen, *matrices))
             chosen[1][0, 1] = -1
             widths = (n_ff, n_ff, n_embd)
             biases = [PackedTensor.pack(draw(rng, n_experts, n), FORMATS["F32"]) for n in widths]
             yield Sample(ExpertFfn("clamped_swiglu"), (*chosen, *matrices, *biases))
+
+
+def _some_experts(rng: random.Random, form: Format, *size: int) -> PackedTensor:
+    """Random experts whose rows are a few rows in random order: packing some formats takes long."""
+    n_experts, n_rows, n_columns = size
+    rows = form.pack(draw(rng, 16, n_columns) / n_columns**0.5)
+    return PackedTensor(rows[draw_ids(rng, n_experts * n_rows, 16).view(n_experts, n_rows)], form)
 
 
 def _of_first(word: Word, n: int) -> Word:
