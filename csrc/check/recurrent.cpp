@@ -98,6 +98,26 @@ void check_delta(Pool& pool, int64_t n_keys, int64_t n_heads, int64_t key_dim, i
     }
 }
 
+// Rows one after the other, in place, have the same bits as all of them in one batch.
+void check_single_rows(Pool& pool, int64_t key_dim, int64_t value_dim) {
+    const int64_t n_heads = 2, n_rows = 5, width = 2 * key_dim + n_heads * value_dim, size = n_heads * key_dim * value_dim;
+    const auto mixed = random_floats(n_rows * width), beta = random_floats(n_rows * n_heads);
+    auto decay = random_floats(n_rows * n_heads);
+    for (float& g : decay) g = -std::fabs(g);
+    std::vector<float> state(size), other(size), rings(kRing * n_heads * (key_dim + value_dim + 2));
+    std::vector<float> out(n_rows * n_heads * value_dim), again(out.size());
+    const auto run = [&](const StateSpan& span, std::vector<float>& states, std::vector<float>& result) {
+        const StateBatchView view{&span, 1};
+        pool.run_kernel(pool.kernels().delta_net,
+                        DeltaNetArgs{mixed.data() + span.position * width, decay.data() + span.position * n_heads,
+                                     beta.data() + span.position * n_heads, result.data() + span.position * n_heads * value_dim, 1, n_heads,
+                                     key_dim, value_dim, 1e-6f, false, {states.data(), false, rings.data(), kRing, &view}});
+    };
+    run({0, n_rows, 0, -1, 0, 0, 0, n_rows, 0}, state, out);
+    for (int64_t i = 0; i < n_rows; i++) run({0, 1, i, i ? 0 : -1, i, 0, 0, i + 1, 0}, other, again);
+    require(out == again && state == other, "other bits row by row", std::string(pool.kernels().name) + " delta_net");
+}
+
 }  // namespace
 
 void check_recurrent(Pool& pool) {
@@ -108,6 +128,9 @@ void check_recurrent(Pool& pool) {
     check_delta(pool, 1, 1, 3, 5, false);
     check_delta(pool, 2, 4, 16, 16, false);
     check_delta(pool, 2, 4, 32, 40, true);
+    check_delta(pool, 2, 4, 16, 128, false);
+    check_single_rows(pool, 128, 128);
+    check_single_rows(pool, 20, 256);
 }
 
 }  // namespace motley

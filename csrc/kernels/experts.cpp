@@ -55,20 +55,30 @@ void choice_scores(const RouteArgs& a, const float* logits, float* scores) {
     }
 }
 
+// The ids of the n_used largest scores, the largest first, the lower id first among equals; then -1, up to k. A score of
+// -INFINITY is never chosen.
+void choose_best(const float* scores, int64_t n_experts, int64_t n_used, int32_t* ids, int64_t k) {
+    int64_t n = 0;
+    float worst = -INFINITY;  // of the ids so far, if there are n_used
+    for (int64_t e = 0; e < n_experts; e++) {
+        const float score = scores[e];
+        if (!(score > worst) || n_used < 1) continue;
+        if (n < n_used) n++;
+        int64_t at = n - 1;
+        for (; at > 0 && score > scores[ids[at - 1]]; at--) ids[at] = ids[at - 1];
+        ids[at] = static_cast<int32_t>(e);
+        if (n == n_used) worst = scores[ids[n - 1]];
+    }
+    std::fill(ids + n, ids + k, -1);
+}
+
 }  // namespace
 
 void route(const RouteArgs& a, const Worker& worker) {
     auto* scores = reinterpret_cast<float*>(worker.scratch);
     for (int64_t token; (token = worker.take()) < a.n_tokens;) {
         choice_scores(a, a.logits + token * a.n_experts, scores);
-        for (int64_t slot = 0; slot < a.k; slot++) {
-            int32_t best = -1;
-            if (slot < a.n_used[token])
-                for (int64_t e = 0; e < a.n_experts; e++)
-                    if (scores[e] > (best < 0 ? -INFINITY : scores[best])) best = static_cast<int32_t>(e);
-            a.ids[token * a.k + slot] = best;
-            if (best >= 0) scores[best] = -INFINITY;
-        }
+        choose_best(scores, a.n_experts, std::min<int64_t>(a.n_used[token], a.k), a.ids + token * a.k, a.k);
     }
 }
 

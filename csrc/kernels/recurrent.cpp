@@ -10,7 +10,7 @@
 //     out = (e^decay · o + (k·q) · delta) / sqrt(key dim)          S ← e^decay · S + k · deltaᵀ
 //
 // Columns of S never meet, so a task has a few vectors of columns of S in the first-level cache while it goes through all
-// rows, however many there are. That is as fast as the chunked form of the delta rule, whose matrix products take more
+// rows, however many there are (a single row is different, see run_row). That is as fast as the chunked form of the delta rule, whose matrix products take more
 // operations than this, and has no exponentials of sums.
 #include <algorithm>
 #include <cmath>
@@ -24,6 +24,7 @@ namespace {
 
 constexpr int64_t kChannels = 256;  // channels of a task
 constexpr int kVectors = 2;         // vectors of columns of a task
+constexpr int kWideVectors = kVectorBytes == 64 ? 8 : 4;  // of a task with one row: two sums of each fit the registers
 
 int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -120,9 +121,7 @@ float dot(const float* x, const float* y, int64_t n) {
         const int lanes = static_cast<int>(shorter(kLanes, n - i));
         sum += load_some(x + i, lanes) * load_some(y + i, lanes);
     }
-    float total = 0;
-    for (int i = 0; i < kLanes; i++) total += sum[i];
-    return total;
+    return sum_lanes(sum);
 }
 
 // x / sqrt(Σ x² + eps)
@@ -142,6 +141,15 @@ DeltaRow row_at(const DeltaNetArgs& a, int64_t row, int64_t head) {
     const float* mixed = a.mixed + row * (2 * n_keys + a.n_heads * a.value_dim);
     const int64_t at = row * a.n_heads + head;
     return {mixed + key, mixed + n_keys + key, mixed + 2 * n_keys + head * a.value_dim, a.decay[at], a.beta[at]};
+}
+
+// Rows are far from each other, which is no pattern for the hardware, so that a task prefetches its next ones.
+constexpr int64_t kRowsAhead = 2;
+
+[[gnu::always_inline]] inline void fetch_row(const DeltaNetArgs& a, const DeltaRow& x, int64_t first, int64_t n) {
+    fetch<1>(x.q, a.key_dim * 4);
+    fetch<1>(x.k, a.key_dim * 4);
+    fetch<1>(x.v + first, n * 4);
 }
 
 // V vectors of columns of a head's state, the last one with `lanes` lanes.
@@ -186,6 +194,55 @@ struct Columns {
     }
 };
 
+// One row of a sequence and V whole vectors of columns, from the state in `from` (null: zeros) to that in `to`, which may
+// be the same: nothing is copied, and a state is read in the order of addresses. `room`: this thread's.
+template <int V>
+void run_row(const DeltaNetArgs& a, int64_t row, int64_t head, int64_t first, const float* from, float* to, float* room) {
+    float *q = room, *k = q + a.key_dim;
+    const DeltaRow x = row_at(a, row, head);
+    normalize(x.q, q, a.key_dim, a.eps);
+    normalize(x.k, k, a.key_dim, a.eps);
+    f32v m[V]{}, o[V]{};
+    for (int64_t i = 0; from && i < a.key_dim; i++)
+        for (int v = 0; v < V; v++) {
+            const f32v s = load<f32v>(from + i * a.value_dim + v * kLanes);
+            m[v] += s * k[i];
+            o[v] += s * q[i];
+        }
+    const float kept = std::exp(x.decay), kq = dot(k, q, a.key_dim), scale = 1.0f / std::sqrt(static_cast<float>(a.key_dim));
+    float* out = a.out + (row * a.n_heads + head) * a.value_dim + first;
+    for (int v = 0; v < V; v++) {
+        m[v] = (load<f32v>(x.v + first + v * kLanes) - m[v] * kept) * x.beta;
+        store(out + v * kLanes, (o[v] * kept + m[v] * kq) * scale);
+    }
+    for (int64_t i = 0; i < a.key_dim; i++)
+        for (int v = 0; v < V; v++) {
+            const f32v s = from ? load<f32v>(from + i * a.value_dim + v * kLanes) : f32v{};
+            store(to + i * a.value_dim + v * kLanes, s * kept + m[v] * k[i]);
+        }
+}
+
+// Whether each sequence has one row, which becomes part of its float32 state, and run_row takes whole vectors of columns.
+bool are_single_rows(const DeltaNetArgs& a) {
+    if (a.store.is_bf16 || a.value_dim % (kWideVectors * kLanes)) return false;
+    return std::all_of(a.store.batch->spans, a.store.batch->spans + a.store.batch->n_spans, [](const StateSpan& span) {
+        return span.n_rows == 1 && span.n_read == span.position && span.n_written == span.position + 1;
+    });
+}
+
+void run_single_rows(const DeltaNetArgs& a, const Worker& worker) {
+    constexpr int64_t kWidth = kWideVectors * kLanes;
+    const int64_t n_parts = a.value_dim / kWidth, size = a.n_heads * a.key_dim * a.value_dim;
+    auto* states = static_cast<float*>(a.store.states);
+    for (int64_t task; (task = worker.take()) < a.store.batch->n_spans * a.n_heads * n_parts;) {
+        const int64_t first = task % n_parts * kWidth, head = task / n_parts % a.n_heads;
+        const StateSpan& span = a.store.batch->spans[task / n_parts / a.n_heads];
+        const int64_t at = head * a.key_dim * a.value_dim + first;
+        const float* from = span.source < 0 ? nullptr : states + span.source * size + at;
+        run_row<kWideVectors>(a, span.first_row, head, first, from, states + span.target * size + at, reinterpret_cast<float*>(worker.scratch));
+    }
+}
+
 // Columns first … first + n - 1 of one head's state, through all rows of a sequence. `room`: this thread's.
 template <int V>
 void run_columns(const DeltaNetArgs& a, const StateSpan& span, int64_t head, int64_t first, int64_t n, float* room) {
@@ -210,6 +267,7 @@ void run_columns(const DeltaNetArgs& a, const StateSpan& span, int64_t head, int
     if (span.n_written == span.position) save();
     for (int64_t i = 0; i < span.n_rows; i++) {
         const int64_t row = span.first_row + i;
+        if (i + kRowsAhead < span.n_rows) fetch_row(a, row_at(a, row + kRowsAhead, head), first, n);
         const DeltaRow x = row_at(a, row, head);
         normalize(x.q, q, a.key_dim, a.eps);
         normalize(x.k, k, a.key_dim, a.eps);
@@ -232,6 +290,7 @@ void causal_conv(const CausalConvArgs& a, const Worker& worker) {
 }
 
 void delta_net(const DeltaNetArgs& a, const Worker& worker) {
+    if (are_single_rows(a)) return run_single_rows(a, worker);
     constexpr int64_t kWidth = kVectors * kLanes;
     const int64_t n_parts = (a.value_dim + kWidth - 1) / kWidth;
     auto* room = reinterpret_cast<float*>(worker.scratch);

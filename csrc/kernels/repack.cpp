@@ -68,6 +68,16 @@ void ask_for_pages([[maybe_unused]] uint8_t* start, [[maybe_unused]] int64_t byt
 #endif
 }
 
+void gather_floats(const GatherArgs& a, const Worker& worker) {
+    for (int64_t i; (i = worker.take()) < a.n_ids;) {
+        const int32_t id = a.ids[i];
+        if (id >= 0 && id < a.n_table_rows)
+            std::memcpy(a.out + i * a.n_columns, a.table + id * a.row_bytes, a.n_columns * sizeof(float));
+        else
+            std::memset(a.out + i * a.n_columns, 0, a.n_columns * sizeof(float));
+    }
+}
+
 }  // namespace
 
 void repack(const RepackArgs& a, const Worker& worker) {
@@ -104,6 +114,7 @@ void unpack(const UnpackArgs& a, const Worker& worker) {
 }
 
 void gather(const GatherArgs& a, const Worker& worker) {
+    if (a.format == kF32) return gather_floats(a, worker);
     auto& panel = *reinterpret_cast<FloatPanel*>(worker.scratch);
     uint8_t* packed = worker.scratch + sizeof(FloatPanel);
     static_assert(sizeof(FloatPanel) + kGroup * kPanelColumns * sizeof(float) <= kScratchBytes);  // no block is larger

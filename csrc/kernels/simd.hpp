@@ -302,13 +302,17 @@ inline i32v lane_numbers() {
     return numbers;
 }
 
-// Load the first n values, with zeros after them; and store them.
+// Load the first n values, with zeros after them; and store them. Mostly n is kLanes: a copy of another size is a call.
 inline f32v load_some(const float* p, int n) {
+    if (n == kLanes) [[likely]] return load<f32v>(p);
     f32v v = {};
     std::memcpy(&v, p, n * sizeof(float));
     return v;
 }
-inline void store_some(float* p, f32v v, int n) { std::memcpy(p, &v, n * sizeof(float)); }
+inline void store_some(float* p, f32v v, int n) {
+    if (n == kLanes) [[likely]] return store(p, v);
+    std::memcpy(p, &v, n * sizeof(float));
+}
 
 // Ties to even, for |v| < 2^22.
 inline f32v round_even(f32v v) { return (v + 12582912.0f) - 12582912.0f; }
