@@ -21,6 +21,7 @@ from tests.engine.by_hand import stepped_by_hand
 from motley import LLM, SamplingParams
 from motley.bundled import bundled_model_path
 from motley.errors import RequestError
+from thorough import examples
 
 PROMPTS = ["Once upon a time", "The sea was", "He said", "In the morning", "She looked at him and", "War"]
 GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -284,7 +285,7 @@ next(cycle[1])
 del llm, cycle
 sys.exit(5)
 """
-    for _ in range(3):
+    for _ in range(examples(3)):
         assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 5
 
 

@@ -44,6 +44,7 @@ def all_weights(model: Path) -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of memory are the kernel's")
+@pytest.mark.slow
 def test_loading_never_holds_a_tensor_beside_its_parts(model: Path) -> None:
     total = all_weights(model)
     loaded = probe(model, int(1.2 * total))

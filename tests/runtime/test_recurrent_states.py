@@ -31,7 +31,13 @@ def golden(shared: Path) -> Any:
     return np.load(shared / "golden" / "qwen3next" / "golden.npz")
 
 
-@pytest.fixture(scope="module", params=CREWS.values(), ids=CREWS.keys())
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(crew, id=name, marks=[pytest.mark.slow] if name == "2,1,1" else [])
+        for name, crew in CREWS.items()
+    ],
+)
 def driver(request: pytest.FixtureRequest, shared: Path) -> Iterator[CacheDriver]:
     options: dict[str, Any] = dict(request.param)
     if options:

@@ -13,7 +13,7 @@ from random_graphs import check_case, random_case
 from split_runner import check_split, run_on_threads
 
 from motley.graph.ops import OPS
-from thorough import examples
+from thorough import examples, first
 
 RANDOM = st.randoms(use_true_random=False)  # shrinks, step by step
 SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -34,9 +34,7 @@ def test_threads_with_plans_and_arenas_compute_the_same(rng: random.Random) -> N
     check_split(case.graph, case.values, case.n_devices, case.allowed_placement, run_on_threads)
 
 
-@pytest.mark.parametrize(
-    "block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 4))]
-)
+@pytest.mark.parametrize("block", first(1, range(4)))
 def test_many_more_graphs(block: int) -> None:
     """Cheaper to draw than by Hypothesis, and larger. They meet every op, every collective and few refusals."""
     cases = [random_case(random.Random(seed), max_steps=14) for seed in range(350 * block, 350 * (block + 1))]
