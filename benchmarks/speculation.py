@@ -10,8 +10,8 @@ compared: the texts must be the same.
 
 *Written* texts (code, json, records, question) are beyond the bundled model. There the chooser does its work and then
 returns the next token of the written text: cost and drafts are those of a model that writes it. *Own* texts (chat,
-story, random) are the model's. `--right P` measures the machine's part alone: drafts of which each token is right with
-probability P, at a depth of context (speculation_machine.py).
+story, random, repeated) are the model's. `--right P` measures the machine's part alone: drafts of which each token is
+right with probability P, at a depth of context (speculation_machine.py).
 """
 
 from __future__ import annotations

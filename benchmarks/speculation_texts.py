@@ -24,6 +24,12 @@ _QUESTIONS = (
     "Write a story about a cat on a boat.",
     "Tell me a story about two friends in the rain.",
 )
+_REPEATED = (
+    "The dog ran to the park. The cat sat on the mat. ",
+    "One day Tom had a red ball, and Mia had a blue ball. ",
+    "We sing and we dance, we dance and we sing. ",
+    "The sun is up, the birds are awake, and the children play. ",
+)
 _CHAT = ("Hello! How are you?", "What can you do?", "Who are you?", "What is 12 + 30?", "Say something nice.")
 
 
@@ -61,6 +67,9 @@ def own_samples(tokenizer: Tokenizer, workload: str, n: int, n_tokens: int) -> l
             rng = random.Random(number)
             prompt = [rng.randrange(5, tokenizer.n_vocab) for _ in range(100)]
             params = replace(params, temperature=8.0, top_k=0, top_p=1.0, min_p=0.0)
+        elif workload == "repeated":  # the model goes on with it
+            prompt = tokenizer.encode(_REPEATED[number % len(_REPEATED)] * 6)
+            params = replace(params, temperature=0)
         elif workload == "chat":
             turns = f"<|im_start|>user\n{_CHAT[number % len(_CHAT)]}<|im_end|>\n<|im_start|>assistant\n"
             prompt = tokenizer.encode(turns)

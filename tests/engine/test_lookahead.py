@@ -11,6 +11,7 @@ from by_hand import stepped_by_hand
 from drafters import serve
 
 from motley import LLM
+from motley.backends import ReferenceBackend
 from motley.engine import Request, SamplingParams
 from motley.engine.drafting import ChainLookahead, Draft, Lookahead
 from motley.engine.drafting.control import FixedControl
@@ -19,6 +20,7 @@ from motley.engine.drafting.lookahead import LookaheadSizes
 from motley.engine.request import Speculation
 from motley.engine.trees import depths
 from motley.errors import ConfigError
+from motley.runtime import Runner
 from random_models import GEMMA3
 
 SPECULATION = Speculation(("lookahead",), 15)
@@ -157,6 +159,30 @@ def test_texts_are_the_same(bundled: Path, crew: str) -> None:
         assert [r.generated for r in found] == [r.generated for r in without]
         assert sum(r.drafts["lookahead"].accepted for r in found) > 0
         assert sum(r.n_steps for r in found) < sum(r.n_steps for r in without)
+
+
+@pytest.mark.parametrize("why", ["no masks over the rows", "recurrent state"])
+def test_drafts_are_chains_where_there_are_no_trees(
+    bundled: Path, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "recurrent state":
+        monkeypatch.setattr(Runner, "refuses_trees", "the model has layers with a recurrent state")
+    else:
+        monkeypatch.setattr(ReferenceBackend, "has_trees", False)
+    with LLM(bundled, n_ctx=64, backend="reference", spec="lookahead") as llm, stepped_by_hand(llm):
+        assert any("drafts of lookahead are chains" in notice and why in notice for notice in llm.notices)
+        engine = llm._loaded.engine
+        engine.speculator._control = FixedControl()
+        trees = []
+        monkeypatch.setattr(engine.cache, "move", lambda *_: trees.append(1))
+        params = [
+            SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, speculative=spec)
+            for spec in ("off", "lookahead")
+        ]
+        without, found = serve(engine, [[5, 6, 7, 5, 6, 7]] * 2, params)
+        assert found.generated == without.generated
+        assert found.drafts["lookahead"].drafted > 0
+        assert not trees
 
 
 def test_texts_with_windows_and_shifts_are_the_same(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from drafters import Guess, give, half, right, serve, too_long, wrong
+from drafters import Guess, bushy, give, half, right, scattered, serve, too_long, wrong
 
 from motley import LLM
 from motley.bundled import bundled_draft_path
@@ -40,7 +40,7 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("guess", [right, wrong, half, too_long])
+@pytest.mark.parametrize("guess", [right, wrong, half, too_long, scattered, bushy])
 def test_drafts_do_not_change_answers(llm: LLM, guess: Guess) -> None:
     engine = llm._loaded.engine
     params = [SamplingParams(seed=i, max_tokens=24, **options) for i, options in enumerate(OPTIONS)]

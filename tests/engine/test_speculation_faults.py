@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import stepped_by_hand
-from drafters import give, half, right, serve, wrong
+from drafters import give, half, right, scattered, serve, wrong
 from faults import Faults
 
 from motley import LLM
@@ -108,7 +108,7 @@ def test_a_drafter_that_fails_is_not_asked_again(path: Path, caplog: pytest.LogC
         assert "drafter lookup failed" in caplog.text
 
 
-@pytest.mark.parametrize("guess", [right, half, wrong], ids=lambda guess: guess.__name__)
+@pytest.mark.parametrize("guess", [right, half, wrong, scattered], ids=lambda guess: guess.__name__)
 def test_requests_come_and_go_while_others_have_drafts(path: Path, guess: Any) -> None:
     """Cancelled and preempted at random; the answers that are not cancelled are the same."""
     with load(path, kv_cache_tokens=128) as llm:
@@ -168,7 +168,7 @@ class ChainingChooser(HostChooser):
         return Pending(lambda: found, torch.tensor(ids, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("guess", [right, half, wrong], ids=lambda guess: guess.__name__)
+@pytest.mark.parametrize("guess", [right, half, wrong, scattered], ids=lambda guess: guess.__name__)
 def test_texts_are_the_same_where_steps_are_chained(
     path: Path, guess: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
