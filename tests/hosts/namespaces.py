@@ -128,13 +128,13 @@ def test_no_moment_loses_a_request(
                     time.sleep(4)
                     ip("link", "set", HERE, "up")
             before = n_done
-            end = time.monotonic() + 120
+            end = time.monotonic() + 300
             while n_done < before + 3:  # it goes on
                 assert time.monotonic() < end, f"no answers: {llm._loaded.engine.loss}"
                 time.sleep(0.05)
         is_over.set()
         for thread in threads:
-            thread.join(120)
+            thread.join(300)
         assert not wrong
         assert (
             llm._loaded.engine.n_losses >= n_moments * 3 // 4

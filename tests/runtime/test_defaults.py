@@ -96,15 +96,20 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def context(
-    path: Path, n_ctx: int | None, kind: str = "f16", n_parallel: int = 2, **limits: Any
+    path: Path,
+    n_ctx: int | None,
+    kind: str = "f16",
+    n_parallel: int = 2,
+    devices: str = "cpu",
+    **limits: Any,
 ) -> ContextChoice:
-    spec, crew = read_spec(path), make_crew("cpu")
+    spec, crew = read_spec(path), make_crew(devices)
     params, config = read_params(spec), CacheConfig(get_cache_type(kind), get_cache_type(kind), **limits)
     return choose_context(
         n_ctx,
         lambda n: split_model(spec, params, crew, config, n_ctx=n, rotate=True),
         params,
-        [get_backend("auto")],
+        [get_backend("auto")] * len(crew),
         config,
         n_batch=32,
         n_parallel=n_parallel,
@@ -145,6 +150,16 @@ def test_it_is_cut_to_what_fits_and_says_so(path: Path, monkeypatch: pytest.Monk
     smaller = context(path, None, "q8_0")
     assert 512 < smaller.n_ctx < 2048
     assert f"it would be {smaller.n_ctx}" in choice.notice
+
+
+def test_the_memory_of_workers_is_taken_to_be_that_of_this_machine(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = bytes_of(context(path, 512, n_parallel=1))
+    monkeypatch.setattr(defaults, "host_bytes", lambda: 16 * one)
+    assert context(path, None, devices="cpu@a").n_ctx == 512
+    assert context(path, None, devices="cpu@a,cpu@a").n_ctx == 512
+    assert context(path, None, devices="cpu@a,cpu@b").n_ctx == 1024
 
 
 def test_limits_of_the_cache_cut_the_context(path: Path) -> None:

@@ -152,17 +152,20 @@ def _blocks(n_tokens: int, cache: CacheConfig) -> int:
 
 
 def _host_tokens(plan: CachePlan, split: ModelSplit, is_limited: bool) -> int:
-    """The most tokens that the default cache of the CPU devices may hold; a limit set by the user is kept as it is."""
+    """The most tokens that the default cache of the CPU devices may hold; a limit set by the user is kept as it is.
+
+    Other hosts are taken to have as much memory as this one.
+    """
     memory = host_bytes()
-    n_bytes = sum(
-        plan.block_bytes(index, group)
-        for index, device in enumerate(split.crew.devices)
-        if not device.is_gpu and device.host is None
-        for group in plan.groups
-    )
-    if memory is None or not n_bytes or is_limited:
+    n_bytes: dict[str | None, int] = {}
+    for index, device in enumerate(split.crew.devices):
+        if not device.is_gpu:
+            own = sum(plan.block_bytes(index, group) for group in plan.groups)
+            n_bytes[device.host] = n_bytes.get(device.host, 0) + own
+    most = max(n_bytes.values(), default=0)  # of a block, on one host
+    if memory is None or not most or is_limited:
         return 2**62
-    return memory // _HOST_PART // n_bytes * plan.config.block_size
+    return memory // _HOST_PART // most * plan.config.block_size
 
 
 def _context_notice(plan: CachePlan, chosen: int, trained: int) -> str:

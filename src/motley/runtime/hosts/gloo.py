@@ -55,10 +55,11 @@ def make_device(address: str) -> tuple[Any, list[int]]:
     """Gloo's network device, and the system's ids of its threads; none where the system does not show them."""
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know its methods
     own = _TASKS / str(threading.get_native_id()) / "comm"
-    if not own.exists():
+    try:
+        before, name = _loops(), own.read_text().rstrip("\n")
+        own.write_text(_LOOP_NAMES[0])  # new threads inherit it
+    except OSError:
         return gloo.create_device(hostname=address), []
-    before, name = _loops(), own.read_text().rstrip("\n")
-    own.write_text(_LOOP_NAMES[0])  # new threads inherit it
     try:
         return gloo.create_device(hostname=address), sorted(_loops() - before)
     finally:
