@@ -385,6 +385,7 @@ class Engine:
             effort = request.effort
             chunk = Chunk(request.sequence, start, n_tokens, n_outputs, effort.n_experts, effort.n_layers)
             if request in step.trees:
+                assert self.runner.refuses_trees is None, "a drafter made a tree where there are none"
                 chunk = chunk._replace(seen=row_masks(step.trees[request], n_tokens - n_drafted))
             chunks.append(chunk)
         speculator = self.speculator
