@@ -1,4 +1,5 @@
 // Kernels of rows and of single values.
+#include "../order.hpp"
 #include "check.hpp"
 #include "reference.hpp"
 
@@ -47,6 +48,22 @@ void check_value_kernels(Pool& pool, const std::string& name) {
     std::vector<int32_t> local(ids.size());
     pool.run_kernel(pool.kernels().local_ids, LocalIdsArgs{ids.data(), local.data(), 5, 2, {4, 30}, {10, 40}});
     require(local == std::vector<int32_t>{-1, 0, 5, -1, 7}, "wrong ids", name + " local ids");
+}
+
+void check_peaks(Pool& pool, const std::string& name) {
+    for (const int64_t n : {int64_t{1}, kPeakStretch, 3 * kPeakStretch + 5}) {
+        auto x = random_floats(n);
+        x[n / 2] = -0.0f;
+        std::vector<int32_t> peaks((n + kPeakStretch - 1) / kPeakStretch);
+        for (const float last : {x[n - 1], INFINITY, NAN, -NAN}) {
+            x[n - 1] = last;
+            pool.kernels().peaks(x.data(), n, peaks.data());
+            for (int64_t i = 0; i < n; i++) require(order_of(x[i]) <= peaks[i / kPeakStretch], "a larger value", name + " peaks");
+            require(last == last || peaks.back() == INT32_MAX, "NaN is not the largest", name + " peaks");
+        }
+    }
+    require(order_of(-0.0f) == order_of(0.0f) && order_of(-1.0f) < order_of(-0.5f) && order_of(-INFINITY) < order_of(-3e38f),
+            "another order", name + " peaks");
 }
 
 void check_rotations(Pool& pool, const std::string& name) {
@@ -98,6 +115,7 @@ void check_values(Pool& pool) {
     const std::string name = pool.kernels().name;
     check_row_kernels(pool, name);
     check_value_kernels(pool, name);
+    check_peaks(pool, name);
     check_rotations(pool, name);
 }
 

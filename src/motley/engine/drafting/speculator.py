@@ -66,20 +66,20 @@ class Speculator:
 
     def propose(self, scheduler: Scheduler) -> dict[Request, Draft]:
         """Drafts for requests that wait for their next token, as long as they make tokens come faster."""
-        for watcher in tuple(self._watchers.values()):
-            self._catch_up(watcher, scheduler.running)
-        # Every step comes here, mostly in vain, so requests without drafts must cost some microseconds only.
         running = scheduler.running
+        if self._watchers:
+            for watcher in tuple(self._watchers.values()):
+                self._catch_up(watcher, running)
         if not self._drafters or len(running) > _MAX_REQUESTS:
             return {}
-        asking = [
-            Ask(request, request.max_draft)
-            for request in running
-            if request.speculation.drafters
-            and request.n_pending == 1
-            and request.n_generated >= request.drafts_from
-        ]
-        asking = [ask for ask in asking if ask.n_max >= max(1, ask.request.speculation.draft_min)]
+        # Every step comes here, mostly in vain, so requests without drafts must cost some microseconds only.
+        asking = []
+        for request in running:
+            own = request.speculation
+            if len(request.generated) >= request.drafts_from and own.drafters and request.n_pending == 1:
+                n_max = request.max_draft
+                if n_max >= max(1, own.draft_min):
+                    asking.append(Ask(request, n_max))
         if not asking:
             return {}
         if self._has_trees:
