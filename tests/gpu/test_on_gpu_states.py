@@ -116,7 +116,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logits(path: Path, **options: Any) -> torch.Tensor:
     """Of a prompt as a whole, and of the same text by 7, 64 and single tokens: launched, captured, replayed."""
     tokens = [(7 * i * i + 3) % 500 for i in range(150)]
-    with LLM(path, n_ctx=512, n_parallel=4, cache_type_k="f32", cache_type_v="f32", **options) as llm:
+    options = {"cache_type_k": "f32", "cache_type_v": "f32"} | options
+    with LLM(path, n_ctx=512, n_parallel=4, **options) as llm:
         rows = [torch.as_tensor(llm.logits(tokens))]
         with llm.raw_sequence() as sequence:
             parts = [tokens[:7], tokens[7:71], *([token] for token in tokens[71:80])]

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -260,6 +261,7 @@ class _Job:
         self, work: Callable[[int], Any], abort_peers: Callable[[int], None], done: queue.SimpleQueue[None]
     ) -> None:
         self._work = work
+        self._context = copy_context()  # what applies to the caller applies to its devices
         self._abort_peers = abort_peers
         self._done = done
         self._fate: dict[str, str] = {}  # set once, by `setdefault`, which no interrupt can split
@@ -276,7 +278,7 @@ class _Job:
         if self._fate.setdefault("is", "run") != "run":
             return
         try:
-            self.result = self._work(device)
+            self.result = self._context.run(self._work, device)
         except BaseException as error:
             self.error = error
             self._abort_peers(device)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -16,15 +17,17 @@ pytest.importorskip("triton")
 
 from cuda_models import use_few_programs
 from triton import knobs
+from triton.runtime.jit import JITFunction
 
 import motley
 from motley.backends import get_backend
 from motley.backends.cuda.backend import CudaBackend
-from motley.backends.cuda.compiling import Compiled, Manifest
+from motley.backends.cuda.compiling import Compiled, Manifest, is_recording, recording
 from motley.gguf import read_spec
 from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, read_params
 from motley.runtime import CacheConfig, Runner, fit_cache, make_crew, split_model
+from motley.runtime.group import ThreadGroup
 from motley.runtime.warming import KernelWarmer, WarmUp, inert_batch, rehearsals
 
 pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
@@ -75,6 +78,28 @@ def test_constants_that_name_a_type_stay_strings_in_a_job() -> None:
         check=True,
     )
     assert json.loads(run.stdout) == ["int", "str"]
+
+
+def test_no_kernel_is_launched_while_kernels_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a compiled one: it would read the ids that another kernel, which was not launched, has not written. This
+    holds for a crew's own threads, and not for the thread of a model that is at work meanwhile.
+    """
+    launched: list[bool] = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, warmup, **_: launched.append(not warmup))
+    kernel = JITFunction(test_no_kernel_is_launched_while_kernels_are_recorded)
+    group = ThreadGroup([1, 1])
+    with recording({}):
+        assert is_recording()
+        kernel[(1,)]()
+        group.run(lambda _: kernel[(1,)]())
+        other = Thread(target=kernel[(1,)])
+        other.start()
+        other.join(60)
+    kernel[(1,)]()
+    group.run(lambda _: kernel[(1,)]())
+    group.close()
+    assert launched == [False, False, False, True, True, True, True]
+    assert not is_recording()
 
 
 @pytest.mark.parametrize(("n_batch", "n_parallel"), [(2048, 128), (512, 1), (4, 8), (1, 1)])

@@ -8,7 +8,7 @@ from motley.backends.cuda.kernels import attention as attention_kernel
 from motley.backends.cuda.kernels.attention import Shares
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.prefill import prefill
-from motley.backends.cuda.kernels.rope_and_store import HeadNorms, RopeTable, rope_and_store
+from motley.backends.cuda.kernels.rope_and_store import HeadNorms, RopeTable, has_whole_rows, rope_and_store
 from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.staging import Place
@@ -108,4 +108,4 @@ class Attending:
 
 def _by_heads(x: torch.Tensor) -> torch.Tensor:
     """x (rows, heads, dim) with each row contiguous."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+    return x if has_whole_rows(x) else x.contiguous()

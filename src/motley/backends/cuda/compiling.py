@@ -16,13 +16,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 import triton
 from triton import knobs
+from triton.runtime.jit import JITFunction
 
 from motley.backends.cuda.kernels.bits import INTERPRETED
 from motley.errors import DeviceError
@@ -37,7 +40,8 @@ from motley.backends.cuda.compile_worker import main
 
 main()
 """
-_recording = False
+_recorded: ContextVar[dict[Job, None] | None] = ContextVar("recorded", default=None)
+_asking = Lock()
 
 
 @dataclass(frozen=True, order=True)
@@ -76,27 +80,47 @@ class Compiled:
 
 def is_recording() -> bool:
     """Whether kernels are recorded and not launched. The results of a run are then meaningless."""
-    return _recording
+    return _recorded.get() is not None
 
 
 @contextlib.contextmanager
 def recording(jobs: dict[Job, None]) -> Iterator[None]:
-    """Record kernels that are not compiled yet in `jobs` and skip their launches. Compiled kernels are launched.
+    """Record kernels that are not compiled yet in `jobs`, and launch none.
 
-    This applies to all threads of the process: no other batch may run at the same time.
+    Nor those that an earlier model of this process has compiled: the kernels before them have not run, so that what
+    they read is undefined, ids and the addresses that follow from them included.
+
+    This applies to the caller and to the devices' threads that work for it (runtime.group), not to other models.
     """
-    global _recording
-    before = knobs.runtime.jit_cache_hook
+    with _asked():
+        token = _recorded.set(jobs)
+        try:
+            yield
+        finally:
+            _recorded.reset(token)
+
+
+@contextlib.contextmanager
+def _asked() -> Iterator[None]:
+    """Triton asks, before it compiles or launches a kernel, whether kernels are recorded in that context."""
 
     def note(*, fn: Any, **found: Any) -> bool:
+        if (jobs := _recorded.get()) is None:
+            return False
         jobs[Job(fn.module, fn.name, found["compile"]["specialization_data"])] = None
-        return True  # Triton then neither compiles nor launches
+        return True  # Triton then does not compile
 
-    knobs.runtime.jit_cache_hook, _recording = note, True
-    try:
-        yield
-    finally:
-        knobs.runtime.jit_cache_hook, _recording = before, False
+    with _asking:  # of two models that are loaded at the same time, one after the other
+        before, run = knobs.runtime.jit_cache_hook, JITFunction.run
+
+        def run_unless_recording(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            return run(self, *args, grid=grid, warmup=warmup or is_recording(), **kwargs)
+
+        knobs.runtime.jit_cache_hook, JITFunction.run = note, run_unless_recording
+        try:
+            yield
+        finally:
+            knobs.runtime.jit_cache_hook, JITFunction.run = before, run
 
 
 def can_compile_ahead() -> bool:

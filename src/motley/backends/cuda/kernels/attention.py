@@ -112,7 +112,7 @@ def _attend(
     TILES: tl.constexpr = (DIM + 31) // 32
     N: tl.constexpr = _n_blocks(K_KIND, V_KIND, TILES, BS)
     tables += table * table_stride
-    blocks = look_up(tables, begin, end, N)
+    blocks = look_up(tables, begin, tl.maximum(end, 1), N)  # a row without context has a table all the same
     wait()  # tables are there before the first kernel of a batch starts; queries, keys and values are not
     if (begin >= end) | (n <= 0):
         return

@@ -136,7 +136,9 @@ def _prefill(
     for masked in tl.static_range(2):
         start = begin + n_whole * N if masked else begin
         stop = end if masked else begin + n_whole * N
-        blocks = look_up(tables, start, end, N)
+        blocks = look_up(
+            tables, start, tl.maximum(end, 1), N
+        )  # a span without context has a table all the same
         for b in range(start, stop, N):
             at = ()
             for i in tl.static_range(N):

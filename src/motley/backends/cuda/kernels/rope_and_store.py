@@ -126,6 +126,13 @@ class HeadNorms:
         return self.queries, self.keys, self.eps
 
 
+def has_whole_rows(x: torch.Tensor) -> bool:
+    """Whether each row of x (rows, heads, dim) is contiguous. The stride of a single head says nothing: it may be that
+    of the tensor that it is a slice of, and torch calls the slice contiguous.
+    """
+    return x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+
+
 def rope_and_store(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -148,7 +155,7 @@ def rope_and_store(
     `rotation`: the size of the rotation, where it is not the head's.
     """
     n_rows, n_heads, dim = q.shape
-    assert all(x.stride()[1:] == (dim, 1) and x.dtype == torch.float32 for x in (q, k, v))
+    assert all(has_whole_rows(x) and x.dtype == torch.float32 for x in (q, k, v))
     assert k.shape == v.shape == (n_rows, head_rows.stop - head_rows.start, dim)
     assert q_out.is_contiguous()
     assert q_out.shape == q.shape
