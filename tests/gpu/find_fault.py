@@ -9,6 +9,8 @@ them fail, where, and after which kernel:
     one by one     no graphs, and every kernel is waited for: names the kernel that fails
     undefined      one by one, in memory that holds NaN and 2³¹ - 1 before it is written
     f16, q8_0      other types of the cache
+    bundled        the bundled models, which have no recurrent layers, with an f32 cache
+    no library     without the thread that multiplies matrices to load cuBLAS (runtime.warming)
     two            two virtual devices
     compiled       after the kernels' own tests in the same process
     sanitizer      no graphs, under compute-sanitizer, if it is installed. Each tensor is an allocation of its own:
@@ -31,8 +33,10 @@ import pytest
 import torch
 from test_on_gpu_states import SMALL, logits
 
+import motley
 from motley.bench import random_model, write_random_model
 
+BUNDLED = Path(motley.__file__).parent / "bundled"
 _SECONDS = 150  # for a variant; the first one compiles kernels
 _UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
@@ -67,6 +71,12 @@ def one_by_one() -> None:
     knobs.runtime.launch_exit_hook.add(wait)
 
 
+def without_library() -> None:
+    from motley.runtime.warming import KernelWarmer
+
+    KernelWarmer._start_libraries = lambda *_: None  # type: ignore[method-assign]
+
+
 def undefined() -> None:
     one_by_one()
     torch.use_deterministic_algorithms(True)
@@ -88,6 +98,9 @@ VARIANTS: dict[str, tuple[Callable[[], None], dict[str, Any], dict[str, str]]] =
     "undefined": (undefined, {}, {"CUDA_LAUNCH_BLOCKING": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
     "f16": (nothing, {"cache_type_k": "f16", "cache_type_v": "f16"}, {}),
     "q8_0": (nothing, {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}, {}),
+    "bundled": (nothing, {"path": BUNDLED / "motley-15m-q8_0.gguf"}, {}),
+    "bundled, experts": (nothing, {"path": BUNDLED / "motley-experts-9m-q8_0.gguf"}, {}),
+    "no library": (without_library, {}, {}),
     "two": (nothing, _TWO, {}),
     "two, one by one": (one_by_one, _TWO, {"CUDA_LAUNCH_BLOCKING": "1"}),
     "compiled": (compiled, {}, {}),
@@ -100,7 +113,7 @@ def run(variant: str, model: str) -> None:
     """In a process of its own."""
     prepare, options, _ = VARIANTS[variant]
     prepare()
-    logits(Path(model), **{"devices": "cuda:0"} | options)
+    logits(**{"path": Path(model), "devices": "cuda:0"} | options)
     torch.cuda.synchronize()
 
 

@@ -41,6 +41,7 @@ _DRAFT_ROWS = (4, 8, 16)
 # Rows of prompts for which kernels differ: spans of each size, and matrix products by the library.
 _PROMPT_ROWS = (32, 64, 128, 256)
 _LARGE = 2**15  # rows of a matrix over the vocabulary, which prompts are not multiplied by
+_NARROW = 32  # columns; what has fewer is no matrix of a product (a convolution)
 _FEW_ROWS = _DRAFT_ROWS[-1]  # a sequence with more rows in a batch is a prompt
 
 
@@ -101,7 +102,8 @@ class KernelWarmer:
         from motley.backends import gpu as products
 
         weights = split.share(0, BatchShape(1, 1)).graph.weights
-        shapes = {weight.shape for weight in weights if len(weight.shape) == 2 and max(weight.shape) < _LARGE}
+        matrices = (weight.shape for weight in weights if len(weight.shape) == 2)
+        shapes = {(n, m) for n, m in matrices if m >= _NARROW and max(n, m) < _LARGE}
         for gpu in gpus:
             task = partial(products.load_library, gpu, self._n_batch, sorted(shapes))
             self._libraries.append(Thread(target=_try, args=(task,), name=f"motley-{gpu}"))
