@@ -73,7 +73,8 @@ def logits(path: Path, **options: Any) -> torch.Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu,cpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
 def test_it_is_loaded_and_answers_in_its_own_memory(
     model: Path, request: pytest.FixtureRequest, devices: str
 ) -> None:
