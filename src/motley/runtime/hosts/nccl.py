@@ -43,9 +43,8 @@ class NcclLines:
         """
         self._groups, self._places = dict(groups), dict(places)
         self._wire = wire
-        self._store = (
-            store  # torch does not keep its Python object, and a first message between two ranks needs it
-        )
+        # torch does not keep the Python object of its store, which it needs for the first message of two ranks.
+        self._store = store
         self._is_aborted = False
 
     def exchange(self, device: int, part: torch.Tensor | None, sizes: PartSizes) -> list[torch.Tensor | None]:
