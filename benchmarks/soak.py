@@ -79,6 +79,7 @@ class FakeRunner:
     windows = (None, WINDOW)
     is_broken_off = False
     sends_rows = False
+    is_demand_paged = True  # `give_back` is called
     n_plans = 0
     hidden = None
 
