@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from motley import lean_torch
@@ -39,6 +40,7 @@ def test_it_comes_when_something_asks_for_it() -> None:
     assert run(DEFER + code + SAY) == "True\nTrue"
 
 
+@pytest.mark.slow
 def test_the_compiler_finds_all_of_torch() -> None:
     code = """
 class Double(torch.nn.Module):

@@ -42,7 +42,7 @@ def gloo_group(store: Any, rank: int, n_ranks: int, place: torch.device) -> Any:
 
 @pytest.fixture
 def gloo_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MOTLEY_NCCL", raising=False)
+    monkeypatch.setenv("MOTLEY_NCCL", "1")
     monkeypatch.setattr(nccl, "make_group", gloo_group)
     monkeypatch.setattr(nccl, "place_of", lambda name: torch.device("cpu"))
     monkeypatch.setattr(nccl, "are_gpus", bool)
@@ -207,8 +207,9 @@ def test_crews_that_cannot_use_nccl(asked: str, monkeypatch: pytest.MonkeyPatch)
             assert found[0] is None
 
 
-def test_rank_0_can_do_without_nccl(gloo_stands_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOTLEY_NCCL", "0")
+@pytest.mark.parametrize("said", ["", "0"])
+def test_rank_0_must_ask_for_nccl(said: str, gloo_stands_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTLEY_NCCL", said)
     assert opened(["cuda:0", "cuda:0"]) == [None, None]
 
 
@@ -253,7 +254,7 @@ def test_a_failure_of_nccl_says_how_to_do_without(
     for error in opened(["cuda:0", "cuda:0"]):
         assert isinstance(error, DeviceError)
         assert "ncclUnhandledCudaError" in error.message
-        assert "MOTLEY_NCCL=0" in (error.hint or "")
+        assert "without MOTLEY_NCCL=1" in (error.hint or "")
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,3 +110,18 @@ def test_a_plain_arena_counts_as_resident() -> None:
     f16 = get_cache_type("f16")
     arena = Arena(f16, f16, [LayerGroup((0,), (2,), 8)], block_size=BLOCK, head_dim=DIM)
     assert arena.n_resident == arena.n_bytes == 8 * BLOCK * 2 * DIM * 2 * 2
+
+
+@pytest.mark.skipif(
+    Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2",
+    reason="this system reserves all memory",
+)
+def test_planes_larger_than_memory_are_only_reserved() -> None:
+    """A process that holds them can still fork."""
+    n_bytes = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    plane = PagedMemory().allocate((1024, n_bytes // 1024), torch.uint8)
+    plane[-1, -1] = 7
+    child = os.fork()
+    if not child:
+        os._exit(int(plane[-1, -1]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

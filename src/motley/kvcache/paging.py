@@ -75,8 +75,9 @@ class PagedMemory:
         n_bytes = prod(shape) * dtype.itemsize
         if not n_bytes:
             return torch.zeros(shape, dtype=dtype)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        memory = mmap.mmap(-1, n_bytes, flags=flags)
+        # Otherwise the kernel counts all of it as used: a process with such planes could not fork, for example.
+        no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it since 3.13
+        memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             memory.madvise(mmap.MADV_NOHUGEPAGE)  # one written token must not take 2 MiB
         plane = torch.frombuffer(memory, dtype=dtype).view(shape)

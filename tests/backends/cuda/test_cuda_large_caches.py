@@ -27,7 +27,10 @@ from motley.kvcache.state_arena import StateBatch, StatePlanes, StateSpan
 from motley.kvcache.store import Store
 from motley.kvcache.types import get_cache_type
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reserves memory as Linux does")
+pytestmark = [
+    pytest.mark.slow,  # interpreted kernels: run them after a change of kernels
+    pytest.mark.skipif(sys.platform != "linux", reason="reserves memory as Linux does"),
+]
 
 MANY = 2**31  # numbers of a plane
 BLOCK, DIM = 16, 64

@@ -29,7 +29,7 @@ from motley.runtime.hosts.wire import decode, encode, is_coded, wire_bytes
 
 _MAX_WAIT = timedelta(days=1)  # a lost process is found by the control connection, which then calls `abort`
 _KEY = "motley/nccl"
-_OFF, _ON = "0", "1"  # of MOTLEY_NCCL in rank 0's environment; default: where it is possible
+_ON = "1"  # of MOTLEY_NCCL in rank 0's environment. Not the default, as long as nobody has run it
 
 
 class NcclLines:
@@ -135,23 +135,23 @@ def open_nccl(
     publish: Publish,
     lookup: Lookup,
 ) -> NcclLines | None:
-    """Lines between the GPUs of a crew; None if a device is not a GPU of its own, or if rank 0's environment says so
-    (MOTLEY_NCCL=0). With MOTLEY_NCCL=1 that is a DeviceError. All processes call this at the same time.
+    """Lines between the GPUs of a crew, if rank 0's environment asks for them (MOTLEY_NCCL=1); a DeviceError there if a
+    device is not a GPU of its own. All processes call this at the same time.
     """
-    asked = os.environ.get("MOTLEY_NCCL", "") if rank == 0 else ""
+    is_asked_for = rank == 0 and os.environ.get("MOTLEY_NCCL", "") == _ON
     own = [device for device, owner in enumerate(owners) if owner == rank]
     lacking = "not all devices are GPUs"
     if are_gpus(devices):  # all processes know this, so all of them publish, or none
-        gpus = [] if asked == _OFF else _gpu_ids([devices[device] for device in own])
+        gpus = _gpu_ids([devices[device] for device in own]) if rank or is_asked_for else []
         publish(f"{_KEY}/{rank}", "\n".join(gpus).encode())
-        others = [lookup(f"{_KEY}/{other}").decode().split() for other in sorted(set(owners) - {rank})]
+        others = [lookup(f"{_KEY}/{other}").decode().splitlines() for other in sorted(set(owners) - {rank})]
         all_gpus = [*gpus, *(gpu for each in others for gpu in each)]
         if len(all_gpus) == len(set(all_gpus)) == len(devices):
             places = {device: place_of(devices[device]) for device in own}
             store = MailStore(publish, lookup)
             return NcclLines(_connect(store, places, len(devices)), places, wire, store)
         lacking = "NCCL is not available in all processes, or two devices are the same GPU"
-    if asked == _ON:
+    if is_asked_for:
         raise DeviceError(f"MOTLEY_NCCL=1, but {lacking}", hint="leave it out: there are other lines")
     return None
 
@@ -189,7 +189,7 @@ def _connect(store: MailStore, places: Mapping[int, torch.device], n_ranks: int)
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DeviceError(
             f"NCCL cannot connect the GPUs of the crew: {first}",
-            hint="MOTLEY_NCCL=0 sends activations through the hosts",
+            hint="without MOTLEY_NCCL=1, activations go through the memory of the hosts",
         ) from error
 
 
