@@ -33,6 +33,7 @@ def test_what_nobody_uses_is_not_imported() -> None:
     assert run(DEFER + SAY, MOTLEY_WHOLE_TORCH="1") == "True"
 
 
+@pytest.mark.slow
 def test_it_comes_when_something_asks_for_it() -> None:
     code = "import torch._meta_registrations as shapes; print(callable(shapes.meta_mm)); import inspect\n"
     assert run(DEFER + code + SAY) == "True\nTrue"

@@ -215,6 +215,7 @@ def test_what_cannot_be_measured_is_refused(path: Path) -> None:
         write_random_model(path, "llama-1000b")
 
 
+@pytest.mark.slow
 def test_drafters_are_compared_with_none(path: Path, bundled: Path) -> None:
     words = ["bench", str(bundled), "-p", "0", "-n", "12", "-r", "1", "--json"]
     found = CliRunner().invoke(app, [*words, "--spec", "lookup,draft", "-md", str(bundled_draft_path())])

@@ -10,7 +10,6 @@ from motley import LLM
 from motley.bundled import RecallPrompt, bundled_model_path, is_recalled, make_recall_prompts
 from motley.gguf import read_spec
 from motley.text import Tokenizer
-from thorough import first
 
 N_NEEDLES, N_TOKENS, N_ANSWER = 5, 320, 16
 CREWS = (("layer", (3, 1)), ("tensor", (3, 1)), ("tensor", (2, 1, 1)), ("tensor", (0, 1, 2)))
@@ -49,7 +48,8 @@ def test_needles_lie_at_several_depths(needles: list[RecallPrompt]) -> None:
     assert depths[-1] > 0.75
 
 
-@pytest.mark.parametrize("cache_type", first(1, ["q8_0", "q4_0"]))
+@pytest.mark.parametrize("cache_type", ["q8_0", "q4_0"])
+@pytest.mark.slow
 def test_crews_find_every_needle_and_agree_to_the_byte(needles: list[RecallPrompt], cache_type: str) -> None:
     found = [answers(needles, cache_type, mode, shares) for mode, shares in CREWS]
     assert found == [found[0]] * len(CREWS)

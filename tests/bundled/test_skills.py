@@ -71,6 +71,7 @@ def test_half_of_the_layers_and_the_draft_model_agree_with_the_whole(llm: LLM) -
     assert shares["draft"] >= DRAFT_AGREES
 
 
+@pytest.mark.slow
 def test_secrets_are_found_in_two_thousand_tokens(llm: LLM, shared: Path) -> None:
     book = (shared / "data" / "corpora" / "war-and-peace.txt").read_text(encoding="utf-8")[-80_000:]
     prompts = make_recall_prompts(llm.tokenizer.encode, book, 8, 2000, seed=FRESH_SEED)

@@ -53,6 +53,7 @@ def test_perplexity_is_that_of_the_effort(motley: Motley) -> None:
     assert len(set(found)) == len(EFFORTS)
 
 
+@pytest.mark.slow
 def test_bench_counts_the_bytes_of_the_effort(motley: Motley) -> None:
     for effort in EFFORTS:
         args = ("bench", MODEL, "-p", "0", "-n", "2", "-r", "1", "--json", *flags(effort))

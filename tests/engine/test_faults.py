@@ -16,7 +16,6 @@ from motley.kvcache.blocks import BlockPool
 from motley.kvcache.paging import PagedMemory
 from motley.kvcache.store import Store
 from motley.runtime.group import _Line
-from thorough import examples
 
 PROMPTS = ["Once upon a time there was a", "Once upon a time there was", "The sea was"]
 CREW = {
@@ -104,8 +103,10 @@ KINDS = [
     ("llm", "kind"),
     [
         *(("native", kind) for kind in KINDS),
-        ("crew", "exchange"),
-        *(pytest.param("crew", kind, marks=pytest.mark.slow) for kind in ("run", "shift, half done")),
+        *(
+            pytest.param("crew", kind, marks=pytest.mark.slow)
+            for kind in ("exchange", "run", "shift, half done")
+        ),
     ],
     indirect=["llm"],
 )
@@ -125,7 +126,7 @@ def test_any_one_failing_call_is_survived(
         n_calls = counter.n_calls
     assert n_calls, f"nothing calls {kind}"
     if len(llm.device_memory()) > 1:
-        n_tries = min(n_tries, examples(3))  # a crew on the reference backend is slow
+        n_tries = min(n_tries, 3)  # a crew on the reference backend is slow
     for n in range(1, n_calls + 1, max(1, n_calls // n_tries)):
         error = ERRORS[n % len(ERRORS)]("injected")
         with faults.armed(n, error):

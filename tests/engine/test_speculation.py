@@ -168,6 +168,7 @@ def test_texts_are_the_same_without_a_prefix_cache(small: Path) -> None:
         check(llm)
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_on_the_reference_backend(small: Path) -> None:
     with by_hand(small, backend="reference") as llm:
         check(llm, is_exact=False)  # torch's products round differently for other numbers of rows

@@ -127,6 +127,7 @@ def test_requests_fail_with_the_worker_s_name_if_they_shall_not_wait(
             llm.generate(TOKENS[:5], max_tokens=2)
 
 
+@pytest.mark.slow
 def test_of_two_workers_the_killed_one_is_named(
     random_llama: Path, worker: WorkerProcess, running: list[WorkerProcess]
 ) -> None:
@@ -142,6 +143,7 @@ def test_of_two_workers_the_killed_one_is_named(
     running.pop()
 
 
+@pytest.mark.slow
 def test_a_silent_worker_is_lost(
     random_llama: Path, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,15 +52,15 @@ def answers(llm: LLM) -> tuple[npt.NDArray[np.float32], list[tuple[int, ...]]]:
 @pytest.mark.parametrize(
     ("names", "mode", "shares"),
     [
-        ("cpu,cpu@a", "tensor", (1, 1)),
+        pytest.param("cpu,cpu@a", "tensor", (1, 1), marks=pytest.mark.slow),
         ("cpu,cpu@a", "tensor", (3, 1)),
         ("cpu,cpu@a", "layer", (1, 1)),
         pytest.param("cpu,cpu@a", "layer", (3, 1), marks=pytest.mark.slow),
         ("cpu,cpu@a", "tensor", (0, 1)),
         pytest.param("cpu,cpu@a", "tensor", (1, 0), marks=pytest.mark.slow),
         pytest.param("cpu,cpu@a", "layer", (0, 1), marks=pytest.mark.slow),
-        ("cpu,cpu@a,cpu@b", "tensor", (2, 1, 1)),
-        ("cpu,cpu@a,cpu@b", "layer", (1, 1, 2)),
+        pytest.param("cpu,cpu@a,cpu@b", "tensor", (2, 1, 1), marks=pytest.mark.slow),
+        pytest.param("cpu,cpu@a,cpu@b", "layer", (1, 1, 2), marks=pytest.mark.slow),
         ("cpu,cpu@a,cpu@b", "tensor", (1, 0, 1)),
         ("cpu,cpu@a,cpu,cpu@a", "tensor", (1, 1, 1, 1)),  # two devices in each process, and mixed
         pytest.param("cpu,cpu@a,cpu,cpu@a", "layer", (1, 1, 1, 1), marks=pytest.mark.slow),
@@ -69,7 +69,7 @@ def answers(llm: LLM) -> tuple[npt.NDArray[np.float32], list[tuple[int, ...]]]:
         pytest.param("(cpu,cpu),(cpu)@a", None, (0, 0, 1), marks=pytest.mark.slow),
         pytest.param("cpu,(cpu,cpu)@a,cpu@a,(cpu,cpu)", None, (1, 0, 1, 1, 1, 1), marks=pytest.mark.slow),
         ("(cpu,cpu)@a,(cpu)@b", None, (3, 1, 2)),  # rank 0 has no device of the model
-        ("cpu@a,cpu@b", "tensor", (1, 3)),
+        pytest.param("cpu@a,cpu@b", "tensor", (1, 3), marks=pytest.mark.slow),
         pytest.param("cpu@a,cpu@b", None, (2, 1), marks=pytest.mark.slow),
         pytest.param("(cpu,cpu)@a", None, (3, 1), marks=pytest.mark.slow),
         pytest.param("cpu@a", None, (1,), marks=pytest.mark.slow),

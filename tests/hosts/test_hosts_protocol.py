@@ -481,6 +481,7 @@ def test_another_model_of_the_same_name_is_refused(
         thread.join()
 
 
+@pytest.mark.slow
 def test_garbage_leaves_a_worker_alive(server: WorkerServer) -> None:
     host, _, port = server.address.rpartition(":")
     rng = random.Random(1)

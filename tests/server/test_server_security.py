@@ -127,6 +127,7 @@ def test_heads_that_are_too_large_or_none(server: RunningServer, head: bytes) ->
     assert server.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_what_does_not_come_is_not_waited_for() -> None:
     with RunningServer("--hasty", is_mock=True) as hasty:
         hasty.wait_until_ready()

@@ -18,6 +18,8 @@ from motley.graph.ops import Rope
 from motley.kvcache.store import Store
 from motley.kvcache.types import CACHE_TYPES, get_cache_type
 
+pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
+
 BLOCK, DIM = 16, 64
 HEADS = slice(0, 1)
 DAMAGE = [float("nan"), float("inf"), -float("inf")]

@@ -27,6 +27,8 @@ from motley.backends.cuda.products import (
 from motley.backends.cuda.weights import load
 from motley.formats import PackedTensor, get_format
 
+pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
+
 KINDS = ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"]
 SAME_PLANES = ["Q4_1", "IQ4_NL"]  # as others of another name
 
