@@ -15,15 +15,15 @@ from faults import Faults
 from test_speculation import is_tie
 
 from motley import LLM
-from motley.backends.cpu.native import HAS_TREES
+from motley.backends.cpu import is_available
 from motley.bundled import bundled_draft_path
 from motley.engine import SamplingParams
 from motley.engine.drafting import Draft
 from motley.engine.trees import ROOT, cut, depths, path_to, row_masks
 from random_models import GEMMA3
 
-if not HAS_TREES:
-    pytest.skip("the native module was built before there were trees", allow_module_level=True)
+if not is_available():
+    pytest.skip("the native module is not built", allow_module_level=True)
 
 PROMPTS = [list(range(3, 40)), [5, 9, 9, 7], list(range(60, 3, -2)), [200, 100]]
 PARAMS = [

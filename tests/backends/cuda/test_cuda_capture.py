@@ -166,6 +166,8 @@ def test_an_interrupted_capture_is_ended_and_the_interrupt_goes_on(cuda: FakeCud
 
 def test_a_thread_uses_cublas_before_its_first_capture(cuda: FakeCuda) -> None:
     GraphPool(torch.device("cuda:0")).capture(cuda.use_blas)  # fails where it makes a handle
+    assert cuda.has_blas
+    assert not cuda.is_invalid
 
 
 def test_room_for_a_capture_counts_what_torch_can_give_back(cuda: FakeCuda) -> None:

@@ -134,6 +134,7 @@ def test_a_kernel_that_does_not_wait_starts_after_all_others(checked_launches: L
     _late[(1,)](a, b, early=False)
     _copy[(1,)](b, c, 1, 0, size=1)
     _late[(1,)](b, a, early=True)
+    assert (a.item(), c.item(), checked_launches.n_launches) == (2.0, 1.0, 3)
 
 
 def test_stores_before_waiting_are_found(checked_launches: LaunchChecks) -> None:

@@ -24,7 +24,7 @@ from motley.backends.cpu.cache import BatchSlot, StateSlot
 from motley.backends.cpu.compiler import Compiler, can_compile
 from motley.backends.cpu.kernels import NativeKernel, heads_reason
 from motley.backends.cpu.memory import lay_out_stages
-from motley.backends.cpu.native import HAS_RECURRENT, HAS_TREES, NativeRendezvous, core
+from motley.backends.cpu.native import HAS_RECURRENT, NativeRendezvous, core
 from motley.backends.cpu.patterns import PatternChooser
 from motley.backends.cpu.row_counts import INPUT_KINDS, OUTPUTS, TOKENS, rows_of_tensors
 from motley.backends.cpu.slabs import Slabs
@@ -56,7 +56,7 @@ class CpuBackend(Backend):
     name: ClassVar[str] = "cpu"
     has_native_collectives: ClassVar[bool] = True
     takes_lists: ClassVar[bool] = True
-    has_trees: ClassVar[bool] = HAS_TREES
+    has_trees: ClassVar[bool] = True
     is_exact: ClassVar[bool] = False  # whether activations stay float32
 
     def __init__(self, instruction_set: str = "") -> None:

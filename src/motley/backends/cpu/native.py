@@ -35,7 +35,6 @@ HAS_RECURRENT = core is not None and hasattr(
     core, "StateBatch"
 )  # False: built before there were such kernels
 HAS_SAMPLER = core is not None and hasattr(core, "RowSampler")
-HAS_TREES = core is not None and hasattr(core.Batch, "set_tree")
 HAS_SHARED_GROUP = core is not None and hasattr(core, "SharedGroup")
 _MAX_MEMBERS = 64
 MAX_HEAD_DIM = 512

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from motley.engine.drafting.draft import Ask, Draft
-from motley.engine.drafting.lookahead import LookaheadSizes
+from motley.engine.drafting.lookahead import GramPool, LookaheadSizes, keep
 from motley.engine.request import Request
 
 _WINDOW, _POOL = 0, 1  # grades
@@ -26,9 +26,7 @@ class _Guesses:
 
     # Position in the answer → the n-gram that ends with the guess for it.
     grams: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    pool: dict[int, dict[tuple[int, ...], None]] = field(
-        default_factory=dict
-    )  # first token → rests, latest last
+    pool: GramPool = field(default_factory=dict)
 
 
 class ChainLookahead:
@@ -60,15 +58,8 @@ class ChainLookahead:
             before = known.grams.get(position, ())
             chain = before if before[-1:] == (token,) else (token,)
             grams[position + 1] = gram = (*chain, output)[-self._sizes.n :]
-            self._keep(known, gram)
+            keep(known.pool, gram, self._sizes.n_kept)
         known.grams = grams
-
-    def _keep(self, known: _Guesses, gram: tuple[int, ...]) -> None:
-        rests = known.pool.setdefault(gram[0], {})
-        rests.pop(gram[1:], None)
-        rests[gram[1:]] = None
-        if len(rests) > self._sizes.n_kept:
-            del rests[next(iter(rests))]
 
     def _draft(self, request: Request, n_max: int) -> Draft:
         known = _guesses(request)

@@ -33,6 +33,10 @@ _MAX_WINDOW, _MAX_N, _MAX_POOL = 63, 16, 64
 _MAX_TEXT = 2048  # tokens of a prompt whose n-grams are taken
 _WINDOW, _POOL = 0, 1  # grades: without candidates, and with
 
+GramPool = dict[
+    int, dict[tuple[int, ...], None]
+]  # first token → the other tokens of its n-grams, the latest last
+
 
 class LookaheadSizes(NamedTuple):
     """W, N and G."""
@@ -59,12 +63,21 @@ class LookaheadSizes(NamedTuple):
         return sizes
 
 
+def keep(pool: GramPool, gram: tuple[int, ...], n_kept: int) -> None:
+    """Puts an n-gram into a pool, as the latest one of its first token; of more than `n_kept` the oldest leaves."""
+    rests = pool.setdefault(gram[0], {})
+    rests.pop(gram[1:], None)
+    rests[gram[1:]] = None
+    if len(rests) > n_kept:
+        del rests[next(iter(rests))]
+
+
 @dataclass
 class _Guesses:
     """What is known about a request's next tokens. Positions count from the answer's first token."""
 
     levels: list[dict[int, int]]  # of the window, the oldest first: position → guess
-    pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)  # first token → rests
+    pool: GramPool = field(default_factory=dict)
     n_taken: int = -1  # generated tokens whose n-grams are in the pool; -1: not even the prompt's
     cells: dict[tuple[int, int], int] = field(default_factory=dict)  # (level, column) → index in the draft
 
@@ -118,7 +131,7 @@ class Lookahead:
                 gram.append(draft.tokens[index])
                 index = draft.parents[index] if draft.parents else index - 1
             gram.append(draft.tokens[index] if index != ROOT else request.tokens[-1])
-            self._keep(known, tuple(gram[::-1]))
+            keep(known.pool, tuple(gram[::-1]), self._sizes.n_kept)
             latest[position + column + n_levels] = gram[0]
         if latest:
             known.levels = [*known.levels[1:], latest]
@@ -197,11 +210,4 @@ class Lookahead:
             text = request.tokens[-(n_new + n - 1) :] if n_new else []
         known.n_taken = request.n_generated
         for i in range(len(text) - n + 1):
-            self._keep(known, tuple(text[i : i + n]))
-
-    def _keep(self, known: _Guesses, gram: tuple[int, ...]) -> None:
-        rests = known.pool.setdefault(gram[0], {})
-        rests.pop(gram[1:], None)
-        rests[gram[1:]] = None
-        if len(rests) > self._sizes.n_kept:
-            del rests[next(iter(rests))]
+            keep(known.pool, tuple(text[i : i + n]), self._sizes.n_kept)

@@ -29,7 +29,7 @@ from motley.runtime.hosts.wire import decode, encode, is_coded, wire_bytes
 
 _MAX_WAIT = timedelta(days=1)  # a lost process is found by the control connection, which then calls `abort`
 _KEY = "motley/nccl"
-_ON = "1"  # of MOTLEY_NCCL in rank 0's environment. Not the default, as long as nobody has run it
+_ON = "1"  # the value of MOTLEY_NCCL, in rank 0's environment, that turns NCCL on. Off by default: it is untried
 
 
 class NcclLines:
