@@ -7,8 +7,12 @@
 //     m' = max(m, s),  p = e^(s - m'),  l = l·e^(m - m') + Σp       online softmax
 //     o = o·e^(m - m') + Σ (p · scale_v) · codes_v - Σ p · minimum_v
 //
-// So scales are applied to scores and probabilities, not to codes. Plain types skip them. If there are too few
-// tasks for the threads (a token of one sequence), the keys are split, and attention_join combines the parts.
+// So scales are applied to scores and probabilities, not to codes. Plain types skip them.
+//
+// A row's keys are divided into *segments*, up to 16, at positions that depend on the row's own position only. Each segment
+// starts with m = -inf, l = 0, o = 0, and the segments' results are merged in their order. If there are too few tasks for the
+// threads (a token of one sequence), several tasks share the segments, and attention_join merges them. So a row has the same
+// bits with any number of rows, threads and splits, and wherever its blocks begin.
 //
 // If a sequence's rows are a tree, they read the chunks before the batch's first key together. From there on each row
 // reads its own path, as if its ancestors' keys were next to each other: so it has the bits of a row without a tree.
@@ -21,10 +25,27 @@ namespace motley::MOTLEY_ISA {
 namespace {
 
 constexpr int kMaxRows = kMaxQueryGroup, kMaxDim = kMaxHeadDim, kChunk = 128, kMaxTiles = kMaxDim / kTile;
-constexpr int kMaxSplits = 16;
-constexpr int64_t kMinSplitKeys = 256;
+constexpr int kMaxSegments = 16;     // of a row
+constexpr int kMinSegmentLog2 = 8;   // keys, a multiple of kChunk
+static_assert((1 << kMinSegmentLog2) % kChunk == 0);
 constexpr int kStretches = kChunk / kStretch;
 constexpr int kValueRows = kVectorBytes == 64 ? 16 : 4;  // rows whose outputs stay in registers while values are added
+
+// The keys that a row sees, low … high, as positions.
+struct RowKeys {
+    int64_t low, high;
+    int segment_log2;  // of a segment's keys; segments begin at multiples of their size
+
+    RowKeys() = default;
+    RowKeys(const SequenceView& s, int64_t token, int64_t window) {
+        high = s.position + (s.seen ? __builtin_popcountll(s.seen[token]) - 1 : token);
+        low = window && high - window + 1 > s.first ? high - window + 1 : s.first;
+        segment_log2 = kMinSegmentLog2;
+        while (high - low + 1 > int64_t{kMaxSegments - 1} << segment_log2) segment_log2++;  // one more where they begin within one
+    }
+    int64_t first_segment() const { return low >> segment_log2; }
+    int64_t last_segment() const { return high >> segment_log2; }
+};
 
 struct Scratch {
     float q[kMaxRows][kMaxDim];
@@ -34,10 +55,12 @@ struct Scratch {
     float out[kMaxRows][kMaxDim];
     float scores[kMaxRows][kChunk];
     float largest[kMaxRows], total[kMaxRows], fade[kMaxRows];
-    int64_t low[kMaxRows], high[kMaxRows];  // keys that a row sees: low … high
+    RowKeys keys[kMaxRows];
+    int64_t segment[kMaxRows];  // the one that `out` is of; -1: none yet
+    float merged[kMaxRows][kMaxDim + 2];  // of the segments before, see merge_segment
     alignas(64) float panel[kMaxDim][kStretch];
     KeyCodes key_codes[kMaxTiles];
-    alignas(64) uint8_t staged[kStretch * 128 + kStretch * 8];  // copy of a stretch's tile, see cells_of
+    alignas(64) uint8_t staged[kStretch * 128 + kStretch * 8];  // copy of a stretch's tile, see Stretch
 };
 static_assert(sizeof(Scratch) <= kScratchBytes);
 
@@ -54,26 +77,26 @@ int64_t n_query_tiles(const SequenceView& s, const Cut& cut) {
 Cut cut_work(const AttentionArgs& a) {
     Cut cut{a.n_heads / a.shape.n_heads, 1, 0, 1};
     cut.tokens_per_task = kMaxRows / cut.group < 1 ? 1 : kMaxRows / cut.group;
-    int64_t longest = 0;
+    int64_t most = 0;  // segments of a sequence's first row
     for (int64_t i = 0; i < a.batch->n_sequences; i++) {
         const SequenceView& s = a.batch->sequences[i];
         cut.n_tasks += n_query_tiles(s, cut) * a.shape.n_heads;
-        const int64_t n_keys = s.position + s.n_tokens - s.first;
-        longest = n_keys > longest ? n_keys : longest;
+        const RowKeys keys(s, 0, a.window);
+        const int64_t n = keys.last_segment() - keys.first_segment() + 1;
+        most = n > most ? n : most;
     }
-    const int64_t wanted = 4 * a.n_threads, room = a.n_partial / (a.n_tokens * a.n_heads * (a.shape.dim + 2));
-    int64_t splits = cut.n_tasks && a.n_threads > 1 ? (wanted + cut.n_tasks - 1) / cut.n_tasks : 1;
-    splits = splits > longest / kMinSplitKeys ? longest / kMinSplitKeys : splits;
-    splits = splits > room ? room : (splits > kMaxSplits ? kMaxSplits : splits);
-    cut.n_splits = splits < 1 ? 1 : static_cast<int>(splits);
+    const int64_t room = a.n_partial / (a.n_tokens * a.n_heads * (a.shape.dim + 2));
+    if (!cut.n_tasks || a.n_threads < 2 || room < kMaxSegments) return cut;
+    const int64_t wanted = (4 * a.n_threads + cut.n_tasks - 1) / cut.n_tasks;
+    cut.n_splits = static_cast<int>(wanted < most ? wanted : most);
     return cut;
 }
 
-// The path to one row of a tree: its ancestors and itself, the first one first. Keys from `base` on are of the tree.
+// The path to one row of a tree: its ancestors and itself, the first one first. Keys from position `base` on are of the tree.
 struct Path {
     int64_t base;
     uint8_t rows[kMaxTreeRows];
-    Path(const SequenceView& s, int64_t token) : base(s.position - s.first) {
+    Path(const SequenceView& s, int64_t token) : base(s.position) {
         int n = 0;
         for (uint64_t left = s.seen[token]; left; left &= left - 1) rows[n++] = static_cast<uint8_t>(__builtin_ctzll(left));
     }
@@ -98,71 +121,111 @@ Task find_task(const AttentionArgs& a, const Cut& cut, int64_t i) {
     return task;
 }
 
-const float* query_of(const AttentionArgs& a, const Cut& cut, const Task& task, int row) {
+// A task's row as one number of (token, head).
+int64_t row_number(const AttentionArgs& a, const Cut& cut, const Task& task, int row) {
     const int64_t token = task.sequence->first_token + task.first_token + row / cut.group;
-    return a.q + (token * a.n_heads + task.head * cut.group + row % cut.group) * a.shape.dim;
+    return token * a.n_heads + task.head * cut.group + row % cut.group;
+}
+
+// A segment's result: m, l, then o (see the top of the file).
+void clear_segment(float* x) {
+    x[0] = -INFINITY;
+    x[1] = 0;
+}
+
+// Adds a segment to the merged ones before it. Not inlined: it is compiled once, so it rounds the same for all callers.
+[[gnu::noinline]] void merge_segment(float* merged, const float* segment, int64_t dim) {
+    if (segment[1] == 0) return;  // no visible key
+    if (merged[1] == 0) {
+        std::memcpy(merged, segment, (dim + 2) * sizeof(float));
+        return;
+    }
+    const float largest = merged[0] > segment[0] ? merged[0] : segment[0];
+    const float before = std::exp(merged[0] - largest), factor = std::exp(segment[0] - largest);
+    merged[0] = largest;
+    for (int64_t i = 1; i < dim + 2; i++) merged[i] = merged[i] * before + segment[i] * factor;
 }
 
 // Loads queries, padded to whole tiles and multiplied by the scale; also as codes if keys are codes.
 void read_queries(const AttentionArgs& a, const Cut& cut, const Task& task, int n_rows, Scratch& s) {
     const int64_t padded = a.shape.n_tiles * kTile;
     for (int r = 0; r < n_rows; r++) {
-        const float* q = query_of(a, cut, task, r);
+        const float* q = a.q + row_number(a, cut, task, r) * a.shape.dim;
         for (int64_t d = 0; d < padded; d++) s.q[r][d] = d < a.shape.dim ? q[d] * a.scale : 0.0f;
         if (!is_float_kind(a.k.kind))
             quantize_row(s.q[r], padded, s.q_codes[r], s.q_scales[r], s.q_sums[r], s.q_half_sums[r], s.q_code_sums);
-        const int64_t token = task.first_token + r / cut.group;
-        const int64_t depth = task.sequence->seen ? __builtin_popcountll(task.sequence->seen[token]) - 1 : token;
-        const int64_t at = task.sequence->position + depth - task.sequence->first;
-        s.high[r] = at;
-        s.low[r] = a.window && at - a.window + 1 > 0 ? at - a.window + 1 : 0;
-        s.largest[r] = -INFINITY;
-        s.total[r] = 0;
-        std::memset(s.out[r], 0, padded * sizeof(float));
+        s.keys[r] = RowKeys(*task.sequence, task.first_token + r / cut.group, a.window);
+        s.segment[r] = -1;
+        clear_segment(s.merged[r]);
     }
 }
 
-// Addresses in a tile of the stretch of keys that begins at `first`, a multiple of kStretch. If block size is no
-// multiple of kStretch, or keys of a tree's path are not next to each other, the cells are copied to `staged`.
-TileCells cells_of(const CacheStoreView& store, const CacheShape& shape, const SequenceView& sequence, int64_t head,
-                   int64_t tile, int64_t first, int64_t n_keys, uint8_t* staged, const Path* path = nullptr) {
-    const KindShape kind = shape_of(store.kind);
-    const auto cell = [&](int64_t key) {
-        if (path) key = path->place(key);
-        const int64_t row = sequence.blocks[key / shape.block_size] * store.n_rows + store.first_row + head;
-        return (row * shape.n_tiles + tile) * shape.block_size + key % shape.block_size;
-    };
-    if (shape.block_size % kStretch == 0 && !(path && first + kStretch > path->base)) {
-        const int64_t i = cell(first);
-        return {store.codes + i * kind.code_bytes, store.high_bits ? store.high_bits + 4 * i : nullptr,
-                store.scale ? store.scale + i : nullptr, store.minimum ? store.minimum + i : nullptr};
+// A stretch of a head's keys in a store: kStretch positions from `first` on, a multiple of kStretch. Its division is done once
+// for all tiles.
+class Stretch {
+public:
+    Stretch() = default;
+    Stretch(const CacheStoreView& store, const CacheShape& shape, const Task& task, int64_t first, int64_t n_keys, const Path* path = nullptr)
+        : store_(&store), shape_(&shape), sequence_(task.sequence), path_(path), head_(task.head), first_(first), n_keys_(n_keys) {
+        const bool is_whole = shape.block_size % kStretch == 0 && sequence_->first % kStretch == 0 && first >= sequence_->first &&
+                              first < n_keys && !(path && first + kStretch > path->base);
+        if (is_whole) whole_ = cell(first);
     }
-    uint8_t* high_bits = staged + kStretch * 128;
-    auto* scale = reinterpret_cast<uint16_t*>(high_bits + 4 * kStretch);
-    uint16_t* minimum = scale + kStretch;
-    std::memset(staged, 0, kStretch * (128 + 8));
-    for (int64_t t = 0; t < kStretch && first + t < n_keys; t++) {
-        const int64_t i = cell(first + t);
-        std::memcpy(staged + t * kind.code_bytes, store.codes + i * kind.code_bytes, kind.code_bytes);
-        if (kind.has_high_bits) std::memcpy(high_bits + 4 * t, store.high_bits + 4 * i, 4);
-        if (kind.has_scale) scale[t] = store.scale[i];
-        if (kind.has_minimum) minimum[t] = store.minimum[i];
-    }
-    return {staged, high_bits, scale, minimum};
-}
 
-// Prefetches: blocks of a head are far apart, and each is too short for the hardware prefetcher.
-[[gnu::always_inline]] inline void fetch_stretch(const CacheStoreView& store, const CacheShape& shape, const Task& task, int64_t first, int64_t n_keys, uint8_t* staged) {
-    if (first >= n_keys || shape.block_size % kStretch) return;
-    const int64_t n_bytes = kStretch * shape_of(store.kind).code_bytes;
-    for (int64_t tile = 0; tile < shape.n_tiles; tile++) {
-        const TileCells cells = cells_of(store, shape, *task.sequence, task.head, tile, first, n_keys, staged);
-        fetch(cells.codes, n_bytes);
-        fetch(cells.scale, 1);  // a null address has no effect
-        fetch(cells.minimum, 1);
-        fetch(cells.high_bits, 1);
+    // Whether the stretch is in one block, its keys next to each other.
+    bool is_whole() const { return whole_ >= 0; }
+
+    // Addresses in a tile. If the stretch is not whole, its cells are copied to `staged`.
+    [[gnu::always_inline]] TileCells cells(int64_t tile, uint8_t* staged) const {
+        if (!is_whole()) return copy(tile, staged);
+        const int64_t i = whole_ + tile * shape_->block_size;
+        return {store_->codes + i * shape_of(store_->kind).code_bytes, store_->high_bits ? store_->high_bits + 4 * i : nullptr,
+                store_->scale ? store_->scale + i : nullptr, store_->minimum ? store_->minimum + i : nullptr};
     }
-}
+
+    // Prefetches a whole one: blocks of a head are far apart, and each is too short for the hardware prefetcher.
+    [[gnu::always_inline]] void fetch_all() const {
+        if (!is_whole()) return;
+        const int64_t n_bytes = kStretch * shape_of(store_->kind).code_bytes;
+        for (int64_t tile = 0; tile < shape_->n_tiles; tile++) {
+            const TileCells found = cells(tile, nullptr);
+            fetch(found.codes, n_bytes);
+            fetch(found.scale, 1);  // a null address has no effect
+            fetch(found.minimum, 1);
+            fetch(found.high_bits, 1);
+        }
+    }
+
+private:
+    // The number of a key's cell in the first tile.
+    int64_t cell(int64_t key) const {
+        key = (path_ ? path_->place(key) : key) - sequence_->first;
+        const int64_t row = sequence_->blocks[key / shape_->block_size] * store_->n_rows + store_->first_row + head_;
+        return row * shape_->n_tiles * shape_->block_size + key % shape_->block_size;
+    }
+
+    [[gnu::noinline]] TileCells copy(int64_t tile, uint8_t* staged) const {
+        const KindShape kind = shape_of(store_->kind);
+        uint8_t* high_bits = staged + kStretch * 128;
+        auto* scale = reinterpret_cast<uint16_t*>(high_bits + 4 * kStretch);
+        uint16_t* minimum = scale + kStretch;
+        std::memset(staged, 0, kStretch * (128 + 8));
+        for (int64_t t = first_ < sequence_->first ? sequence_->first - first_ : 0; t < kStretch && first_ + t < n_keys_; t++) {
+            const int64_t i = cell(first_ + t) + tile * shape_->block_size;
+            std::memcpy(staged + t * kind.code_bytes, store_->codes + i * kind.code_bytes, kind.code_bytes);
+            if (kind.has_high_bits) std::memcpy(high_bits + 4 * t, store_->high_bits + 4 * i, 4);
+            if (kind.has_scale) scale[t] = store_->scale[i];
+            if (kind.has_minimum) minimum[t] = store_->minimum[i];
+        }
+        return {staged, high_bits, scale, minimum};
+    }
+
+    const CacheStoreView* store_;
+    const CacheShape* shape_;
+    const SequenceView* sequence_;
+    const Path* path_;
+    int64_t head_, first_, n_keys_, whole_ = -1;  // `whole_`: the first key's cell; -1: not whole
+};
 
 template <int Rows, int MaxCode>
 void score_codes(Scratch& s, int row, int64_t n_tiles, int stretch) {
@@ -205,8 +268,9 @@ void score_floats(Scratch& s, int row, int64_t dim, int stretch) {
 }
 
 void score_stretch(const AttentionArgs& a, const Task& task, int64_t first, int64_t n_keys, const RowRange& rows, int stretch, Scratch& s) {
+    const Stretch keys(a.k, a.shape, task, first, n_keys, rows.path);
     for (int64_t tile = 0; tile < a.shape.n_tiles; tile++) {
-        const TileCells cells = cells_of(a.k, a.shape, *task.sequence, task.head, tile, first, n_keys, s.staged, rows.path);
+        const TileCells cells = keys.cells(tile, s.staged);
         if (is_float_kind(a.k.kind))
             read_key_floats(a.k.kind, cells, s.panel + tile * kTile);
         else
@@ -224,13 +288,14 @@ void score_stretch(const AttentionArgs& a, const Task& task, int64_t first, int6
 
 // Scores of a chunk → probabilities relative to the largest score so far.
 void soften(Scratch& s, int row, int64_t first, int n_stretches) {
+    const RowKeys& keys = s.keys[row];
     f32v most = splat(s.largest[row]);
     for (int i = 0; i < n_stretches; i++) {
         const int64_t key = first + i * kStretch;
         f32v score = load<f32v>(s.scores[row] + i * kStretch);
-        if (key < s.low[row] || key + kStretch - 1 > s.high[row]) {
-            const i32v low = lane_numbers() < splat(static_cast<int32_t>(s.low[row] - key < kLanes ? s.low[row] - key : kLanes));
-            const i32v high = lane_numbers() > splat(static_cast<int32_t>(s.high[row] - key > -1 ? s.high[row] - key : -1));
+        if (key < keys.low || key + kStretch - 1 > keys.high) {
+            const i32v low = lane_numbers() < splat(static_cast<int32_t>(keys.low - key < kLanes ? keys.low - key : kLanes));
+            const i32v high = lane_numbers() > splat(static_cast<int32_t>(keys.high - key > -1 ? keys.high - key : -1));
             score = (low | high) ? splat(-INFINITY) : score;
             store(s.scores[row] + i * kStretch, score);
         }
@@ -287,45 +352,79 @@ void add_values(const TileCells cells[kStretches], int64_t tile, int half, int r
     }
 }
 
+// Adds the values of a chunk's n_keys keys.
 template <int Kind>
-void add_chunk(const AttentionArgs& a, const Task& task, int64_t first, int64_t stop, int64_t n_keys, const RowRange& rows, Scratch& s) {
+void add_chunk(const AttentionArgs& a, const Stretch values[kStretches], int64_t n_keys, const RowRange& rows, Scratch& s) {
     alignas(64) uint8_t staged[kStretches][sizeof s.staged];
     for (int64_t tile = 0; tile < a.shape.n_tiles; tile++) {
         TileCells cells[kStretches];
-        for (int i = 0; first + i * kStretch < stop; i++)
-            cells[i] = cells_of(a.v, a.shape, *task.sequence, task.head, tile, first + i * kStretch, n_keys, staged[i], rows.path);
+        for (int i = 0; i * kStretch < n_keys; i++) cells[i] = values[i].cells(tile, staged[i]);
         for (int half = 0; half < 2; half++)
-            in_tiles<kValueRows>(rows.n, [&](auto count, int64_t r) { add_values<Kind, count.value>(cells, tile, half, rows.first + r, stop - first, s); });
+            in_tiles<kValueRows>(rows.n, [&](auto count, int64_t r) { add_values<Kind, count.value>(cells, tile, half, rows.first + r, n_keys, s); });
     }
 }
 
-void add_chunk(const AttentionArgs& a, const Task& task, int64_t first, int64_t stop, int64_t n_keys, const RowRange& rows, Scratch& s) {
+void add_chunk(const AttentionArgs& a, const Stretch values[kStretches], int64_t n_keys, const RowRange& rows, Scratch& s) {
     switch (a.v.kind) {
-        case kCacheF32: return add_chunk<kCacheF32>(a, task, first, stop, n_keys, rows, s);
-        case kCacheF16: return add_chunk<kCacheF16>(a, task, first, stop, n_keys, rows, s);
-        case kCacheBF16: return add_chunk<kCacheBF16>(a, task, first, stop, n_keys, rows, s);
-        case kCacheQ8_0: return add_chunk<kCacheQ8_0>(a, task, first, stop, n_keys, rows, s);
-        case kCacheQ5_1: return add_chunk<kCacheQ5_1>(a, task, first, stop, n_keys, rows, s);
-        case kCacheQ5_0: return add_chunk<kCacheQ5_0>(a, task, first, stop, n_keys, rows, s);
-        case kCacheQ4_1: return add_chunk<kCacheQ4_1>(a, task, first, stop, n_keys, rows, s);
-        case kCacheQ4_0: return add_chunk<kCacheQ4_0>(a, task, first, stop, n_keys, rows, s);
-        case kCacheIQ4_NL: return add_chunk<kCacheIQ4_NL>(a, task, first, stop, n_keys, rows, s);
+        case kCacheF32: return add_chunk<kCacheF32>(a, values, n_keys, rows, s);
+        case kCacheF16: return add_chunk<kCacheF16>(a, values, n_keys, rows, s);
+        case kCacheBF16: return add_chunk<kCacheBF16>(a, values, n_keys, rows, s);
+        case kCacheQ8_0: return add_chunk<kCacheQ8_0>(a, values, n_keys, rows, s);
+        case kCacheQ5_1: return add_chunk<kCacheQ5_1>(a, values, n_keys, rows, s);
+        case kCacheQ5_0: return add_chunk<kCacheQ5_0>(a, values, n_keys, rows, s);
+        case kCacheQ4_1: return add_chunk<kCacheQ4_1>(a, values, n_keys, rows, s);
+        case kCacheQ4_0: return add_chunk<kCacheQ4_0>(a, values, n_keys, rows, s);
+        case kCacheIQ4_NL: return add_chunk<kCacheIQ4_NL>(a, values, n_keys, rows, s);
     }
 }
 
-// Adds the keys `start` … `end` - 1 of `n_keys` to some rows; `start` is a multiple of kChunk.
-void attend_keys(const AttentionArgs& a, const Task& task, int64_t start, int64_t end, int64_t n_keys, const RowRange& rows, Scratch& s) {
+// The memory of segment i of a row in split attention: `row` is (token, head) as one number, the row's first segment is 0.
+float* partial_segment(const AttentionArgs& a, int64_t row, int64_t i) {
+    return a.partial + (row * kMaxSegments + i) * (a.shape.dim + 2);
+}
+
+// Ends a row's segment: merges it with those before it, or stores it for attention_join.
+void end_segment(const AttentionArgs& a, const Cut& cut, const Task& task, int row, Scratch& s) {
+    const RowKeys& keys = s.keys[row];
+    const int64_t i = s.segment[row] - keys.first_segment();
+    if (i < 0 || s.segment[row] > keys.last_segment()) return;  // only other rows of the task see it
+    float segment[kMaxDim + 2];
+    float* const to = cut.n_splits == 1 ? segment : partial_segment(a, row_number(a, cut, task, row), i);
+    to[0] = s.largest[row];
+    to[1] = s.total[row];
+    std::memcpy(to + 2, s.out[row], a.shape.dim * sizeof(float));
+    if (cut.n_splits == 1) merge_segment(s.merged[row], segment, a.shape.dim);
+}
+
+// Begins the segment of position `first` for some rows, unless they are within it.
+void enter_segment(const AttentionArgs& a, const Cut& cut, const Task& task, int64_t first, const RowRange& rows, Scratch& s) {
+    for (int r = rows.first; r < rows.first + rows.n; r++) {
+        const int64_t segment = first >> s.keys[r].segment_log2;
+        if (segment == s.segment[r]) continue;
+        if (s.segment[r] >= 0) end_segment(a, cut, task, r, s);
+        s.segment[r] = segment;
+        s.largest[r] = -INFINITY;
+        s.total[r] = 0;
+        std::memset(s.out[r], 0, a.shape.n_tiles * kTile * sizeof(float));
+    }
+}
+
+// Adds the keys at positions `start` … `end` - 1, below `n_keys`, to some rows; `start` is a multiple of kChunk.
+void attend_keys(const AttentionArgs& a, const Cut& cut, const Task& task, int64_t start, int64_t end, int64_t n_keys, const RowRange& rows, Scratch& s) {
     for (int64_t first = start; first < end; first += kChunk) {
+        enter_segment(a, cut, task, first, rows, s);
         const int64_t stop = n_keys - first < kChunk ? n_keys : first + kChunk;
         const int n_stretches = static_cast<int>((stop - first + kStretch - 1) / kStretch);
+        Stretch values[kStretches];
         for (int i = 0; i < n_stretches; i++) {
-            if (!rows.path) fetch_stretch(a.v, a.shape, task, first + i * kStretch, n_keys, s.staged);
+            values[i] = Stretch(a.v, a.shape, task, first + i * kStretch, n_keys, rows.path);
+            if (!rows.path) values[i].fetch_all();
             score_stretch(a, task, first + i * kStretch, n_keys, rows, i, s);
         }
         if (!rows.path)
-            for (int i = 0; i < kStretches; i++) fetch_stretch(a.k, a.shape, task, stop + i * kStretch, n_keys, s.staged);
+            for (int i = 0; i < kStretches; i++) Stretch(a.k, a.shape, task, stop + i * kStretch, n_keys).fetch_all();
         for (int r = 0; r < rows.n; r++) soften(s, rows.first + r, first, n_stretches);
-        add_chunk(a, task, first, stop, n_keys, rows, s);
+        add_chunk(a, values, stop - first, rows, s);
     }
 }
 
@@ -333,24 +432,32 @@ void attend(const AttentionArgs& a, const Cut& cut, const Task& task, Scratch& s
     const int n_rows = static_cast<int>(task.n_tokens * cut.group);
     const SequenceView& sequence = *task.sequence;
     read_queries(a, cut, task, n_rows, s);
-    int64_t n_keys = s.high[n_rows - 1] + 1, lowest = s.low[0];  // up to the last row's own key
-    for (int r = 0; sequence.seen && r < n_rows; r++) {  // in a tree, a later row may be less deep
-        n_keys = s.high[r] + 1 > n_keys ? s.high[r] + 1 : n_keys;
-        lowest = s.low[r] < lowest ? s.low[r] : lowest;
+    int64_t n_keys = 0, lowest = s.keys[0].low;  // up to the last row's own key; in a tree, a later row may be less deep
+    int segment_log2 = 0;
+    for (int r = 0; r < n_rows; r++) {
+        n_keys = s.keys[r].high + 1 > n_keys ? s.keys[r].high + 1 : n_keys;
+        lowest = s.keys[r].low < lowest ? s.keys[r].low : lowest;
+        segment_log2 = s.keys[r].segment_log2 > segment_log2 ? s.keys[r].segment_log2 : segment_log2;
     }
+    // A split begins where segments of all rows begin: their sizes are powers of two.
+    const int64_t first_segment = lowest >> segment_log2, n_segments = ((n_keys - 1) >> segment_log2) + 1 - first_segment;
     const int64_t low = lowest / kChunk * kChunk;
-    const int64_t n_chunks = (n_keys - low + kChunk - 1) / kChunk;
-    const int64_t start = low + n_chunks * task.split / cut.n_splits * kChunk;
-    const int64_t end = low + n_chunks * (task.split + 1) / cut.n_splits * kChunk;
-    if (!sequence.seen) return attend_keys(a, task, start, end, n_keys, {0, n_rows}, s);
-    const int64_t base = sequence.position - sequence.first, own = base / kChunk * kChunk;  // the chunk of the tree's first key
-    attend_keys(a, task, start, end < own ? end : own, base, {0, n_rows}, s);
-    for (int64_t t = 0; t < task.n_tokens; t++) {
-        const int row = static_cast<int>(t * cut.group);
-        const Path path(sequence, task.first_token + t);
-        const int64_t n_own = s.high[row] + 1;
-        attend_keys(a, task, start < own ? own : start, end < n_own ? end : n_own, n_own, {row, static_cast<int>(cut.group), &path}, s);
+    const auto begin = [&](int64_t split) { return (first_segment + n_segments * split / cut.n_splits) << segment_log2; };
+    const int64_t start = begin(task.split) < low ? low : begin(task.split), end = begin(task.split + 1) < n_keys ? begin(task.split + 1) : n_keys;
+    if (!sequence.seen) {
+        attend_keys(a, cut, task, start, end, n_keys, {0, n_rows}, s);
+    } else {
+        const int64_t base = sequence.position, own = base / kChunk * kChunk;  // the chunk of the tree's first key
+        attend_keys(a, cut, task, start, end < own ? end : own, base, {0, n_rows}, s);
+        for (int64_t t = 0; t < task.n_tokens; t++) {
+            const int row = static_cast<int>(t * cut.group);
+            const Path path(sequence, task.first_token + t);
+            const int64_t n_own = s.keys[row].high + 1;
+            attend_keys(a, cut, task, start < own ? own : start, end < n_own ? end : n_own, n_own, {row, static_cast<int>(cut.group), &path}, s);
+        }
     }
+    for (int r = 0; r < n_rows; r++)
+        if (s.segment[r] >= 0) end_segment(a, cut, task, r, s);
 }
 
 // The sum of a head's probabilities, relative to the largest score, with its sink.
@@ -358,11 +465,13 @@ float with_sink(const AttentionArgs& a, int64_t row, float largest, float total)
     return a.sinks ? total + std::exp(a.sinks[row % a.n_heads] - largest) : total;
 }
 
-// Stores x / total, rotated back.
-void write_row(const AttentionArgs& a, float* x, float total, float* out) {
+// Stores o / l of the merged segments, rotated back.
+[[gnu::noinline]] void write_row(const AttentionArgs& a, int64_t row, float* merged) {
+    const float total = with_sink(a, row, merged[0], merged[1]);
+    float* const x = merged + 2;
     for (int64_t d = 0; d < a.shape.dim; d++) x[d] /= total;
     if (a.out_rotation) hadamard_stretches(x, a.shape.dim, a.out_rotation);
-    std::memcpy(out, x, a.shape.dim * sizeof(float));
+    std::memcpy(a.out + row * a.shape.dim, x, a.shape.dim * sizeof(float));
 }
 
 }  // namespace
@@ -374,39 +483,23 @@ void attention(const AttentionArgs& a, const Worker& worker) {
     for (int64_t i; (i = worker.take()) < cut.n_tasks * cut.n_splits;) {
         const Task task = find_task(a, cut, i);
         attend(a, cut, task, s);
-        for (int r = 0; r < task.n_tokens * cut.group; r++) {
-            const int64_t at = (query_of(a, cut, task, r) - a.q) / a.shape.dim;  // (token, head) as one number
-            if (cut.n_splits == 1) {
-                write_row(a, s.out[r], with_sink(a, at, s.largest[r], s.total[r]), a.out + at * a.shape.dim);
-            } else {
-                float* partial = a.partial + (at * cut.n_splits + task.split) * (a.shape.dim + 2);
-                partial[0] = s.largest[r];
-                partial[1] = s.total[r];
-                std::memcpy(partial + 2, s.out[r], a.shape.dim * sizeof(float));
-            }
-        }
+        if (cut.n_splits > 1) continue;
+        for (int r = 0; r < task.n_tokens * cut.group; r++) write_row(a, row_number(a, cut, task, r), s.merged[r]);
     }
 }
 
 void attention_join(const AttentionArgs& a, const Worker& worker) {
-    if (!a.n_heads || !a.n_tokens) return;
-    const Cut cut = cut_work(a);
-    if (cut.n_splits == 1) return;
-    float* sum = reinterpret_cast<float*>(worker.scratch);
-    const int64_t dim = a.shape.dim, stride = dim + 2;
+    if (!a.n_heads || !a.n_tokens || cut_work(a).n_splits == 1) return;
+    float* const merged = reinterpret_cast<float*>(worker.scratch);
     for (int64_t row; (row = worker.take()) < a.n_tokens * a.n_heads;) {
-        const float* parts = a.partial + row * cut.n_splits * stride;
-        float largest = -INFINITY, total = 0;
-        for (int i = 0; i < cut.n_splits; i++) largest = parts[i * stride] > largest ? parts[i * stride] : largest;
-        std::memset(sum, 0, dim * sizeof(float));
-        for (int i = 0; i < cut.n_splits; i++) {
-            const float* part = parts + i * stride;
-            if (part[1] == 0) continue;
-            const float factor = std::exp(part[0] - largest);
-            total += factor * part[1];
-            for (int64_t d = 0; d < dim; d++) sum[d] += factor * part[2 + d];
-        }
-        write_row(a, sum, with_sink(a, row, largest, total), a.out + row * dim);
+        const SequenceView *sequence = a.batch->sequences, *const end = sequence + a.batch->n_sequences;
+        while (sequence != end && row / a.n_heads >= sequence->first_token + sequence->n_tokens) sequence++;
+        if (sequence == end) return;
+        const RowKeys keys(*sequence, row / a.n_heads - sequence->first_token, a.window);
+        clear_segment(merged);
+        for (int64_t i = keys.first_segment(); i <= keys.last_segment(); i++)
+            merge_segment(merged, partial_segment(a, row, i - keys.first_segment()), a.shape.dim);
+        write_row(a, row, merged);
     }
 }
 

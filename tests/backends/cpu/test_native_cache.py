@@ -19,7 +19,7 @@ QUANTIZED = [name for name, kind in CACHE_TYPES.items() if kind.is_quantized]
 
 
 def store(kind: str, block_size: int, n_rows: int, dim: int) -> Store:
-    return Store(CACHE_TYPES[kind], n_blocks=40, block_size=block_size, n_rows=n_rows, head_dim=dim)
+    return Store(CACHE_TYPES[kind], n_blocks=48, block_size=block_size, n_rows=n_rows, head_dim=dim)
 
 
 class Case:
@@ -41,7 +41,7 @@ class Case:
         self.n_heads, self.n_kv, self.dim = *heads, dim
         self.keys, self.values = (store(kind, block_size, 2 * self.n_kv, dim) for kind in (k_type, v_type))
         self.rows = slice(self.n_kv, 2 * self.n_kv)  # the second layer
-        free = torch.randperm(40, generator=generator).tolist()
+        free = torch.randperm(48, generator=generator).tolist()
         tables, row = [], 0
         for context, new in zip(contexts, n_new, strict=True):
             total = context + new

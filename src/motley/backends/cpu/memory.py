@@ -10,7 +10,7 @@ from motley.graph import Graph, Tensor
 from motley.graph.ops import Attention, ExpertFfn
 from motley.plan import Buffer, Linear, MemoryLayout, Norm, Single, Stage, lay_out, value_buffers
 
-_MAX_SPLITS = 16  # of a sequence in one attention (csrc/kernels/attention.cpp)
+_MAX_SEGMENTS = 16  # of a row in one attention (csrc/kernels/attention.cpp)
 _MAX_SPLIT_ROWS = 64  # tokens beyond which there is enough to do without splits
 
 
@@ -65,7 +65,7 @@ def n_split_values(attention: Tensor, n_threads: int) -> int:
     """How many values an attention needs to share out single sequences; 0: there is enough to do without."""
     n_tokens, n_heads, dim = attention.shape
     is_split = n_threads > 1 and n_tokens <= _MAX_SPLIT_ROWS
-    return n_tokens * n_heads * (dim + 2) * _MAX_SPLITS if is_split else 0
+    return n_tokens * n_heads * (dim + 2) * _MAX_SEGMENTS if is_split else 0
 
 
 def lay_out_stages(graph: Graph, stages: Sequence[Stage], n_threads: int, *, is_exact: bool) -> Layout:
