@@ -99,6 +99,20 @@ def test_a_model_by_stages_gives_the_reference_s_logits(
     assert float((got - expected).norm() / expected.norm()) < 2e-2
 
 
+@pytest.mark.parametrize("matrices", ["Q8_0", "F16"])
+def test_a_batch_without_outputs_is_computed(matrices: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all but the last part of a long prompt: its keys and values are kept."""
+    use_few_programs(monkeypatch)
+    kind, batch = get_cache_type("f16"), make_batch([9], [5])
+    graph, weights = small_graph(matrices, kind, BatchShape(5, 0))
+    arenas = [filled_arena(kind, batch) for _ in range(2)]
+    for backend, arena in zip((ReferenceBackend(), CudaBackend("cpu")), arenas, strict=True):
+        assert run(backend, graph, weights, arena, batch, []).shape[0] == 0
+    slots = batch.tables[0].slots(SIZE)[-5:]
+    expected, got = (arena.layer(0).keys.read(arena.layer(0).rows, slots) for arena in arenas)
+    torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
+
+
 def test_logits_are_soft_capped(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     kind, batch = get_cache_type("f16"), make_batch([20], [1])

@@ -96,6 +96,8 @@ class Steps:
         match stage:
             case Norm():
                 return self._norm(stage)
+            case Linear() if not stage.x.shape[0]:  # nobody asks for logits of this batch
+                return self._nothing(*stage.outputs)
             case Linear():
                 return self._linear(stage)
             case Gate():
@@ -358,11 +360,12 @@ class Steps:
             return Rows(PLAIN, values, values, values)
         return convert(values, Rows.empty(form, values.shape[0], values.shape[1], self._device))
 
-    def _nothing(self, node: Tensor) -> Step:
-        """Of a device without heads."""
+    def _nothing(self, *nodes: Tensor) -> Step:
+        """Of a device without heads, or of no rows."""
 
         def step(values: Values) -> None:
-            values.put(node, torch.empty(node.shape, device=self._device))
+            for node in nodes:
+                values.put(node, torch.empty(node.shape, device=self._device))
 
         return step
 
