@@ -2,7 +2,7 @@
 
 Between exchanges each process works for a while, as the devices of a crew do. "one ahead": the receive of the next
 exchange is posted after each one. "together": receives are posted for many exchanges at once, and Gloo's thread has the
-lowest priority (motley.runtime.hosts.gloo.lower_priority).
+idle policy (motley.runtime.hosts.gloo.lower_priority).
 """
 
 from __future__ import annotations

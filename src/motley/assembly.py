@@ -44,6 +44,7 @@ from motley.runtime.crew import Crew
 from motley.runtime.defaults import ContextChoice, batch_sizes, choose_context, chosen_crew
 from motley.runtime.device_names import is_loopback, parse_address
 from motley.runtime.expert_fitting import experts_notice, settle_experts, with_cpu_experts
+from motley.runtime.hosts.offers import with_offers
 from motley.runtime.hosts.opening import Opening
 from motley.runtime.hosts.protocol import read_secret
 from motley.runtime.hosts.wire import choose_wire
@@ -158,8 +159,11 @@ def load_model(
         options.expert_split,
         backend=options.backend,
     )
-    for name in dict.fromkeys(device.name for device in crew.devices):
-        backend_for(name, options.backend)  # what a device lacks is said before the file is read
+    for device in crew.devices:  # what a device lacks is said before the file is read
+        backend_for(device.name, options.backend, device.remote_offer)
+    secret = read_secret(options.secret_file) if crew.hosts else b""
+    if crew.hosts:
+        crew = with_offers(crew, secret)
     spec = read_spec(model)
     params = read_params(spec)
     unused = check_tensors(spec, params)
@@ -204,7 +208,7 @@ def load_model(
             is_one_machine = all(is_loopback(parse_address(host)[0]) for host in crew.hosts)
             wire = choose_wire(options.wire, is_one_machine=is_one_machine)
             opening = Opening.of(split, fit.plan, backends, n_batch, wire)
-            hosts = Hosts(opening, fit.plan, crew.hosts, read_secret(options.secret_file))
+            hosts = Hosts(opening, fit.plan, crew.hosts, secret)
             undo.callback(hosts.close)
             hosts.open()
         runner = Runner(
@@ -299,13 +303,13 @@ def _plan_on_crew(crew: Crew, spec: ModelSpec, params: DecoderParams, options: O
 
 
 def _plan(crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options) -> _Planned:
-    names = [device.name for device in crew.devices]
     sharing = [device.name for device in crew.sharing]
     n_batch, n_parallel = batch_sizes(options.n_batch, options.n_parallel, sharing)
     sizes = {"n_batch": n_batch, "n_parallel": n_parallel}
+    heads = params.head_dim, params.n_heads // params.n_kv_heads
     chosen = [
-        backend_for_heads(name, options.backend, params.head_dim, params.n_heads // params.n_kv_heads)
-        for name in names
+        backend_for_heads(device.name, options.backend, *heads, device.remote_offer)
+        for device in crew.devices
     ]
     backends = [backend for backend, _ in chosen]
     cache = options.cache
@@ -342,11 +346,10 @@ def _plan_beside(
     """The plan for the crew, with the memory that models that draft leave."""
     if not companions:
         return _plan_on_crew(crew, spec, params, options)
-    names = [device.name for device in crew.devices]
     sharing = [device.name for device in crew.sharing]
     n_batch, n_parallel = batch_sizes(options.n_batch, options.n_parallel, sharing)
     shared = DraftOptions(options.n_ctx, n_batch, n_parallel, options.n_threads, options.kv_rotation)
-    backends = [backend_for(name, options.backend) for name in names]
+    backends = [backend_for(device.name, options.backend, device.remote_offer) for device in crew.devices]
     for companion in companions:
         crew = without_companion(companion, crew, backends, options.cache, shared)
     try:

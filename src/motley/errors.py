@@ -11,6 +11,7 @@ MotleyError
 ├── PlanError         no kernel or not enough memory for a plan
 ├── DeviceError       a device that is unknown, missing or has failed
 │   └── LostWorkerError   a worker process of the crew that has ended or does not answer
+│       └── FailedWorkerError   one that has reported an error in its work
 ├── CacheError        a KV cache request that can never be fulfilled
 └── RequestError      a generation request that cannot be served
 
@@ -84,6 +85,14 @@ class LostWorkerError(DeviceError):
         super().__init__(f"lost the worker {host}: {why}", hint=hint)
         self.host = host
         self.why = why
+
+
+class FailedWorkerError(LostWorkerError):
+    """A worker process of the crew that has reported an error in its work. It has left the crew, but it is there."""
+
+    def __init__(self, host: str, why: str, *, hint: str | None = None) -> None:
+        super().__init__(host, why, hint=hint)
+        self.message = f"the worker {host} has failed: {why}"
 
 
 class CacheError(MotleyError):

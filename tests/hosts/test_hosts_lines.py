@@ -147,9 +147,9 @@ def test_the_threads_of_a_gloo_device_are_known_and_give_way() -> None:
     assert len(threads) == 1
     assert {str(thread) for thread in threads} <= set(os.listdir(gloo._TASKS)) - before
     assert (gloo._TASKS / str(threading.get_native_id()) / "comm").read_text() == name
-    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    own = os.sched_getscheduler(0)
     gloo.lower_priority([*threads, 2**22 + 1])  # the last one does not exist
-    assert os.getpriority(os.PRIO_PROCESS, threads[0]) == 19
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+    assert os.sched_getscheduler(threads[0]) == os.SCHED_IDLE
+    assert os.sched_getscheduler(0) == own
     assert len(gloo.make_device("127.0.0.1")[1]) == 1  # beside the first one
     del device

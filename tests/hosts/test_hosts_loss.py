@@ -15,7 +15,7 @@ import torch
 from worker_process import WorkerProcess
 
 from motley import LLM
-from motley.errors import DeviceError, LostWorkerError, RequestError
+from motley.errors import DeviceError, FailedWorkerError, LostWorkerError, RequestError
 from motley.runtime.hosts import remote
 
 TOKENS: list[int] = np.random.default_rng(5).integers(1, 250, 60).tolist()
@@ -181,6 +181,31 @@ def test_a_failure_in_a_worker_is_told_and_the_crew_goes_on(
         worker.wait_for("a step failed")
         assert llm.generate(TOKENS[:30], **GREEDY).tokens == expected
         assert llm._loaded.engine.n_losses == 1
+
+
+def test_a_request_that_always_fails_in_a_worker_ends_with_its_error(
+    random_llama: Path, worker: WorkerProcess, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in one process: it is tried once more, alone. Others go on."""
+    with open_llm(random_llama, worker) as llm:
+        hosts = llm._loaded.runner._hosts
+        assert hosts is not None
+        run = type(hosts).run
+
+        def spoilt(self: Any, shape: Any, batch: Any, inputs: Any, copies: Any) -> None:
+            """A step of many tokens is one that the worker refuses."""
+            if shape.n_tokens < 40:
+                run(self, shape, batch, inputs, copies)
+            else:
+                self.workers[0]._send(remote.Kind.RUN, b"\xff" * 64)
+
+        monkeypatch.setattr(type(hosts), "run", spoilt)
+        requests = [llm.stream(TOKENS[:30], **GREEDY), llm.stream(TOKENS[:9:-1], **GREEDY)]
+        assert requests[0].finish().tokens == expected
+        with pytest.raises(FailedWorkerError, match=f"the worker {worker.address} has failed"):
+            requests[1].finish()
+        assert llm._loaded.engine.n_losses == 2
+        assert llm.generate(TOKENS[:30], **GREEDY).tokens == expected
 
 
 @pytest.mark.parametrize("mode", ["tensor", "groups"])

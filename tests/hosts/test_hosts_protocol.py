@@ -123,7 +123,7 @@ def test_another_secret_is_told_on_both_sides() -> None:
 def test_another_protocol_is_told_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     ours.sendall(struct.pack("<8sH32s", b"MOTLEYHS", 7, bytes(32)))
-    with pytest.raises(ProtocolError, match="speaks protocol 7, this is 2"):
+    with pytest.raises(ProtocolError, match="speaks protocol 7, this is 3"):
         answer(theirs, SECRET)
     magic, number, _ = struct.unpack("<8sH32s", ours.recv(42))
     assert (magic, number) == (b"MOTLEYHS", protocol.PROTOCOL)  # so the other side can say the same

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -20,12 +20,33 @@ class WorkerProcess:
     """`motley worker`, with one thread."""
 
     def __init__(
-        self, *flags: str, port: int = 0, host: str = "127.0.0.1", prefix: Sequence[str] = ()
+        self,
+        *flags: str,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+        program: Sequence[str] = ("-m", "motley"),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`prefix`: words before the command."""
-        command = [sys.executable, "-m", "motley", "worker", "--listen", f"{host}:{port}", "-t", "1", *flags]
-        command = [*prefix, *command]
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        """`prefix`: words before the command. `program`: what Python runs. `variables`: of the environment."""
+        command = [
+            *prefix,
+            sys.executable,
+            *program,
+            "worker",
+            "--listen",
+            f"{host}:{port}",
+            "-t",
+            "1",
+            *flags,
+        ]
+        self._process = subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | dict(variables or {}),
+        )
         self.lines: list[str] = []
         self._changed = threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from motley.backends.base import (
     Backend,
     BatchInputs,
+    DeviceOffer,
     DraftingJoint,
     Executable,
     Footprint,
@@ -25,6 +26,7 @@ from motley.backends.cpu import (
     is_available,
     row_settings,
 )
+from motley.backends.cuda.planning import RemoteGpu
 from motley.backends.reference import ReferenceBackend
 from motley.errors import ConfigError, DeviceError
 
@@ -48,12 +50,17 @@ def get_backend(name: str) -> Backend:
     return BACKENDS[name]()
 
 
-def backend_for(device: str, name: str) -> Backend:
-    """The backend that runs `device`, where the user asked for the backend `name` on the CPU."""
+def backend_for(device: str, name: str, offer: DeviceOffer | None = None) -> Backend:
+    """The backend that runs `device`, where the user asked for the backend `name` on the CPU.
+
+    `offer`: what the worker says of a device of another process. A GPU is then planned here, and runs there.
+    """
     if not device.startswith("cuda"):
         return get_backend(name)
     if name != "auto":
         raise ConfigError(f"backend {name!r} does not run {device}", hint="leave --backend at auto")
+    if offer is not None:
+        return RemoteGpu(device, offer)
     try:
         from motley.backends.cuda.backend import CudaBackend  # needs Triton, which Motley runs without
     except ImportError as error:
@@ -61,13 +68,15 @@ def backend_for(device: str, name: str) -> Backend:
     return CudaBackend(device)
 
 
-def backend_for_heads(device: str, name: str, head_dim: int, group: int) -> tuple[Backend, str | None]:
+def backend_for_heads(
+    device: str, name: str, head_dim: int, group: int, offer: DeviceOffer | None = None
+) -> tuple[Backend, str | None]:
     """The backend that runs `device` (see `backend_for`) for heads of `head_dim`, `group` of them for each KV head.
 
     If the native kernels cannot do it, "auto" means the reference, with a sentence about it; another backend that
     cannot is a ConfigError.
     """
-    backend = backend_for(device, name)
+    backend = backend_for(device, name, offer)
     reason = backend.refuses_heads(head_dim, group)
     if reason is None:
         return backend, None
@@ -82,6 +91,7 @@ __all__ = [
     "Backend",
     "BatchInputs",
     "CpuBackend",
+    "DeviceOffer",
     "DraftingJoint",
     "Executable",
     "Footprint",

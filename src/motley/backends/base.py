@@ -34,6 +34,14 @@ class Footprint:
         return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
+@dataclass(frozen=True)
+class DeviceOffer:
+    """What a worker says of one of its devices."""
+
+    memory: int | None = None  # bytes that a crew may use of a GPU, or that the machine has; None: unknown
+    has_trees: bool = False  # see Backend
+
+
 class LoadedWeight(Protocol):
     """A weight in a backend's memory, in whatever form its kernels read. Only that backend looks inside."""
 
@@ -158,7 +166,8 @@ class Backend(ABC):
     has_native_collectives: ClassVar[bool] = (
         False  # whether its programs do collectives at a NativeRendezvous
     )
-    has_trees: ClassVar[bool] = False  # whether rows of a sequence may be a tree (paged.Table.seen)
+    is_remote: ClassVar[bool] = False  # whether it is only planned here, and runs in another process
+    has_trees: bool = False  # whether rows of a sequence may be a tree (paged.Table.seen)
 
     takes_lists: ClassVar[bool] = False  # whether executables take integer inputs as lists, without a tensor
 

@@ -72,9 +72,8 @@ def explain_command(
         def split_over(crew: Crew, n_ctx: int) -> ModelSplit:
             return split_model(spec, params, crew, cache, n_ctx=n_ctx, rotate=kv_rotation)
 
-        names = [device.name for device in asked.devices]
         n_batch, _ = batch_sizes(None, None, [device.name for device in asked.sharing])
-        backends = [backend_for(name, "auto") for name in names]
+        backends = [backend_for(device.name, "auto", device.remote_offer) for device in asked.devices]
         crew = settle_experts(
             *(asked, params, split_over, backends, cache),
             n_ctx=chosen.ctx_size or None,

@@ -76,7 +76,7 @@ def _plan(path: Path, chosen: LoadOptions) -> tuple[CacheFigures, list[DeviceFig
         state_type=chosen.state_type,
     )
     asked, _ = chosen.crew(chosen.backend)
-    backends = [backend_for(device.name, chosen.backend) for device in asked.devices]
+    backends = [backend_for(device.name, chosen.backend, device.remote_offer) for device in asked.devices]
     sizes = {"n_batch": chosen.n_batch or _N_BATCH, "n_parallel": chosen.parallel or 1}
     n_ctx = chosen.ctx_size or None
 

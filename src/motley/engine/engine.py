@@ -18,7 +18,14 @@ from motley.engine.request import CANCELLED, Request, TokenLogprobs
 from motley.engine.scheduler import Scheduler, Step
 from motley.engine.trees import has_children, row_masks
 from motley.engine.verifying import NONE_CHOSEN, Chosen, choose_all, chosen_of, first_rows, row_of, rows_ahead
-from motley.errors import CacheError, DeviceError, LostWorkerError, MotleyError, RequestError
+from motley.errors import (
+    CacheError,
+    DeviceError,
+    FailedWorkerError,
+    LostWorkerError,
+    MotleyError,
+    RequestError,
+)
 from motley.kvcache.groups import BlockShift
 from motley.kvcache.manager import CacheManager
 from motley.runtime import Batch, Chunk, PlacedBatch, Runner
@@ -413,9 +420,13 @@ class Engine:
     def lose_crew(self, error: MotleyError) -> None:
         """Workers are lost, and all K/V with them. Requests wait and are computed again when the workers are back, or
         fail (`on_loss`). A crew may also be broken off because a device of this process has failed.
+
+        If a worker has reported an error, the step that it belongs to has failed, as it would have in this process.
         """
         if self.loss is not None:
             return
+        if isinstance(error, FailedWorkerError):
+            self._abandon(error)
         self.n_losses += 1
         self.loss = error
         self._ahead = self._running = None
@@ -426,6 +437,11 @@ class Engine:
         else:
             _log.warning("%s; requests wait for it", error)
             self.runner.restore(self.wake)
+
+    def hear_of_loss(self, error: MotleyError) -> None:
+        """As `lose_crew`, for a message that may come late: the crew may be complete again."""
+        if self.runner.is_broken_off:
+            self.lose_crew(error)
 
     def resume(self) -> None:
         """The lost workers are back."""
@@ -441,10 +457,16 @@ class Engine:
             )
 
     def _recover(self, error: BaseException) -> None:
-        """Undoes a failed step. A request that failed alone, as a suspect, ends with the error."""
+        """Undoes a failed step."""
         if isinstance(error, LostWorkerError):
             self.lose_crew(error)
             return
+        self._abandon(error)
+        if self.runner.is_broken_off:
+            self.lose_crew(as_motley_error(error))
+
+    def _abandon(self, error: BaseException) -> None:
+        """The requests of the failed step become suspects. One that failed alone, as a suspect, ends with the error."""
         self._ahead = self._running = None
         failed = self.scheduler.abandon()
         if failed is None:
@@ -453,8 +475,6 @@ class Engine:
         else:
             self.scheduler.remove(failed)
             self._fail(failed, self._first_error or error)
-        if self.runner.is_broken_off:
-            self.lose_crew(as_motley_error(error))
 
     def _fail(self, request: Request, error: BaseException) -> None:
         if not request.is_finished:

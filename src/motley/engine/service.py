@@ -63,7 +63,7 @@ class EngineService:
         self._pid = os.getpid()
         inbox = self._inbox  # the engine must not refer to this service, which could then never be collected
         engine.wake = lambda: inbox.put(_Call(engine.resume))
-        engine.report_loss = lambda error: inbox.put(_Call(partial(engine.lose_crew, error)))
+        engine.report_loss = lambda error: inbox.put(_Call(partial(engine.hear_of_loss, error)))
         self._thread = threading.Thread(
             target=_serve, args=(engine, self._inbox, on_stop), name="motley-engine", daemon=True
         )

@@ -46,7 +46,7 @@ def room_for_cache(
             )
         room.append(None if device.memory is None else device.memory - need.total)
     for name, backend in {
-        device.name: b for device, b in zip(split.crew.devices, backends, strict=True) if device.host is None
+        device.full_name: b for device, b in zip(split.crew.devices, backends, strict=True)
     }.items():
         free = backend.free_bytes()
         for index, n_bytes in _shared_room(split, needs, name, free).items():

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import torch
 
+from motley.backends import DeviceOffer
 from motley.errors import ConfigError, DeviceError
 from motley.runtime.cores import parse_cores
 from motley.runtime.device_names import parse_devices
@@ -28,11 +29,17 @@ class Device:
     memory: int | None = None  # bytes it may use; None: as much as there is
     cores: tuple[int, ...] = ()  # one for each of its threads, which are pinned to it; empty: any core
     host: str | None = None  # address and port of the worker process that has it; None: this process
+    offer: DeviceOffer | None = None  # what that process says of it; None: it was not asked
 
     @property
     def full_name(self) -> str:
         """The name as the user gives it: `cpu`, `cuda:0@10.0.0.2:29400`."""
         return self.name if self.host is None else f"{self.name}@{self.host}"
+
+    @property
+    def remote_offer(self) -> DeviceOffer | None:
+        """What is known of a device of another process; None for those of this process."""
+        return None if self.host is None else self.offer or DeviceOffer()
 
     @property
     def is_gpu(self) -> bool:

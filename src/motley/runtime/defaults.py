@@ -154,18 +154,22 @@ def _blocks(n_tokens: int, cache: CacheConfig) -> int:
 def _host_tokens(plan: CachePlan, split: ModelSplit, is_limited: bool) -> int:
     """The most tokens that the default cache of the CPU devices may hold; a limit set by the user is kept as it is.
 
-    Other hosts are taken to have as much memory as this one.
+    A host that was not asked is taken to have as much memory as this one.
     """
-    memory = host_bytes()
-    n_bytes: dict[str | None, int] = {}
+    here = host_bytes()
+    n_bytes: dict[str | None, int] = {}  # of a block, by host
+    memory: dict[str | None, int | None] = {}
     for index, device in enumerate(split.crew.devices):
         if not device.is_gpu:
             own = sum(plan.block_bytes(index, group) for group in plan.groups)
             n_bytes[device.host] = n_bytes.get(device.host, 0) + own
-    most = max(n_bytes.values(), default=0)  # of a block, on one host
-    if memory is None or not most or is_limited:
-        return 2**62
-    return memory // _HOST_PART // most * plan.config.block_size
+            memory[device.host] = here if device.offer is None else device.offer.memory
+    counts = [
+        known // _HOST_PART // n_bytes[host]
+        for host, known in memory.items()
+        if known is not None and n_bytes[host]
+    ]
+    return 2**62 if is_limited or not counts else min(counts) * plan.config.block_size
 
 
 def _context_notice(plan: CachePlan, chosen: int, trained: int) -> str:

@@ -58,9 +58,16 @@ def _cpu() -> DeviceInfo:
 
 def _gpu(device: str) -> DeviceInfo:
     found = torch.cuda.get_device_properties(device)
-    free, total = torch.cuda.mem_get_info(device)
+    _, total = torch.cuda.mem_get_info(device)
     version = f"sm_{found.major}{found.minor}"
-    return DeviceInfo(device, found.name, free, total, found.multi_processor_count, version)
+    return DeviceInfo(
+        device, found.name, min(usable_bytes(device), total), total, found.multi_processor_count, version
+    )
+
+
+def usable_bytes(gpu: str) -> int:
+    """Memory of a GPU that is free, or that this process has now: a worker frees the model of its last crew."""
+    return torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu)
 
 
 def _read(path: Path) -> str:

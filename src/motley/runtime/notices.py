@@ -38,7 +38,7 @@ def _of_cache(params: DecoderParams, cache: CacheConfig, n_ctx: int, rotates: bo
 def _of_devices(spec: ModelSpec, cache: CacheConfig, backends: Sequence[Backend]) -> Iterator[str]:
     forms = sorted({info.type_name for info in spec.tensors.values() if len(info.shape) == 2})
     for device, backend in {backend.device: backend for backend in backends}.items():
-        if cache.demand_paged and not can_page_on_demand(device):
+        if cache.demand_paged and not backend.is_remote and not can_page_on_demand(device):
             why = "cuda-bindings is not installed" if device.type == "cuda" else "this system cannot do it"
             yield f"the KV cache on {device} is not demand-paged, all of it is taken now: {why}"
         if unpacked := [form for form in forms if backend.unpacks(form)]:

@@ -82,9 +82,10 @@ class KernelWarmer:
         self._manifest: Manifest | None = None
         self._compiler: Compiler | None = None
         self._libraries: list[Thread] = []
-        gpus = sorted({backend.device for backend in backends if backend.device.type == "cuda"}, key=str)
-        if not gpus or len(gpus) != len({backend.device for backend in backends}):
-            return  # no GPU, or a GPU beside a CPU, which does not pad batches and would compute these
+        if any(backend.device.type != "cuda" for backend in backends):
+            return  # a CPU does not pad batches and would compute these
+        own = [backend for backend in backends if not backend.is_remote]
+        gpus = sorted({backend.device for backend in own}, key=str)
         from motley.backends import gpu as compiling
 
         if not compiling.can_compile_ahead():
@@ -92,7 +93,7 @@ class KernelWarmer:
         self._is_gpu = not split.crew.hosts
         self._start_libraries(split, gpus)
         targets = sorted({compiling.Target.of(gpu) for gpu in gpus})
-        variants = [backend.kernel_variant for backend in backends]
+        variants = [backend.kernel_variant for backend in own]
         manifest = compiling.Manifest(targets, _description(split, cache), variants, self._shapes)
         if not manifest.exists and len(targets) == 1:  # several kinds of GPU: compiled at first use
             self._manifest, self._compiler = manifest, compiling.Compiler(targets[0])

@@ -91,4 +91,4 @@ def inputs_of(batch: GroupBatch, output_rows: list[int]) -> dict[str, torch.Tens
 def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreted program takes its time, however small: few, large ones."""
     monkeypatch.setattr(matvec, "tile_for", lambda n_columns: matvec.Tile(256, n_columns // 32, 1))
-    monkeypatch.setattr(attention, "TUNINGS", dict.fromkeys(attention.KINDS, attention.Tuning(4)))
+    monkeypatch.setattr(attention, "TUNINGS", dict.fromkeys(attention.TUNINGS, attention.Tuning(4)))

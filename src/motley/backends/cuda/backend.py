@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from motley.backends.base import Backend, Executable, Footprint, LoadedWeight, few_sizes
+from motley.backends.base import Executable, LoadedWeight
 from motley.backends.cuda.capture import GraphPool
 from motley.backends.cuda.executable import CudaExecutable
 from motley.backends.cuda.failures import as_device_errors
-from motley.backends.cuda.footprint import copied_bytes, footprint, free_bytes
-from motley.backends.cuda.kernels.attention import supports
-from motley.backends.cuda.planes import BLOCK, has_planes
+from motley.backends.cuda.footprint import copied_bytes, free_bytes
+from motley.backends.cuda.planning import GpuPlanning
 from motley.backends.cuda.products import Copies
 from motley.backends.cuda.program import Program
-from motley.backends.cuda.support import MIN_COPY_ROWS, CudaKernel, DeviceReferenceKernel
+from motley.backends.cuda.support import MIN_COPY_ROWS
 from motley.backends.cuda.upload import Uploader
 from motley.backends.cuda.weights import Matrices, load, own_weights
 from motley.formats import PackedTensor
 from motley.graph import Graph
-from motley.plan import DevicePlan, Kernel
-
-_MANY_ROWS = 256  # of a batch with prompts
+from motley.plan import DevicePlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,41 +32,16 @@ class _Model:
     pool: GraphPool
 
 
-class CudaBackend(Backend):
+class CudaBackend(GpuPlanning):
     """One device's; devices of one crew do not share it."""
 
-    name: ClassVar[str] = "cuda"
-
     def __init__(self, device: str = "cuda:0", *, captures: bool = True) -> None:
-        self.device = torch.device(device)
+        super().__init__(device)
         self._captures = captures
         self.copies = Copies()
         # By the identity of its weights: a model that drafts has the same names of weights, and other graphs.
         self._models: dict[int, _Model] = {}
         self._uploader = Uploader(self.device)
-
-    @property
-    def kernels(self) -> Sequence[Kernel]:
-        return CudaKernel(), DeviceReferenceKernel()
-
-    def refuses_cache(self, k_type: str, v_type: str, block_size: int) -> str | None:
-        return supports(k_type, v_type, block_size)
-
-    def unpacks(self, form: str) -> bool:
-        return not has_planes(form, BLOCK) and form not in ("F16", "BF16")  # F32: all but a router's few rows
-
-    def bucket(self, n_rows: int) -> int:
-        return few_sizes(n_rows)
-
-    def output_bucket(self, n_rows: int, n_outputs: int) -> int:
-        """Of prompts, fewer sizes: outputs are a small part of their time, and a plan takes as long as a step."""
-        if n_rows <= _MANY_ROWS or n_outputs <= 1:
-            return self.bucket(n_outputs)
-        sizes = (size for size in (16, 64) if n_outputs <= size)
-        return next(sizes, -(-n_outputs // 64) * 64)
-
-    def footprint(self, graph: Graph, n_packed: int) -> Footprint:
-        return footprint(graph)
 
     def free_bytes(self) -> int | None:
         return free_bytes(self.device)

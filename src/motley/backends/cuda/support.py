@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from motley.backends.cuda.planes import BLOCK, PLAIN_KINDS
+from motley.formats import QUANTIZERS
 from motley.graph import Tensor
 from motley.graph.ops import (
     Attention,
@@ -36,6 +37,16 @@ MAX_KERNEL_ROWS = (
 )
 MIN_COPY_ROWS = 65  # from which a product with a matrix's float16 copy is faster than with packed weights
 EXPERT_FUNCTIONS = ("silu", "clamped_swiglu")
+CACHE_KINDS = ("f32", "f16", "bf16", *(name.lower() for name in QUANTIZERS))
+
+
+def refuses_cache(k_kind: str, v_kind: str, block_size: int) -> str | None:
+    """Why attention cannot read such a cache; None if it can."""
+    if unknown := {k_kind, v_kind} - set(CACHE_KINDS):
+        return f"no kernel for a cache of {' and '.join(sorted(unknown))}"
+    if block_size < 16 or block_size & (block_size - 1):
+        return f"blocks of {block_size} tokens are no power of two from 16"
+    return None
 
 
 class CudaKernel:

@@ -35,7 +35,7 @@ class ReferenceKernel:
 
 class ReferenceBackend(Backend):
     name: ClassVar[str] = "reference"
-    has_trees: ClassVar[bool] = True
+    has_trees = True
 
     @property
     def kernels(self) -> Sequence[Kernel]:

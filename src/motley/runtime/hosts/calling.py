@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from typing import Any
 
 from motley.errors import DeviceError, MotleyError
 from motley.runtime.device_names import parse_address
@@ -40,7 +41,16 @@ def connect(host: str, secret: bytes) -> Channel:
 
 
 def describe_host(host: str, secret: bytes) -> list[DeviceInfo]:
-    """The devices of a worker."""
+    """The devices of a worker, as shown to users."""
+    try:
+        found = ask_devices(host, secret)["devices"]
+        return [DeviceInfo(**{**device, "device": f"{device['device']}@{host}"}) for device in found]
+    except (KeyError, TypeError) as error:
+        raise DeviceError(f"{host} does not say which devices it has: {error}") from error
+
+
+def ask_devices(host: str, secret: bytes) -> dict[str, Any]:
+    """A worker's answer to the question which devices it has: `devices`, for users, and `offers` (offers.py)."""
     channel = connect(host, secret)
     try:
         channel.settimeout(CONNECT_SECONDS)
@@ -48,9 +58,8 @@ def describe_host(host: str, secret: bytes) -> list[DeviceInfo]:
         kind, payload = channel.receive()
         if kind != Kind.RESULT:
             raise DeviceError(f"{host} does not say which devices it has")
-        found = read_json(payload)["devices"]
-        return [DeviceInfo(**{**device, "device": f"{device['device']}@{host}"}) for device in found]
-    except (EOFError, OSError, KeyError, TypeError, MotleyError) as error:
+        return read_json(payload)
+    except (EOFError, OSError, MotleyError) as error:
         raise DeviceError(f"{host} does not say which devices it has: {error}") from error
     finally:
         channel.close()

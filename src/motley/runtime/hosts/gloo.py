@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 _TASKS = Path("/proc/self/task")  # Linux: a folder for each thread
 _LOOP_NAMES = ("motley-gloo", "gloo_tcp_loop")  # when it is created, and when it runs
-_LOWEST_PRIORITY = 19
 
 Publish = Callable[[str, bytes], None]  # a key and its value, to all other processes
 Lookup = Callable[[str], bytes]  # waits for another process's value
@@ -67,14 +66,14 @@ def make_device(address: str) -> tuple[Any, list[int]]:
 
 
 def lower_priority(threads: Sequence[int]) -> None:
-    """Lets Gloo's threads not take the core from a thread that is in a call of Gloo.
+    """Lets Gloo's threads run only where a core is idle, so that they never take one from a thread that computes.
 
-    That thread holds a lock, for which Gloo's own thread then polls until the system takes the core from it, some
-    milliseconds later.
+    The lowest nice value is not enough: the scheduler still gives such a thread its turn. It then holds, or polls for,
+    a lock of Gloo that a thread in a call of Gloo needs, and one waits until the other's turn ends, milliseconds later.
     """
     for thread in threads:
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, _LOWEST_PRIORITY)
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _loops() -> set[int]:

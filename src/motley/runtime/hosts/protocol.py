@@ -27,7 +27,7 @@ from typing import Any
 
 from motley.errors import ConfigError, DeviceError
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_JSON = 64 << 10  # bytes
 MAX_MESSAGE = 64 << 20
 MIN_SECRET = 16  # bytes

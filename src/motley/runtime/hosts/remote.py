@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from motley.errors import DeviceError, LostWorkerError, MotleyError
+from motley.errors import DeviceError, FailedWorkerError, LostWorkerError, MotleyError
 from motley.kvcache.arena import CacheBatch
 from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape
@@ -243,7 +243,9 @@ class RemoteWorker:
                     case Kind.FAILED:
                         fields = read_json(payload)
                         self.is_consequence = fields.get("is_consequence") is True
-                        self._lose(str(fields.get("message")), hint=str(fields.get("hint") or "") or None)
+                        kind_of_loss = LostWorkerError if self.is_consequence else FailedWorkerError
+                        why, hint = str(fields.get("message")), str(fields.get("hint") or "") or None
+                        self._lose(why, hint=hint, error=kind_of_loss)
                         return
                     case Kind.READY | Kind.REFUSED | Kind.RESULT:
                         self._answers.put((kind, payload))
@@ -254,11 +256,13 @@ class RemoteWorker:
         except Exception as error:
             self._lose(str(error))
 
-    def _lose(self, why: str, hint: str | None = None) -> MotleyError:
+    def _lose(
+        self, why: str, hint: str | None = None, error: type[LostWorkerError] = LostWorkerError
+    ) -> MotleyError:
         """Notes that the worker is lost, once. Returns the first reason."""
         with self._lock:
             if self.failure is None:
-                self.failure = LostWorkerError(self.host, why, hint=hint)
+                self.failure = error(self.host, why, hint=hint)
                 self._answers.put(None)
                 is_first = True
             else:

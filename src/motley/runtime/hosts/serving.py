@@ -22,6 +22,7 @@ from motley.runtime.hosts.cache_bytes import DeviceBytes, split_bytes
 from motley.runtime.hosts.link import MeshLink
 from motley.runtime.hosts.mesh import Mesh, PeerLostError
 from motley.runtime.hosts.messages import StepReader
+from motley.runtime.hosts.offers import own_offers
 from motley.runtime.hosts.opening import Opening, WorkerModel, describe
 from motley.runtime.hosts.protocol import Channel, Kind, ProtocolError, answer, read_json
 from motley.runtime.hosts.streaming import Fetch, Progress, Receive, StreamedModel, default_cache
@@ -110,7 +111,8 @@ class WorkerServer:
             self._slots.release()
             has_slot = False
             if kind == Kind.DESCRIBE:
-                channel.send_json(Kind.RESULT, devices=[device.as_json() for device in inventory()])
+                devices = [device.as_json() for device in inventory()]
+                channel.send_json(Kind.RESULT, devices=devices, offers=own_offers())
             elif kind == Kind.OPEN:
                 self._open(channel, peer, payload)
             else:
@@ -228,7 +230,8 @@ class _Session:
             except BaseException as error:
                 if self._book.is_closed:  # a consequence of the connection's end
                     return
-                _log.warning("a step failed: %s", error, exc_info=not isinstance(error, MotleyError))
+                is_ours = not isinstance(error, MotleyError) or error.__cause__ is not None
+                _log.warning("a step failed: %s", error, exc_info=is_ours)
                 is_consequence = isinstance(error, PeerLostError)
                 self._channel.send_json(Kind.FAILED, is_consequence=is_consequence, **describe(error))
                 return

@@ -42,10 +42,9 @@ from motley.backends.cuda.kernels.tiles import (
     tile_bytes,
     unit,
 )
-from motley.formats import QUANTIZERS
+from motley.backends.cuda.support import CACHE_KINDS, refuses_cache
 
 LOG2E = 1.4426950408889634
-KINDS = ("f32", "f16", "bf16", *(name.lower() for name in QUANTIZERS))
 MOST_QUERIES = 16  # of a program: a tile of a tensor core
 _LOWEST = tl.constexpr(-1e30)  # a peak where a row sees nothing of a share: its bundle does
 
@@ -204,7 +203,7 @@ class Tuning:
 
 # Four programs for each multiprocessor of an H200; more are as fast, and leave more to combine. Measured with
 # benchmarks/cuda_kernels.py. Values that are unpacked one by one are not worth the memory of a pipeline.
-TUNINGS = {kind: Tuning(512) if is_fast(kind) else Tuning(512, stages=1, warps=4) for kind in KINDS}
+TUNINGS = {kind: Tuning(512) if is_fast(kind) else Tuning(512, stages=1, warps=4) for kind in CACHE_KINDS}
 
 
 def tuning_of(k_kind: str, v_kind: str) -> Tuning:
@@ -241,14 +240,6 @@ class Shares:
         return Shares(values, peaks, sums, min_blocks)
 
 
-def supports(k_kind: str, v_kind: str, block_size: int) -> str | None:
-    if unknown := {k_kind, v_kind} - set(KINDS):
-        return f"no kernel for a cache of {' and '.join(sorted(unknown))}"
-    if block_size < 16 or block_size & (block_size - 1):
-        return f"blocks of {block_size} tokens are no power of two from 16"
-    return None
-
-
 def attend(
     q: torch.Tensor,
     keys: CachePlanes,
@@ -265,7 +256,7 @@ def attend(
     _, n_heads, dim = q.shape
     n_kv_heads, block_size = head_rows.stop - head_rows.start, keys.block_size
     group = n_heads // n_kv_heads
-    reason = supports(keys.kind, values.kind, block_size)
+    reason = refuses_cache(keys.kind, values.kind, block_size)
     assert reason is None, reason
     assert keys.n_tiles == values.n_tiles == triton.cdiv(dim, TILE)
     assert q.dtype == torch.float32
