@@ -120,6 +120,50 @@ def test_another_secret_is_told_on_both_sides() -> None:
     thread.join()
 
 
+class SlowSocket:
+    """A connection whose reader leaves `recv_into` only when the test lets it."""
+
+    def __init__(self) -> None:
+        self.is_shut, self.may_leave, self.is_closed = threading.Event(), threading.Event(), threading.Event()
+        self.is_read = threading.Event()
+
+    def recv_into(self, buffer: memoryview) -> int:
+        self.is_read.set()
+        assert self.may_leave.wait(60)
+        assert not self.is_closed.is_set(), "its descriptor may be another connection's by now"
+        return 0
+
+    def shutdown(self, how: int) -> None:
+        self.is_shut.set()
+
+    def close(self) -> None:
+        self.is_closed.set()
+
+
+def test_a_connection_is_not_closed_under_a_thread_that_reads_it() -> None:
+    """The system would give its number to the next connection, and the thread would read that one."""
+    slow: Any = SlowSocket()
+    channel = protocol.Channel(slow, b"", b"")
+    ended: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            channel.receive()
+        except BaseException as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=work) for work in (read, channel.close)]
+    threads[0].start()
+    assert slow.is_read.wait(60)
+    threads[1].start()
+    assert slow.is_shut.wait(60)
+    slow.may_leave.set()
+    for thread in threads:
+        thread.join(60)
+    assert slow.is_closed.is_set()
+    assert [type(error) for error in ended] == [EOFError]
+
+
 def test_another_protocol_is_told_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     ours.sendall(struct.pack("<8sH32s", b"MOTLEYHS", 7, bytes(32)))

@@ -14,6 +14,7 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -44,6 +45,7 @@ class DirectLines:
     def __init__(self, sockets: Mapping[Pair, socket.socket]) -> None:
         self._sockets = dict(sockets)
         self._is_aborted = False
+        self._ending = threading.Lock()  # held while sockets are shut down or closed
         for own in self._sockets.values():
             own.setblocking(False)
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -87,14 +89,17 @@ class DirectLines:
     def abort(self) -> None:
         """Makes transfers fail, those that wait included. May be called by any thread."""
         self._is_aborted = True
-        for own in self._sockets.values():
-            with suppress(OSError):
-                own.shutdown(socket.SHUT_RDWR)
+        with self._ending:
+            for own in self._sockets.values():
+                with suppress(OSError):
+                    own.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Closes the connections. No transfer may be under way; another thread may be in `abort`."""
         self.abort()
-        for own in self._sockets.values():
-            own.close()
+        with self._ending:
+            for own in self._sockets.values():
+                own.close()
 
 
 def _send(own: socket.socket, data: memoryview) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import socket
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -91,6 +92,7 @@ class Mesh:
                 f"the processes of the crew cannot reach each other: {_first_line(error)}"
             ) from error
         self._sockets = sockets_of(store.values.values())
+        self._ending = threading.Lock()  # held while sockets are shut down or closed
         self._shared = None
         if wire == "f32" and is_loopback(address):
             self._shared = open_shared(rank, owners, publish, lookup)
@@ -117,15 +119,17 @@ class Mesh:
             self._lines.abort()
         if self._nccl is not None:
             self._nccl.abort()
-        for own in self._sockets:
-            with suppress(OSError):
-                own.shutdown(socket.SHUT_RDWR)
+        with self._ending:
+            for own in self._sockets:
+                with suppress(OSError):
+                    own.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.abort()
-        for own in self._sockets:
-            own.close()
-        self._sockets = []
+        with self._ending:  # another thread may be in `abort`
+            for own in self._sockets:
+                own.close()
+            self._sockets = []
         if self._lines is not None:
             self._lines.close()
         if self._nccl is not None:

@@ -96,7 +96,8 @@ class Channel:
         self._connection = connection
         self._send_key, self._receive_key = send_key, receive_key
         self._n_sent = self._n_received = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while a thread sends
+        self._receiving = threading.Lock()  # held while a thread receives
 
     def send(self, kind: Kind, payload: bytes | memoryview = b"") -> None:
         """Sends a message. OSError if the connection is closed."""
@@ -113,6 +114,10 @@ class Channel:
 
     def receive(self) -> tuple[Kind, bytes]:
         """The next message. EOFError or OSError if the connection is closed, ProtocolError for a false message."""
+        with self._receiving:
+            return self._receive()
+
+    def _receive(self) -> tuple[Kind, bytes]:
         head = _read(self._connection, _HEADER.size)
         kind, n_bytes = _HEADER.unpack(head)
         if n_bytes > MAX_MESSAGE:
@@ -143,10 +148,15 @@ class Channel:
         return f"{host}:{port}"
 
     def close(self) -> None:
-        """Ends the connection, also for a thread that waits for a message."""
+        """Ends the connection, also for threads that wait in `send` or `receive`. Returns when they have left.
+
+        The descriptor must not be closed under them: the system gives its number to the next connection, and a
+        thread that was about to read or write would do so there.
+        """
         with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes them
+        with self._lock, self._receiving:
+            self._connection.close()
 
 
 def call(connection: socket.socket, secret: bytes) -> Channel:

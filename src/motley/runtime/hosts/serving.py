@@ -68,6 +68,7 @@ class WorkerServer:
         self._cache = cache or default_cache()
         self._n_threads = n_threads
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._serving = threading.Lock()  # held by the thread that accepts connections
         self._busy = threading.Lock()  # held while a crew is served
         self._kept: tuple[Opening, WorkerModel, Worker, MeshLink] | None = None
         self._is_closed = False
@@ -78,6 +79,10 @@ class WorkerServer:
 
     def serve(self) -> None:
         """Serves until `close`, which another thread may call."""
+        with self._serving:
+            self._accept()
+
+    def _accept(self) -> None:
         while not self._is_closed:
             try:
                 connection, _ = self._socket.accept()
@@ -93,10 +98,10 @@ class WorkerServer:
 
     def close(self) -> None:
         self._is_closed = True
-        # A thread that waits in `accept` is woken by `shutdown`, not by `close`.
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in `accept`
+        with self._serving:  # not under that thread: see Channel.close
+            self._socket.close()
 
     def _meet(self, connection: socket.socket) -> None:
         """Handshake and first message of a connection, in a thread of its own."""
