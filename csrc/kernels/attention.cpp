@@ -256,13 +256,31 @@ void score_code_rows(Scratch& s, const RowRange& rows, int64_t n_tiles, int stre
     in_tiles<8>(rows.n, [&](auto count, int64_t r) { score_codes<count.value, MaxCode>(s, rows.first + r, n_tiles, stretch); });
 }
 
+// Four sums of a quarter of the dims each, added in their order. With few rows they are computed side by side: each addition
+// waits for the one before it.
 template <int Rows>
 void score_floats(Scratch& s, int row, int64_t dim, int stretch) {
+    constexpr int kQuarters = 4;
+    const int64_t share = dim / kQuarters;
     f32v score[Rows] = {};
-    for (int64_t d = 0; d < dim; d++) {
+    const auto add = [&](f32v (&sums)[Rows], int64_t d) {
         const f32v keys = load<f32v>(s.panel[d]);
 #pragma GCC unroll 16
-        for (int r = 0; r < Rows; r++) score[r] += keys * s.q[row + r][d];
+        for (int r = 0; r < Rows; r++) sums[r] += keys * s.q[row + r][d];
+    };
+    if constexpr (Rows <= 3) {
+        f32v sums[kQuarters][Rows] = {};
+        for (int64_t d = 0; d < share; d++)
+#pragma GCC unroll 4
+            for (int i = 0; i < kQuarters; i++) add(sums[i], i * share + d);
+        for (int64_t d = kQuarters * share; d < dim; d++) add(sums[kQuarters - 1], d);
+        for (int r = 0; r < Rows; r++) score[r] = ((sums[0][r] + sums[1][r]) + sums[2][r]) + sums[3][r];
+    } else {
+        for (int i = 0; i < kQuarters; i++) {
+            f32v sums[Rows] = {};
+            for (int64_t d = i * share, end = i + 1 < kQuarters ? d + share : dim; d < end; d++) add(sums, d);
+            for (int r = 0; r < Rows; r++) score[r] = i ? score[r] + sums[r] : sums[r];
+        }
     }
     for (int r = 0; r < Rows; r++) store(s.scores[row + r] + stretch * kStretch, score[r]);
 }
@@ -314,53 +332,78 @@ void soften(Scratch& s, int row, int64_t first, int n_stretches) {
     s.largest[row] = largest;
 }
 
-// Adds the values of one half of a tile.
-template <int Kind, int Rows>
-void add_values(const TileCells cells[kStretches], int64_t tile, int half, int row, int64_t n_keys, Scratch& s) {
-    f32v out[Rows][kValueVectors], taken[Rows] = {};
-    const int64_t at = tile * kTile + half * 16;
+using ChunkCells = TileCells[kStretches];  // of one tile
+
+// Adds the values of `Halves` halves of tiles, from half `First` of `tile` on: one, its two, or those of the next tile, too.
+template <int Kind, int Rows, int First, int Halves>
+void add_values(const ChunkCells* cells, int64_t tile, int row, int64_t n_keys, Scratch& s) {
+    constexpr bool kIsScaled = Kind > kCacheBF16;
+    constexpr int kTiles = (Halves + 1) / 2;
+    f32v out[Rows][Halves][kValueVectors], taken[Rows][kTiles] = {};
+    const int64_t at = tile * kTile + First * 16;
     for (int r = 0; r < Rows; r++)
-        for (int i = 0; i < kValueVectors; i++) out[r][i] = load<f32v>(s.out[row + r] + at + kLanes * i) * s.fade[row + r];
+        for (int h = 0; h < Halves; h++)
+            for (int k = 0; k < kValueVectors; k++) out[r][h][k] = load<f32v>(s.out[row + r] + at + 16 * h + kLanes * k) * s.fade[row + r];
     for (int i = 0; i * kStretch < n_keys; i++) {
         const int n = n_keys - i * kStretch < kStretch ? static_cast<int>(n_keys - i * kStretch) : kStretch;
-        alignas(64) float weights[Rows][kStretch];
-        f32v scale, minimum;
-        if constexpr (Kind > kCacheBF16) read_value_scales<Kind>(cells[i], scale, minimum);
-        for (int r = 0; r < Rows; r++) {
-            f32v p = load<f32v>(s.scores[row + r] + i * kStretch);
-            if constexpr (Kind > kCacheBF16) {
+        alignas(64) float scaled[kTiles][Rows][kStretch];
+        for (int k = 0; kIsScaled && k < kTiles; k++) {
+            f32v scale, minimum;
+            read_value_scales<Kind>(cells[k][i], scale, minimum);
+            for (int r = 0; r < Rows; r++) {
+                f32v p = load<f32v>(s.scores[row + r] + i * kStretch);
                 if (n < kStretch) p = lane_numbers() < splat(n) ? p : f32v{};
                 if constexpr (Kind != kCacheQ8_0) {  // one product for both cases: two could be rounded in two ways
                     const f32v known = n < kStretch ? (p == 0.0f ? f32v{} : minimum) : minimum;
-                    taken[r] += p * known;
+                    taken[r][k] += p * known;
                 }
-                p *= scale;
+                store(scaled[k][r], p * scale);
             }
-            store(weights[r], p);
         }
         for (int t = 0; t < n; t++) {
-            f32v v[kValueVectors];
-            read_value<Kind>(cells[i], t, half, v);
+#pragma GCC unroll 4
+            for (int h = 0; h < Halves; h++) {
+                f32v v[kValueVectors];
+                read_value<Kind>(cells[h / 2][i], t, (First + h) % 2, v);
 #pragma GCC unroll 16
-            for (int r = 0; r < Rows; r++)
-                for (int k = 0; k < kValueVectors; k++) out[r][k] += v[k] * weights[r][t];
+                for (int r = 0; r < Rows; r++) {
+                    const float p = kIsScaled ? scaled[h / 2][r][t] : s.scores[row + r][i * kStretch + t];
+                    for (int k = 0; k < kValueVectors; k++) out[r][h][k] += v[k] * p;
+                }
+            }
         }
     }
-    for (int r = 0; r < Rows; r++) {
-        const float less = sum_lanes(taken[r]);
-        for (int i = 0; i < kValueVectors; i++) store(s.out[row + r] + at + kLanes * i, out[r][i] - less);
-    }
+    for (int r = 0; r < Rows; r++)
+        for (int h = 0; h < Halves; h++) {
+            const float less = kIsScaled ? sum_lanes(taken[r][h / 2]) : 0.0f;
+            for (int k = 0; k < kValueVectors; k++) store(s.out[row + r] + at + 16 * h + kLanes * k, out[r][h][k] - less);
+        }
 }
 
-// Adds the values of a chunk's n_keys keys.
+// Adds the values of a chunk's n_keys keys. Each addition waits for the one before it, so that few rows take several halves
+// of tiles side by side.
 template <int Kind>
 void add_chunk(const AttentionArgs& a, const Stretch values[kStretches], int64_t n_keys, const RowRange& rows, Scratch& s) {
-    alignas(64) uint8_t staged[kStretches][sizeof s.staged];
-    for (int64_t tile = 0; tile < a.shape.n_tiles; tile++) {
-        TileCells cells[kStretches];
-        for (int i = 0; i * kStretch < n_keys; i++) cells[i] = values[i].cells(tile, staged[i]);
-        for (int half = 0; half < 2; half++)
-            in_tiles<kValueRows>(rows.n, [&](auto count, int64_t r) { add_values<Kind, count.value>(cells, tile, half, rows.first + r, n_keys, s); });
+    alignas(64) uint8_t staged[2][kStretches][sizeof s.staged];
+    for (int64_t tile = 0; tile < a.shape.n_tiles; tile += 2) {
+        const int n_tiles = tile + 1 < a.shape.n_tiles ? 2 : 1;
+        ChunkCells cells[2];
+        for (int k = 0; k < n_tiles; k++)
+            for (int i = 0; i * kStretch < n_keys; i++) cells[k][i] = values[i].cells(tile + k, staged[k][i]);
+        in_tiles<kValueRows>(rows.n, [&](auto count, int64_t r) {
+            constexpr int kRows = count.value;
+            const int row = rows.first + static_cast<int>(r);
+            if constexpr (kRows == 1)
+                if (n_tiles == 2) return add_values<Kind, kRows, 0, 4>(cells, tile, row, n_keys, s);
+            for (int k = 0; k < n_tiles; k++) {
+                if constexpr (kRows <= (kVectorBytes == 64 ? 8 : 2)) {
+                    add_values<Kind, kRows, 0, 2>(cells + k, tile + k, row, n_keys, s);
+                } else {
+                    add_values<Kind, kRows, 0, 1>(cells + k, tile + k, row, n_keys, s);
+                    add_values<Kind, kRows, 1, 1>(cells + k, tile + k, row, n_keys, s);
+                }
+            }
+        });
     }
 }
 
