@@ -20,13 +20,24 @@ struct Cell {  // the destination of a token's tile
     uint16_t* minimum;
 };
 
-Cell cell_at(const CacheStoreView& store, const CacheShape& shape, int64_t slot, int64_t head, int64_t tile) {
-    const int64_t block = slot / shape.block_size, offset = slot % shape.block_size;
-    const int64_t row = block * store.n_rows + store.first_row + head;
-    const int64_t i = (row * shape.n_tiles + tile) * shape.block_size + offset;
-    return {store.codes + i * shape_of(store.kind).code_bytes, store.high_bits ? store.high_bits + 4 * i : nullptr,
-            store.scale ? store.scale + i : nullptr, store.minimum ? store.minimum + i : nullptr};
-}
+// The cells of a token's head, one in each tile.
+class Cells {
+public:
+    Cells(const CacheStoreView& store, const CacheShape& shape, int64_t slot, int64_t head) : store_(store), block_size_(shape.block_size) {
+        const int64_t row = slot / block_size_ * store.n_rows + store.first_row + head;
+        first_ = row * shape.n_tiles * block_size_ + slot % block_size_;
+    }
+    Cell at(int64_t tile) const {
+        const int64_t i = first_ + tile * block_size_;
+        return {store_.codes + i * shape_of(store_.kind).code_bytes, store_.high_bits ? store_.high_bits + 4 * i : nullptr,
+                store_.scale ? store_.scale + i : nullptr, store_.minimum ? store_.minimum + i : nullptr};
+    }
+
+private:
+    const CacheStoreView& store_;
+    const int64_t block_size_;
+    int64_t first_;
+};
 
 uint16_t saturated_half(float x) { return float_to_half(x > 65504.0f ? 65504.0f : (x < -65504.0f ? -65504.0f : x)); }
 
@@ -123,8 +134,12 @@ void write_plain(int kind, const float* x, uint8_t* out) {
         std::memcpy(out, x, kTile * sizeof(float));
         return;
     }
+    if (kind == kCacheF16) {
+        for (int i = 0; i < kTile; i += kLanes) store(out + 2 * i, floats_to_half(load<f32v>(x + i)));
+        return;
+    }
     for (int i = 0; i < kTile; i++) {
-        const uint16_t value = kind == kCacheF16 ? float_to_half(x[i]) : float_to_bf16(x[i]);
+        const uint16_t value = float_to_bf16(x[i]);
         std::memcpy(out + 2 * i, &value, 2);
     }
 }
@@ -141,11 +156,16 @@ void write_tile(int kind, float* x, Cell cell) {
 void write_token(const CacheWriteArgs& a, const CacheStoreView& store, const float* x, int rotation, int64_t token,
                  float* head) {
     for (int64_t h = 0; h < a.shape.n_heads; h++) {
+        const float* const own = x + (token * a.shape.n_heads + h) * a.shape.dim;
+        const Cells cells(store, a.shape, a.batch->slots[token], h);
+        if (is_float_kind(store.kind) && !rotation && a.shape.dim % kTile == 0) {
+            for (int64_t tile = 0; tile < a.shape.n_tiles; tile++) write_plain(store.kind, own + tile * kTile, cells.at(tile).codes);
+            continue;
+        }
         std::memset(head, 0, a.shape.n_tiles * kTile * sizeof(float));
-        std::memcpy(head, x + (token * a.shape.n_heads + h) * a.shape.dim, a.shape.dim * sizeof(float));
+        std::memcpy(head, own, a.shape.dim * sizeof(float));
         if (rotation) hadamard_stretches(head, a.shape.dim, rotation);
-        for (int64_t tile = 0; tile < a.shape.n_tiles; tile++)
-            write_tile(store.kind, head + tile * kTile, cell_at(store, a.shape, a.batch->slots[token], h, tile));
+        for (int64_t tile = 0; tile < a.shape.n_tiles; tile++) write_tile(store.kind, head + tile * kTile, cells.at(tile));
     }
 }
 

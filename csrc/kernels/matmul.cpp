@@ -56,10 +56,10 @@ struct PanelPair {
     float* out[2];
 };
 
-template <int Halves, int MaxCode>
+template <int Halves, int MaxCode, bool HasMinimum>
 void multiply_codes(const MatMulArgs& a, const PanelPair& pair, const Rows& x, int64_t n_tokens, int64_t first, int64_t n) {
     in_tiles<kTileTokens>(n_tokens, [&](auto count, int64_t token) {
-        tile_codes<count.value, Halves, MaxCode>(pair.panels, x, a.n_columns, token, first, n, pair.out);
+        tile_codes<count.value, Halves, MaxCode, HasMinimum>(pair.panels, x, a.n_columns, token, first, n, pair.out);
     });
 }
 
@@ -96,14 +96,15 @@ Rows rows_from(const Rows& x, int64_t token, int64_t n_columns) {
     return rows;
 }
 
-// The number of scales that a step of the format has, and its largest code.
+// The number of scales that a step of the format has, its largest code, and whether it has minima.
 struct CodeShape {
     int halves = 1, max_code = kMaxFull;
+    bool has_minimum = true;
 };
 
 CodeShape code_shape(int format) {
     CodeShape shape;
-    with_quantized(format, [&](auto f) { shape = {f.kHalves, f.kMaxCode}; });
+    with_quantized(is_rows(format) ? static_cast<int>(kQ8_0) : format, [&](auto f) { shape = {f.kHalves, f.kMaxCode, f.kHasMinimum}; });
     return shape;
 }
 
@@ -120,10 +121,10 @@ void multiply_panels(const MatMulArgs& a, const CodeShape shapes[2], Scratch& sc
     const auto multiply = [&](const PanelPair& pair, int halves) {
         const int max_code = shapes[0].max_code > shapes[1].max_code ? shapes[0].max_code : shapes[1].max_code;
         with_max_code(max_code, [&](auto most) {
-            if (halves == 2)
-                multiply_codes<2, most.value>(a, pair, x, n_tokens, first, n);
-            else
-                multiply_codes<1, most.value>(a, pair, x, n_tokens, first, n);
+            if (halves == 2) return multiply_codes<2, most.value, true>(a, pair, x, n_tokens, first, n);
+            if constexpr (most.value == kMaxFull && kFullIsSigned)
+                if (!shapes[0].has_minimum && !shapes[1].has_minimum) return multiply_codes<1, most.value, false>(a, pair, x, n_tokens, first, n);
+            multiply_codes<1, most.value, true>(a, pair, x, n_tokens, first, n);
         });
     };
     const CodePanel* const panels = scratch.codes;

@@ -13,9 +13,11 @@ constexpr int kSums = 4;
 constexpr int64_t kPlainVisit = 256;
 static_assert(kPanelColumns % kPlainVisit == 0);
 
+constexpr int kCutOffset = 128;
+
 // If kCutsFull, full codes are cut in two: code = 16 · high + low - offset, and `codes` has the low parts.
 struct alignas(64) CodePanel {
-    int32_t offset;  // 128 if signed codes were cut, otherwise 0
+    int32_t offset;  // kCutOffset if signed codes were cut, otherwise 0
     struct Step {
         uint8_t codes[8][kVectorBytes];
         float scale[2][kGroup], minimum[2][kGroup];
@@ -39,7 +41,7 @@ struct alignas(64) FloatPanel {
 template <class F>
 inline void decode_codes(const uint8_t* group, int64_t first, int64_t n, bool cuts, CodePanel& panel) {
     const uint8_t* block = group + first / F::kColumns * F::kGroupBytes;
-    const uint8_t offset = F::kIsFull && cuts ? 128 : 0;  // makes a signed code unsigned
+    const uint8_t offset = F::kIsFull && cuts ? kCutOffset : 0;  // makes a signed code unsigned
     panel.offset = offset;
     for (int64_t step = 0; step < n / kStep; block += F::kGroupBytes) {
 #pragma GCC unroll 8

@@ -11,29 +11,34 @@ namespace motley::MOTLEY_ISA {
 
 inline void quantize_row(const float* x, int64_t n, int8_t* codes, float* scales, float* sums, float* half_sums, int32_t* code_sums) {
     constexpr int kVectors = 32 / kLanes;
+    constexpr int32_t kInfinity = 0x7f800000;  // its bits; those of a NaN are larger, and those of smaller numbers smaller
     for (int64_t b = 0; b < n / 32; b++) {
-        f32v v[kVectors], most = {}, odd = {};
+        f32v v[kVectors];
+        i32v most = {};
         for (int i = 0; i < kVectors; i++) {
             v[i] = load<f32v>(x + 32 * b + kLanes * i);
-            most = vmax(vabs(v[i]), most);
-            odd += v[i] - v[i];  // zeros, or NaN where something is not finite
+            const i32v bits = as<i32v>(vabs(v[i]));
+            most = bits > most ? bits : most;
         }
-        const float largest = max_lanes(most), damage = sum_lanes(odd);
+        const int32_t bits = max_lanes(most);
+        const bool is_finite = bits < kInfinity;
+        float largest;
+        std::memcpy(&largest, &bits, 4);
         const float scale = largest / 127.0f;
         const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
-        f32v halves[2] = {};
+        int32_t halves[2] = {};
         for (int i = 0; i < kVectors; i++) {
-            const f32v rounded = damage == 0 ? round_even(v[i] * inverse) : f32v{};
-            store(codes + 32 * b + kLanes * i, narrow(__builtin_convertvector(rounded, i32v)));
-            halves[2 * i / kVectors] += rounded;
+            const f32v rounded = is_finite ? round_even(v[i] * inverse) : f32v{};
+            const i8l own = narrow(__builtin_convertvector(rounded, i32v));
+            store(codes + 32 * b + kLanes * i, own);
+            halves[2 * i / kVectors] += sum_lanes(own);
         }
         for (int h = 0; h < 2; h++) {
-            const float sum = sum_lanes(halves[h]);  // a whole number
-            half_sums[2 * b + h] = sum * scale;
-            code_sums[2 * b + h] = static_cast<int32_t>(sum);
+            code_sums[2 * b + h] = halves[h];
+            half_sums[2 * b + h] = static_cast<float>(halves[h]) * scale;
         }
-        scales[b] = damage == 0 ? scale : NAN;
-        sums[b] = damage == 0 ? half_sums[2 * b] + half_sums[2 * b + 1] : NAN;
+        scales[b] = is_finite ? scale : NAN;
+        sums[b] = is_finite ? half_sums[2 * b] + half_sums[2 * b + 1] : NAN;
     }
 }
 

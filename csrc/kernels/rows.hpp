@@ -55,7 +55,7 @@ inline void matvec_rows(const uint8_t* rows, int64_t row_bytes, int n, const Few
 
 // Decodes columns first … first + n of a group of rows into a panel, as for all other formats.
 inline void decode_row_codes(const uint8_t* group, int64_t row_bytes, int64_t first, int64_t n, CodePanel& panel) {
-    constexpr uint8_t kOffset = kCutsFull ? 128 : kFullOffset;  // cut codes are unsigned
+    constexpr uint8_t kOffset = kCutsFull ? kCutOffset : kFullOffset;  // cut codes are unsigned
     panel.offset = kOffset ^ kFullOffset;
     const uint8_t* block = group + first / kStep * kRowBlockBytes;
     for (int64_t step = 0; step < n / kStep; step++, block += kRowBlockBytes) {

@@ -254,6 +254,48 @@ inline f32v halves_to_float(u16l h) {
 // The low 16 bits of each lane, a float16.
 inline f32v low_half_to_float(u32v v) { return halves_to_float(narrow(v)); }
 
+// Rounds to nearest, ties to even.
+inline u16l floats_to_half(f32v v) {
+#if MOTLEY_VECTOR_BYTES == 64
+    return as<u16l>(_mm512_cvtps_ph(as<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
+#elif MOTLEY_VECTOR_BYTES == 32
+    return as<u16l>(_mm256_cvtps_ph(as<__m256>(v), _MM_FROUND_TO_NEAREST_INT));
+#else
+    u16l h;
+    for (int i = 0; i < kLanes; i++) h[i] = float_to_half(v[i]);
+    return h;
+#endif
+}
+
+// Lanes in other places: those of pairs exchanged; the first ones of pairs twice; the second ones twice.
+inline f32v swap_pairs(f32v v) {
+    i32v from;
+    for (int i = 0; i < kLanes; i++) from[i] = i ^ 1;
+    return __builtin_shuffle(v, from);
+}
+inline f32v double_firsts(f32v v) {
+    i32v from;
+    for (int i = 0; i < kLanes; i++) from[i] = i & ~1;
+    return __builtin_shuffle(v, from);
+}
+inline f32v double_seconds(f32v v) {
+    i32v from;
+    for (int i = 0; i < kLanes; i++) from[i] = i | 1;
+    return __builtin_shuffle(v, from);
+}
+
+// The first ones of all pairs in two vectors; and the second ones.
+inline f32v firsts(f32v a, f32v b) {
+    i32v from;
+    for (int i = 0; i < kLanes; i++) from[i] = 2 * i;
+    return __builtin_shuffle(a, b, from);
+}
+inline f32v seconds(f32v a, f32v b) {
+    i32v from;
+    for (int i = 0; i < kLanes; i++) from[i] = 2 * i + 1;
+    return __builtin_shuffle(a, b, from);
+}
+
 inline f32v bf16_to_float(u16l v) {
     return as<f32v>(widen(v) << 16);
 }
@@ -293,6 +335,34 @@ inline float max_lanes(f32v v) {
     float most = v[0];
     for (int i = 1; i < kLanes; i++) most = v[i] > most ? v[i] : most;
     return most;
+#endif
+}
+
+inline int32_t max_lanes(i32v v) {
+#if MOTLEY_VECTOR_BYTES == 64
+    return _mm512_reduce_max_epi32(as<__m512i>(v));
+#elif MOTLEY_VECTOR_BYTES == 32
+    const __m256i all = as<__m256i>(v);
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1)));
+#else
+    int32_t most = v[0];
+    for (int i = 1; i < kLanes; i++) most = v[i] > most ? v[i] : most;
+    return most;
+#endif
+}
+
+inline int32_t sum_lanes(i8l v) {
+#if MOTLEY_VECTOR_BYTES == 64
+    const __m128i halves = _mm_sad_epu8(_mm_xor_si128(as<__m128i>(v), _mm_set1_epi8(-128)), _mm_setzero_si128());  // plus 128: unsigned
+    return _mm_cvtsi128_si32(_mm_add_epi32(halves, _mm_shuffle_epi32(halves, 0x4e))) - 128 * kLanes;
+#elif MOTLEY_VECTOR_BYTES == 32
+    return _mm_cvtsi128_si32(_mm_sad_epu8(_mm_xor_si128(low_bytes(v), _mm_set1_epi8(-128)), _mm_setzero_si128())) - 128 * kLanes;
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < kLanes; i++) sum += v[i];
+    return sum;
 #endif
 }
 

@@ -11,8 +11,8 @@ namespace motley::MOTLEY_ISA {
 constexpr int kTileTokens = kVectorBytes == 64 ? 6 : 4;
 constexpr int kFloatTokens = kVectorBytes == 64 ? 12 : 6;
 
-// y += Σ over steps  scale · dx · Σ code·xcode  -  minimum · Σ x
-template <int Tokens, int Halves, int MaxCode>
+// y += Σ over steps  scale · dx · Σ code·xcode  -  minimum · Σ x        HasMinimum: whether a panel has minima other than 0
+template <int Tokens, int Halves, int MaxCode, bool HasMinimum>
 inline void tile_codes(const CodePanel* const panels[2], const Rows& x, int64_t n_columns, int64_t token, int64_t first,
                        int64_t n, float* const out[2]) {
     constexpr int kVectors = 8 / Halves;
@@ -24,6 +24,7 @@ inline void tile_codes(const CodePanel* const panels[2], const Rows& x, int64_t 
     const float* sums = (Halves == 2 ? x.half_sums : x.sums) + (token * n_steps + first / kStep) * Halves;
     [[maybe_unused]] const int32_t* code_sums = x.code_sums + (token * n_steps + first / kStep) * 2;
     const CodePanel::Step* steps[2] = {panels[0]->steps, panels[1]->steps};
+    [[maybe_unused]] const i32v offsets[2] = {splat(panels[0]->offset ? -1 : 0), splat(panels[1]->offset ? -1 : 0)};  // all bits, or none
     f32v y[2][Tokens];
     for (int t = 0; t < Tokens; t++)
         for (int g = 0; g < 2; g++) y[g][t] = load<f32v>(out[g] + (token + t) * kGroup);
@@ -38,8 +39,9 @@ inline void tile_codes(const CodePanel* const panels[2], const Rows& x, int64_t 
                 dot<15, kVectors>(low, h * kVectors, [&](int g, int j) { return load<u8v>(steps[g]->codes[j]); }, four);
                 for (int t = 0; t < Tokens; t++) {
                     const int32_t* two = code_sums + t * n_steps * 2;
-                    const int32_t sum = Halves == 2 ? two[h] : two[0] + two[1];
-                    for (int g = 0; g < 2; g++) acc[g][t] = (acc[g][t] << 4) + low[g][t] - splat(panels[g]->offset * sum);
+                    const i32v sum = Halves == 2 ? splat(two[h]) : splat(two[0]) + splat(two[1]);
+                    static_assert(kCutOffset == 128);
+                    for (int g = 0; g < 2; g++) acc[g][t] = (acc[g][t] << 4) + low[g][t] - ((sum << 7) & offsets[g]);
                 }
             } else {
                 dot<MaxCode, kVectors>(acc, h * kVectors, [&](int g, int j) { return load<u8v>(steps[g]->codes[j]); }, four);
@@ -49,7 +51,7 @@ inline void tile_codes(const CodePanel* const panels[2], const Rows& x, int64_t 
 #pragma GCC unroll 8
                 for (int t = 0; t < Tokens; t++) {
                     y[g][t] += to_float(acc[g][t]) * (scale * scales[t * n_steps]);
-                    y[g][t] -= minimum * sums[t * n_steps * Halves + h];
+                    if constexpr (HasMinimum) y[g][t] -= minimum * sums[t * n_steps * Halves + h];
                 }
             }
         }
