@@ -66,6 +66,29 @@ class Rendezvous(Protocol):
 
 
 @runtime_checkable
+class HostRendezvous(Rendezvous, Protocol):
+    """A rendezvous where devices on other hardware take part too: each by a thread of its own, with tensors in the
+    host's memory, of 4 bytes a value. All functions raise `aborted_error` if another device has failed.
+    """
+
+    def exchange(
+        self,
+        members: tuple[int, ...],
+        device: int,
+        part: torch.Tensor | None,
+        others: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Publish a device's part and copy the parts of `others`, by device. `members`: who takes part; empty: all."""
+        ...
+
+    def send(self, source: int, target: int, values: torch.Tensor) -> None:
+        """Waits while the previous message is unread."""
+        ...
+
+    def receive(self, source: int, target: int, out: torch.Tensor) -> None: ...
+
+
+@runtime_checkable
 class HasRendezvous(Protocol):
     """A collective's kernel that can leave it to the executables: their rendezvous, and which device this is."""
 
@@ -143,10 +166,15 @@ def join(executables: Sequence[Executable]) -> Joint | None:
 
 
 def make_rendezvous(backends: Sequence[Backend], groups: Sequence[tuple[int, ...]] = ()) -> Rendezvous | None:
-    """For a crew whose devices are all of one kind of backend that has one; None otherwise. `groups`: of devices that
+    """For a crew with devices whose programs do collectives by themselves; None: it has none. `groups`: of devices that
     have collectives of their own.
+
+    Devices with another kind of backend take part by their threads (HostRendezvous).
     """
     kinds = {type(backend) for backend in backends}
+    native = [kind for kind in kinds if kind.has_native_collectives]
+    if len(native) == 1:
+        return native[0].make_rendezvous(len(backends), groups)
     return kinds.pop().make_rendezvous(len(backends), groups) if len(kinds) == 1 else None
 
 

@@ -137,26 +137,35 @@ class CollectiveKernel:
                 case AllGather(axis, word):
                     _join_into(out, {member: _some(parts[member]) for member in members}, axis, word)
                 case Broadcast(root, _):
-                    out.copy_(parts[root])
+                    _copy_into(out, _some(parts[root]))
                 case Send(_, target):
                     line.send(inputs[0], target)
                 case Receive(source, _, size, kind):
-                    out.copy_(line.receive(source, size, _DTYPES[kind]))
+                    _copy_into(out, line.receive(source, size, _DTYPES[kind]))
             return out
 
         return launch
 
 
+def _copy_into(out: torch.Tensor, part: torch.Tensor) -> None:
+    """Does not wait if a GPU copies from pinned memory: the line writes there again after that (RendezvousLine)."""
+    out.copy_(part, non_blocking=out.is_cuda)
+
+
 def _sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    total = parts[0].to(out.device, copy=True)
-    for part in parts[1:]:
-        total += part.to(out.device)
+    own = [part.to(out.device, non_blocking=out.is_cuda) for part in parts]
+    if len(own) == 2:
+        torch.add(own[0], own[1], out=out)  # of two devices, which are the most frequent: one kernel of a GPU
+        return
+    total = own[0].clone()
+    for part in own[1:]:
+        total += part
     out.copy_(total)
 
 
 def _join_into(out: torch.Tensor, parts: Mapping[int, torch.Tensor], axis: int, word: Word) -> None:
     for device, part in parts.items():
-        put(out, part, axis, word, device)
+        put(out, part.to(out.device, non_blocking=out.is_cuda), axis, word, device)
 
 
 def _some(part: torch.Tensor | None) -> torch.Tensor:

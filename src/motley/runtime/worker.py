@@ -10,7 +10,16 @@ from typing import Any, cast
 
 import torch
 
-from motley.backends import Backend, DraftingJoint, Executable, Joint, Rendezvous, join, make_rendezvous
+from motley.backends import (
+    Backend,
+    DraftingJoint,
+    Executable,
+    HostRendezvous,
+    Joint,
+    Rendezvous,
+    join,
+    make_rendezvous,
+)
 from motley.graph import Graph
 from motley.kvcache.arena import Arena, CacheBatch
 from motley.kvcache.sequences import BlockCopy, BlockShift
@@ -22,6 +31,7 @@ from motley.runtime.group import CollectiveKernel, Communicator, ThreadGroup
 from motley.runtime.hosts.link import MeshLine, MeshLink
 from motley.runtime.hosts.mesh import PeerLostError
 from motley.runtime.loading import Progress, load_weights, weight_bytes
+from motley.runtime.rendezvous_line import RendezvousLine
 from motley.runtime.splitting import ModelSplit
 
 _MAX_STEPS = 64  # batch shapes whose steps are kept; the least recently used is evicted
@@ -85,6 +95,12 @@ class Worker:
         ]  # among this process's devices
         self._group = ThreadGroup(threads, cores, rendezvous, numbers)
         lines: Sequence[Communicator] = self._group.lines
+        if rendezvous is not None and len({type(backend) for backend in own}) > 1:
+            assert isinstance(rendezvous, HostRendezvous)
+            lines = [
+                RendezvousLine(rendezvous, index, len(own), backend.device)
+                for index, backend in enumerate(own)
+            ]
         if link is not None:
             lines = [MeshLine(self._group, index, self.members, link) for index in range(len(own))]
         # Each device's own threads touch its memory first: Linux then allocates it on their NUMA node.

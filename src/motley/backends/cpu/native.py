@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -65,6 +65,32 @@ class NativeRendezvous:
     def is_shared(group: Any) -> bool:
         """Whether a group has devices of other processes."""
         return HAS_SHARED_GROUP and isinstance(group, core.SharedGroup)
+
+    def exchange(
+        self,
+        members: tuple[int, ...],
+        device: int,
+        part: torch.Tensor | None,
+        others: Mapping[int, torch.Tensor],
+    ) -> None:
+        """The part of a device that is no native program (base.HostRendezvous), in a group of this process."""
+        group, crew = self.among(members)
+        own = crew.index(device)
+        if not group.show(own, address(part), []):
+            raise self.aborted_error("another device has failed")
+        for other, out in others.items():
+            source = group.part(own, crew.index(other))
+            ctypes.memmove(address(out), source, out.nbytes)
+        if not group.leave(own):
+            raise self.aborted_error("another device has failed")
+
+    def send(self, source: int, target: int, values: torch.Tensor) -> None:
+        if not self.group.send(source, target, address(values), values.numel()):
+            raise self.aborted_error("another device has failed")
+
+    def receive(self, source: int, target: int, out: torch.Tensor) -> None:
+        if not self.group.receive(source, target, address(out), out.numel()):
+            raise self.aborted_error("another device has failed")
 
     def abort(self) -> None:
         for group in (self.group, *self._groups.values()):

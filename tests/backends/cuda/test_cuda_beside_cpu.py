@@ -1,0 +1,75 @@
+"""A GPU's programs (under Triton's interpreter) beside native programs of the CPU: the same answers as one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+pytest.importorskip("triton")
+
+from cuda_models import use_few_programs
+
+from motley import LLM, assembly
+from motley.backends import BACKENDS, Backend, is_available
+from motley.backends.cuda.backend import CudaBackend
+from motley.bundled import bundled_experts_path
+from random_models import RandomModel
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="the native module is not built")
+
+TOKENS = [5, 91, 230]
+SETTINGS: dict[str, Any] = {"n_ctx": 32, "n_parallel": 1, "cache_type_k": "f32", "cache_type_v": "f32"}
+DENSE: list[dict[str, Any]] = [
+    {"split_mode": "layer", "tensor_split": (3, 1)},
+    {"split_mode": "tensor", "tensor_split": (1, 1)},
+]
+EXPERTS: list[dict[str, Any]] = [{"n_cpu_moe": 9}, {"n_cpu_moe": 9, "expert_split": (1, 1)}]
+
+
+def open_crew(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> LLM:
+    """The first device has the GPU's backend, the second one the CPU's."""
+    use_few_programs(monkeypatch)
+    made: Iterator[Backend] = iter([CudaBackend("cpu"), BACKENDS["cpu-exact"]()])
+    monkeypatch.setattr(assembly, "backend_for_heads", lambda *_: (next(made), None))
+    return LLM(path, devices="cpu,cpu", **SETTINGS, **options)
+
+
+def alone(path: Path) -> npt.NDArray[np.float32]:
+    with LLM(path, devices="cpu", backend="reference", **SETTINGS) as llm:
+        return llm.logits(TOKENS)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, npt.NDArray[np.float32]]:
+    """A model, and its logits on one device."""
+    model = RandomModel("llama", 2, 4, 2, {"rope.freq_base": 500_000.0})
+    path = model.write(tmp_path_factory.mktemp("models") / "llama.gguf")
+    return path, alone(path)
+
+
+def assert_close(logits: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> None:
+    np.testing.assert_allclose(logits, expected, atol=0.02 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("options", DENSE, ids=lambda o: o["split_mode"])
+def test_logits_of_a_dense_model_are_those_of_one_device(
+    dense: tuple[Path, npt.NDArray[np.float32]], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    path, expected = dense
+    with open_crew(path, monkeypatch, **options) as llm:
+        assert_close(llm.logits(TOKENS), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", EXPERTS, ids=["apart", "shared"])
+def test_logits_of_experts_apart_are_those_of_one_device(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    expected = alone(bundled_experts_path())
+    with open_crew(bundled_experts_path(), monkeypatch, **options) as llm:
+        assert_close(llm.logits(TOKENS), expected)
