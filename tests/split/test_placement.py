@@ -157,9 +157,21 @@ def test_layers_go_whole_and_in_order(shares: list[Fraction]) -> None:
     flat = [owner for (owner,) in owners if owner is not None]
     assert len(flat) == MODEL.n_layers
     assert flat == sorted(flat)
-    assert word_of(placement, "output.weight").sole_owner == flat[-1]
+    assert word_of(placement, "output.weight").sole_owner in (0, flat[-1])
     for device, share in enumerate(shares):
         assert abs(flat.count(device) - MODEL.n_layers * share / sum(shares)) < 1
+
+
+@pytest.mark.parametrize(
+    ("shares", "owner"),
+    [([15, 1], 0), ([1, 15], 1), ([1, 1], 1), ([0, 1], 1), ([1, 0], 0), ([3, 1], 0), ([1, 2, 3], 2)],
+)
+def test_the_output_matrix_is_where_the_shares_are_met_best(shares: list[int], owner: int) -> None:
+    weights, fractions = weights_of(MODEL), [Fraction(share) for share in shares]
+    assert word_of(place(LAYER, weights, MODEL, fractions).states, "output.weight").sole_owner == owner
+    with_last = place(LAYER, weights, MODEL, fractions, keeps_output_last=True).states
+    last_layer = word_of(with_last, f"blk.{MODEL.n_layers - 1}.attn_q.weight")
+    assert word_of(with_last, "output.weight").sole_owner == last_layer.sole_owner
 
 
 @pytest.mark.parametrize(

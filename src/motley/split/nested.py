@@ -43,7 +43,8 @@ class LayersOfGroups:
         return localize(split, self._groups[group][0]).graph
 
     def _place(self, weights: Sequence[Tensor]) -> Mapping[str, State]:
-        return place(LAYER, weights, self._params, self._shares).states
+        # Not by bytes: a graph with fewer layers (early exit) must have its output where it was loaded.
+        return place(LAYER, weights, self._params, self._shares, keeps_output_last=True).states
 
 
 def shares_of_group(shares: Sequence[Fraction], members: Sequence[int]) -> tuple[Fraction, ...]:

@@ -78,16 +78,19 @@ def place(
     kv_repeat: int = 1,
     experts: str = AUTO,
     apart: ExpertsApart | None = None,
+    *,
+    keeps_output_last: bool = False,
 ) -> Placement:
     """The placement of a graph's weights on `len(shares)` devices; the graph has each KV head `kv_repeat` times.
 
-    `apart`: routed experts of some layers that have shares of their own.
+    `apart`: routed experts of some layers that have shares of their own. `keeps_output_last`: whether the output matrix
+    is with the last layer in any case, when whole layers are placed.
     """
     rest = [weight for weight in weights if not is_apart(weight, apart)]
     if mode == TENSOR and len(shares) > 1:
         placed = _TensorPlacement(rest, params, shares, kv_repeat, experts).place()
     else:
-        placed = _place_layers(rest, params, shares)
+        placed = _place_layers(rest, params, shares, keeps_output_last=keeps_output_last)
     if apart is None:
         return placed
     return replace(placed, states={**placed.states, **place_apart(weights, apart)}, apart=apart)
@@ -117,21 +120,42 @@ def choose_kv_repeat(weights: Sequence[Tensor], params: DecoderParams, shares: S
     return best
 
 
-def _place_layers(weights: Iterable[Tensor], params: DecoderParams, shares: Sequence[Fraction]) -> Placement:
-    """Placement by whole layers, in order. Weights after the last layer are on the last layer's device."""
+def _place_layers(
+    weights: Iterable[Tensor],
+    params: DecoderParams,
+    shares: Sequence[Fraction],
+    *,
+    keeps_output_last: bool,
+) -> Placement:
+    """Placement by whole layers, in order. Weights after the last layer are on the last layer's device, or on the first
+    device, where results are read: on the one that brings the devices' bytes closer to their shares.
+    """
     counts = Apportioner(shares).share_out(params.n_layers)
     device_of = [device for device, n in enumerate(counts) for _ in range(n)]
-    states: dict[str, State] = {}
+    owners: dict[str, int] = {}
+    outputs: list[Tensor] = []
+    n_bytes = [0] * len(shares)
+    sizes: dict[str, int] = {}
     for weight in weights:
         role = role_of(weight)
+        sizes[weight.name] = weight.shape[0]
         if role.layer is not None:
-            device = device_of[role.layer]
+            owners[weight.name] = device_of[role.layer]
+            n_bytes[device_of[role.layer]] += _n_bytes(weight)
         elif role.group in (OUTPUT, VOCABULARY):
-            device = device_of[-1]
-        else:
-            continue
-        states[weight.name] = Split(0, Word.of(device, weight.shape[0]))
-    return Placement(states)
+            outputs.append(weight)
+    output_device = device_of[-1]
+    if shares[0] and not keeps_output_last:
+        n_output = sum(map(_n_bytes, outputs))
+
+        def load(device: int) -> Fraction:
+            """Of the device that has most for its share, if this one gets the output."""
+            totals = [n + n_output * (index == device) for index, n in enumerate(n_bytes)]
+            return max(total / share for total, share in zip(totals, shares, strict=True) if share)
+
+        output_device = min((output_device, 0), key=load)
+    owners |= {weight.name: output_device for weight in outputs}
+    return Placement({name: Split(0, Word.of(device, sizes[name])) for name, device in owners.items()})
 
 
 class _TensorPlacement:
