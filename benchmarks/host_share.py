@@ -35,6 +35,12 @@ class TimedTeam:
         self._team.run(programs)
         TimedTeam.seconds += time.perf_counter() - started
 
+    def step(self, *arguments: Any) -> Any:
+        started = time.perf_counter()
+        chosen = self._team.step(*arguments)
+        TimedTeam.seconds += time.perf_counter() - started
+        return chosen
+
     def draft(self, *arguments: Any) -> Any:
         started = time.perf_counter()
         rounds = self._team.draft(*arguments)

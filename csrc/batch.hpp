@@ -55,6 +55,13 @@ public:
         view.seen = trees_.emplace_back(seen).data();
     }
 
+    // Moves each sequence to a position; its blocks must reach so far.
+    void move_to(const std::vector<int32_t>& positions) {
+        if (positions.size() != sequences_.size()) throw std::invalid_argument("a position for each sequence");
+        for (size_t i = 0; i < positions.size(); i++) sequences_[i].position = positions[i];
+        finish();
+    }
+
     // Moves all sequences on by one token; their blocks must reach so far.
     void advance() {
         for (SequenceView& sequence : sequences_) sequence.position++;

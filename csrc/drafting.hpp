@@ -27,7 +27,8 @@ inline std::vector<std::vector<int32_t>> draft_tokens(Team& team, const std::vec
     for (int round = 0;; round++) {
         team.run(programs);
         std::vector<int32_t>& chosen = rounds.emplace_back(n);
-        choose_tokens(logits, static_cast<int64_t>(n), n_columns, samplers.data(), indexes.data(), chosen.data());
+        choose_tokens(logits, static_cast<int64_t>(n), n_columns, samplers.data(), indexes.data(), chosen.data(),
+                      &programs[0]->pool());
         for (const int32_t token : chosen)
             if (token < 0) return rounds;
         if (round + 1 >= n_rounds) return rounds;

@@ -17,10 +17,12 @@
 #include "dispatch.hpp"
 #include "drafting.hpp"
 #include "expert_ffn.hpp"
+#include "lookup.hpp"
 #include "names.hpp"
 #include "program.hpp"
 #include "sampling.hpp"
 #include "shared_group.hpp"
+#include "steady.hpp"
 #include "team.hpp"
 
 namespace nb = nanobind;
@@ -303,6 +305,42 @@ std::vector<std::vector<int32_t>> draft(Team& team, const std::vector<DraftTuple
     return draft_tokens(team, programs, at(logits), n_columns, samplers, indexes, n_rounds);
 }
 
+// (program, tokens and outputs of a batch, address of its tokens, of its positions, other inputs, its batches by group)
+using SteadyTuple = std::tuple<Program*, int64_t, int64_t, Address, Address, std::vector<std::tuple<Address, std::vector<int32_t>>>,
+                               std::vector<std::tuple<size_t, Batch*>>>;
+
+void make_steady(SteadyBatch* self, const std::vector<SteadyTuple>& devices, size_t n_rows, size_t n_groups, Address logits,
+                 int64_t n_columns, const std::vector<const RowSampler*>& samplers) {
+    for (const RowSampler* each : samplers)
+        if (!each) throw std::invalid_argument("a row without a sampler");
+    std::vector<SteadyDevice> list;
+    for (const auto& [program, n_tokens, n_outputs, tokens, positions, others, slots] : devices) {
+        if (!program) throw std::invalid_argument("a device without a program");
+        SteadyDevice& device = list.emplace_back(SteadyDevice{program, n_tokens, n_outputs, at<int32_t>(tokens), at<int32_t>(positions), {}, {}});
+        for (const auto& [target, numbers] : others) device.others.push_back({at<int32_t>(target), numbers});
+        for (const auto& [group, slot] : slots) device.slots.emplace_back(group, slot);
+    }
+    new (self) SteadyBatch(std::move(list), n_rows, n_groups, at(logits), n_columns, samplers);
+}
+
+// (row, tokens, length of the match)
+using ContinuationTuple = std::tuple<size_t, std::vector<int32_t>, int64_t>;
+
+// Takes the tokens of each answer that its index does not have yet, and finds continuations of the texts that have one.
+std::vector<ContinuationTuple> look_up(const std::vector<TextIndex*>& indexes, const std::vector<nb::list>& answers, int64_t n_max) {
+    if (indexes.size() != answers.size()) throw std::invalid_argument("an answer for each index");
+    std::vector<ContinuationTuple> found;
+    for (size_t row = 0; row < indexes.size(); row++) {
+        if (!indexes[row]) throw std::invalid_argument("no index");
+        TextIndex& index = *indexes[row];
+        for (size_t i = static_cast<size_t>(index.n_generated()); i < answers[row].size(); i++) index.append(nb::cast<int32_t>(answers[row][i]));
+        index.index();
+        auto [tokens, n_match] = index.continuation(n_max);
+        if (!tokens.empty()) found.emplace_back(row, std::move(tokens), n_match);
+    }
+    return found;
+}
+
 nb::dict numbers(const std::vector<Named>& names) {
     nb::dict result;
     for (const Named& each : names) result[each.name.c_str()] = each.number;
@@ -350,6 +388,15 @@ NB_MODULE(_core, m) {
         .def(nb::init<>())
         .def("place", &place_batch, "block_size"_a, "sequences"_a)
         .def("set_tree", &Batch::set_tree, "sequence"_a, "seen"_a);
+    nb::class_<SteadyBatch>(m, "SteadyBatch", "One token for each of the same sequences, in step after step.")
+        .def("__init__", &make_steady, "devices"_a, "n_rows"_a, "n_groups"_a, "logits"_a, "n_columns"_a, "samplers"_a)
+        .def("place", [](SteadyBatch& steady, size_t group, int64_t block_size, const std::vector<SequenceTuple>& sequences) {
+            place_batch(steady.tables(group), block_size, sequences);
+        }, "group"_a, "block_size"_a, "sequences"_a, "Sets the block tables of a group of cache layers.");
+    nb::class_<TextIndex>(m, "TextIndex", "The places of every three tokens of a text.")
+        .def(nb::init<std::vector<int32_t>>(), "prompt"_a);
+    m.def("look_up", &look_up, "indexes"_a, "answers"_a, "n_max"_a,
+          "Up to n_max tokens that may follow each text: (row, tokens, length of the match) for those that have any.");
     nb::class_<StateBatch>(m, "StateBatch", "Where a batch reads and writes recurrent states.")
         .def(nb::init<>())
         .def("set", [](StateBatch& batch, Address spans, int64_t n_spans) { batch.view = {at<const StateSpan>(spans), n_spans}; },
@@ -377,5 +424,9 @@ NB_MODULE(_core, m) {
         .def(nb::init<int>(), "n_devices"_a)
         .def("run", &Team::run, "programs"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("draft", &draft, "devices"_a, "logits"_a, "n_columns"_a, "samplers"_a, "indexes"_a, "n_rounds"_a,
-             "Tokens of several rounds for each row, each of which is the input of the next round.");
+             "Tokens of several rounds for each row, each of which is the input of the next round.")
+        .def("step", [](Team& team, SteadyBatch& steady, const std::vector<int32_t>& tokens, const std::vector<int32_t>& positions,
+                        const std::vector<int64_t>& indexes) { return steady.run(team, tokens, positions, indexes); },
+             "steady"_a, "tokens"_a, "positions"_a, "indexes"_a, nb::call_guard<nb::gil_scoped_release>(),
+             "Runs a steady batch, and returns the tokens that follow, or none if it has no samplers.");
 }

@@ -73,6 +73,7 @@ public:
     void run_batch();
 
     int n_steps() const { return static_cast<int>(steps_.size()); }
+    Pool& pool() const { return *pool_; }
     const Kernels& kernels() const { return pool_->kernels(); }
     const ReadPattern& pattern(int format) const { return pool_->patterns[format]; }
 

@@ -13,6 +13,7 @@ namespace motley {
 namespace {
 
 constexpr double kTiny = std::numeric_limits<float>::min();
+constexpr int64_t kWorthSharing = 1 << 16;  // logits
 
 // The random word of a token id: Philox4x32-10.
 uint32_t random_word(uint64_t key, uint64_t index, uint32_t id) {
@@ -113,14 +114,29 @@ private:
     std::vector<double> values_;
 };
 
+struct ChoiceArgs {
+    const float* logits;
+    int64_t n_rows, n_columns;
+    const RowSampler* const* samplers;
+    const int64_t* indexes;
+    int32_t* tokens;
+};
+
+void choose_some(const ChoiceArgs& args, const Worker& worker) {
+    static const Kernels& kernels = kernels_for("");
+    RowChooser chooser(kernels, args.n_columns);
+    for (int64_t row; (row = worker.take()) < args.n_rows;)
+        args.tokens[row] = chooser.choose(args.logits + row * args.n_columns, *args.samplers[row], static_cast<uint64_t>(args.indexes[row]));
+}
+
 }  // namespace
 
 void choose_tokens(const float* logits, int64_t n_rows, int64_t n_columns, const RowSampler* const* samplers, const int64_t* indexes,
-                   int32_t* tokens) {
-    static const Kernels& kernels = kernels_for("");
-    RowChooser chooser(kernels, n_columns);
-    for (int64_t row = 0; row < n_rows; row++)
-        tokens[row] = chooser.choose(logits + row * n_columns, *samplers[row], static_cast<uint64_t>(indexes[row]));
+                   int32_t* tokens, Pool* pool) {
+    const ChoiceArgs args{logits, n_rows, n_columns, samplers, indexes, tokens};
+    if (pool && n_rows > 1 && n_rows * n_columns >= kWorthSharing) return pool->run_kernel(choose_some, args);
+    std::atomic<int64_t> next{0};
+    choose_some(args, {0, 1, &next, nullptr});
 }
 
 }  // namespace motley

@@ -15,6 +15,7 @@ from motley.backends.base import (
     Joint,
     LoadedWeight,
     Rendezvous,
+    SteadyProgram,
     join,
     make_rendezvous,
 )
@@ -102,6 +103,7 @@ __all__ = [
     "ReferenceBackend",
     "Rendezvous",
     "SharedGroup",
+    "SteadyProgram",
     "backend_for",
     "backend_for_heads",
     "choose_rows",

@@ -138,6 +138,32 @@ class DraftingJoint(Protocol):
         """
         ...
 
+    def steady(
+        self, inputs: Sequence[Mapping[str, Any]], n_groups: int, settings: Sequence[Any]
+    ) -> SteadyProgram | None:
+        """A program for batches like this one, of one row for each sequence: only tokens and positions change.
+
+        `n_groups`: of cache layers. `settings`: of each row, as for `choose_rows`. None: there is none.
+        """
+        ...
+
+
+class SteadyProgram(Protocol):
+    """Runs one token for each of the same sequences, and chooses the tokens that follow, in one call."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it can still run: the memory that it was made for is where it was."""
+        ...
+
+    def place(self, group: int, block_size: int, tables: Sequence[tuple[int, Any]]) -> None:
+        """Sets the block tables of a group: for each sequence the position where its blocks begin, and these, int32."""
+        ...
+
+    def run(self, tokens: list[int], positions: list[int], indexes: list[int]) -> list[int]:
+        """The token after each of `tokens`, as `choose_rows`. Other batches may have run since the last call."""
+        ...
+
 
 class Executable(ABC):
     """A plan bound to its weights and its memory. Not for two threads at a time."""

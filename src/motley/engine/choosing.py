@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -72,6 +72,25 @@ class Chooser(Protocol):
         ...
 
 
+@runtime_checkable
+class StagedChooser(Protocol):
+    """What a chooser has besides whose work a native call can do, together with the run of a batch."""
+
+    def settings(self, rows: Sequence[ChoiceRow]) -> list[Any] | None:
+        """Of each row, as for `choose_rows`; None: some rows need more than that."""
+        ...
+
+
+def native_settings(chooser: Chooser | None, rows: Sequence[ChoiceRow]) -> list[Any] | None:
+    """The settings by which a native call chooses as `chooser` does; None: none can."""
+    return chooser.settings(rows) if isinstance(chooser, StagedChooser) else None
+
+
+def checked(found: Sequence[int]) -> list[Found]:
+    """The tokens of native samplers, with an error where they give a number that means one."""
+    return [number if number >= 0 else _or_error(_token, number) for number in found]
+
+
 def chooser_for(device: torch.device) -> Chooser:
     """The chooser for logits on `device`."""
     return MaskingChooser(GpuChooser(device) if device.type == "cuda" else NativeChooser())
@@ -99,6 +118,11 @@ class MaskingChooser:
 
         return Pending(tokens, chosen.on_device, logprobs)
 
+    def settings(self, rows: Sequence[ChoiceRow]) -> list[Any] | None:
+        if any(row.is_special for row in rows):
+            return None
+        return native_settings(self._inner, rows)
+
 
 class HostChooser:
     """Chooses on the CPU, as `sampling` specifies."""
@@ -125,7 +149,11 @@ class NativeChooser:
         if not all(settings):
             return self._host.choose(logits, rows)
         found = choose_rows(logits, settings, [row.index for row in rows])
-        return Pending(lambda: [number if number >= 0 else _or_error(_token, number) for number in found])
+        return Pending(lambda: checked(found))
+
+    def settings(self, rows: Sequence[ChoiceRow]) -> list[Any] | None:
+        settings = [row.sampler.native for row in rows]
+        return settings if all(settings) else None
 
 
 class GpuChooser:

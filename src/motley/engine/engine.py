@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 
 from motley.engine.admission import Admission
-from motley.engine.choosing import Chooser, Found, Pending, chooser_for, n_needed
+from motley.engine.choosing import Chooser, Found, Pending, chooser_for, n_needed, native_settings
 from motley.engine.drafting import Draft, Speculator
 from motley.engine.effort import Efforts
 from motley.engine.params import SamplingParams
 from motley.engine.request import CANCELLED, Request, TokenLogprobs
 from motley.engine.scheduler import Scheduler, Step
+from motley.engine.steady import Steady
 from motley.engine.trees import has_children, row_masks
 from motley.engine.verifying import NONE_CHOSEN, Chosen, choose_all, chosen_of, first_rows, row_of, rows_ahead
 from motley.errors import (
@@ -48,10 +49,14 @@ _NO_LOGITS = torch.empty(0, 0)
 
 
 class _Planned(NamedTuple):
-    """A scheduled step with its placed batch. None: it is placed when it runs, as no GPU computes meanwhile."""
+    """A scheduled step with its placed batch. None: it is placed when it runs, as no GPU computes meanwhile.
+
+    `steady`: the same step, if it is one that is repeated.
+    """
 
     step: Step
-    batch: PlacedBatch | None
+    batch: PlacedBatch | None = None
+    steady: Steady | None = None
 
 
 class Engine:
@@ -86,6 +91,7 @@ class Engine:
         self._chooser: Chooser | None = None  # created when the device of the logits is known
         self._ahead: _Planned | None = None  # the look-ahead plan, valid if no request changes
         self._running: _Running | None = None  # the step that is already launched
+        self._steady: Steady | None = None  # a step that is repeated while no request comes or goes
         self._first_error: BaseException | None = None  # of the last failed step, if it had a single request
         self._drafts: dict[Request, Draft] = {}  # of the step that is being computed
         self._foretold: list[Found] | None = None  # the tokens of all its rows, if they were chosen at once
@@ -216,6 +222,7 @@ class Engine:
             _log.warning("memory of empty KV cache blocks was not given back", exc_info=True)
 
     def _remove(self, request: Request) -> None:
+        self._steady = None
         self.scheduler.remove(request)
         if request in self._followers:
             self._followers.remove(request)
@@ -238,9 +245,11 @@ class Engine:
         """Runs the next step. Returns it, the requests that get a token, the first token of each, and the logits."""
         running = self._take_running()
         if running is None:
-            step, batch = self._plan()
+            step, batch, steady = self._plan()
             if not step.work:
                 return step, [], NONE_CHOSEN, _NO_LOGITS
+            if steady is not None:  # runs, completes and chooses; there is nothing to plan ahead
+                return step, steady.requests, steady.run(), _NO_LOGITS
             batch = batch or self._place(step)
             logits = self.runner.run(batch, step.tokens(), step.copies)
             if self.runner.hidden is not None:
@@ -353,16 +362,20 @@ class Engine:
         return _Running(left, running.logits[rows], running.n_runs)
 
     def _plan(self) -> _Planned:
-        """The next step: the look-ahead plan if it is still valid, otherwise newly scheduled."""
+        """The next step: the latest one again, or the look-ahead plan, if that is still valid; else newly scheduled."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and not self.scheduler.is_next(ahead.step):
-            ahead = None
-        self.scheduler.begin(ahead.step if ahead is not None else None)
-        if ahead is None and (shifts := self.scheduler.shift_full()):
-            self.runner.shift(shifts)
+        steady = self._steady
+        if steady is not None and steady.prepare(self.scheduler):
+            ahead = _Planned(steady.step, None, steady)
+        else:
+            if ahead is not None and not self.scheduler.is_next(ahead.step):
+                ahead = None
+            self.scheduler.begin(ahead.step if ahead is not None else None)
+            if ahead is None and (shifts := self.scheduler.shift_full()):
+                self.runner.shift(shifts)
         self._drafts = self.speculator.propose(self.scheduler)
         if ahead is not None and not self._drafts:
-            return ahead
+            return ahead if ahead.batch or ahead.steady else self._repeatable(ahead)
         drafts = self._drafts.items()
         step = self.scheduler.schedule(
             {request: draft.tokens for request, draft in drafts},
@@ -372,6 +385,20 @@ class Engine:
         if self._is_blocked and not self.n_guests:
             self._refuse_first()
         return _Planned(step, None)
+
+    def _repeatable(self, planned: _Planned) -> _Planned:
+        """The step, staged so that it can be repeated, if the runner and the samplers of its requests allow that."""
+        step = planned.step
+        settings = native_settings(self._chooser, [row_of(request) for request in step.requests])
+        batch = self._place(step)
+        run = None if settings is None else self.runner.steady(batch, settings)
+        if run is None:
+            return _Planned(step, batch)
+        steady = Steady(step, run)
+        if not steady.prepare(self.scheduler):
+            return _Planned(step, batch)
+        self._steady = steady
+        return _Planned(step, None, steady)
 
     def _plan_ahead(self, *, is_computing: bool) -> _Planned | None:
         """The look-ahead plan: the step expected after the one that has just been launched. None: no plan.
@@ -415,6 +442,7 @@ class Engine:
             except BaseException as error:  # an error of this request only
                 self._fail(request, error)
             if request.is_finished:
+                self._steady = None
                 self.scheduler.remove(request)
 
     def lose_crew(self, error: MotleyError) -> None:
@@ -429,7 +457,7 @@ class Engine:
             self._abandon(error)
         self.n_losses += 1
         self.loss = error
-        self._ahead = self._running = None
+        self._ahead = self._running = self._steady = None
         self.scheduler.restart()
         self.cache.invalidate()
         if self.on_loss == FAIL:
@@ -467,7 +495,7 @@ class Engine:
 
     def _abandon(self, error: BaseException) -> None:
         """The requests of the failed step become suspects. One that failed alone, as a suspect, ends with the error."""
-        self._ahead = self._running = None
+        self._ahead = self._running = self._steady = None
         failed = self.scheduler.abandon()
         if failed is None:
             # Of a single request, the next error may be but a consequence of this one.

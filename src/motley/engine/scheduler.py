@@ -66,6 +66,10 @@ class Step:
         if parents:
             self.trees[request] = parents
 
+    @property
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self.work]
+
     def n_drafted(self, request: Request) -> int:
         """How many of the request's tokens in this step are its draft."""
         return len(self.drafts[request]) if request in self.drafts else 0
@@ -123,7 +127,7 @@ class Scheduler:
 
     def begin(self, planned: Step | None = None) -> None:
         """Starts a step: `planned`, or one to be scheduled. From here on `abandon` undoes its changes."""
-        self._touched = {} if planned is None else {request: None for request, _ in planned.work}
+        self._touched = {} if planned is None else dict.fromkeys(planned.requests)
 
     def touch(self, requests: Iterable[Request]) -> None:
         """Records that the step changes the cache of these requests."""
@@ -232,6 +236,14 @@ class Scheduler:
                 return None
             step.add(request, 1, ())
         return step
+
+    def is_decoding(self, requests: Sequence[Request]) -> bool:
+        """Whether these are all that run, and no other request could start now."""
+        return (
+            self.running == requests
+            and not self._suspects
+            and (not self.waiting or len(self.running) >= self.n_parallel)
+        )
 
     def is_next(self, planned: Step) -> bool:
         """Whether `planned` is still valid: the assumptions of `plan_ahead` hold."""

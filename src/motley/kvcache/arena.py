@@ -235,6 +235,10 @@ class Arena:
             self._states.fill(_of_states(batch).targets)
         self._copy_blocks(copies)
 
+    def fill(self, group: int, blocks: Iterable[int]) -> None:
+        """These blocks of a group are about to hold something."""
+        self._groups[group].fill(blocks)
+
     def _of_groups(self, batch: Sequence[CacheBatch]) -> Iterator[tuple[GroupBatch, ArenaGroup]]:
         for own, group in zip(batch, self._groups, strict=False):  # states are the last
             assert isinstance(own, GroupBatch)

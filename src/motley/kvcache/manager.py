@@ -36,7 +36,8 @@ from typing import Any
 
 from motley.errors import CacheError, ConfigError
 from motley.kvcache.blocks import slots_of
-from motley.kvcache.groups import BlockCopy, BlockShift
+from motley.kvcache.groups import ANY_NUMBER, BlockCopy, BlockShift
+from motley.kvcache.leases import Lease, LeasedTable
 from motley.kvcache.prefix import BlockHasher, PrefixStats, Timeline, find_prefix, longest_usable
 from motley.kvcache.results import CacheStats, Opened, Restored, TableView
 from motley.kvcache.sequences import BlockGroup, GroupSpec
@@ -85,6 +86,7 @@ class CacheManager:
         self._hasher = BlockHasher(salt)
         self._sequences: dict[int, _Sequence] = {}
         self._next_seq = 0
+        self.n_changes = 0  # of any block table, and of who shares blocks: leases hold while it stays the same
         self._n_queries = self._n_query_tokens = self._n_hit_tokens = 0
         self.last_stats = self.stats()
 
@@ -208,6 +210,7 @@ class CacheManager:
         if not may_copy and any(group.must_copy(table, n_tokens) for group, table in pairs):
             return None
         sequence.n_slots = n_slots
+        self.n_changes += 1
         return [
             copy
             for group, table in pairs
@@ -223,12 +226,7 @@ class CacheManager:
         n_inside, size = n_before % self.block_size, self.block_size
         if n_inside and n_inside + len(tokens) < size and not self._has_states:
             return  # in the middle of a block: there is nothing new to publish
-        for group, table in zip(self.groups, sequence.tables, strict=True):
-            group.commit(table, sequence.n_tokens)
-        if self._finds_prefixes and tokens:
-            self._name_full_blocks(sequence)
-            for group, table in zip(self.groups, sequence.tables, strict=True):
-                group.publish_end(table, sequence.past, n_before=n_before)
+        self.publish(sequence, n_before)
 
     def advance(self, seq: int, min_position: int) -> None:
         """Drop blocks behind the windows of `min_position`, the smallest one of the sequence's next batch.
@@ -238,11 +236,42 @@ class CacheManager:
         sequence = self._sequences[seq]
         assert min_position <= sequence.n_tokens, "tokens before the batch are not committed yet"
         for i in self._dropping:
-            self.groups[i].drop_unseen(sequence.tables[i], min_position)
+            table = sequence.tables[i]
+            n_holes = table.n_holes
+            self.groups[i].drop_unseen(table, min_position)
+            self.n_changes += table.n_holes != n_holes
+
+    def lease(self, seqs: Sequence[int]) -> Lease | None:
+        """The right to append tokens to these sequences one at a time, without `advance`, `reserve` and `commit` for each.
+
+        It ends when `n_changes` differs from the lease's, and for each sequence at one of the lease's `ends`. None: one
+        of them has no room for a token, or would have to copy a block; or layers have states, which every token changes.
+        """
+        if self._has_states:
+            return None
+        for seq in seqs:
+            self.advance(seq, self._sequences[seq].n_tokens)
+            if self.reserve(seq, 1, may_copy=False) is None:
+                return None
+        rows = [self._sequences[seq] for seq in seqs]
+        size, ends = self.block_size, [ANY_NUMBER] * len(rows)
+        tables: list[list[LeasedTable]] = []
+        for number, group in enumerate(self.groups):
+            assert isinstance(group, BlockGroup)
+            window, leased = group.spec.window, []
+            for i, row in enumerate(rows):
+                table = row.tables[number]
+                ends[i] = min(ends[i], len(table.blocks) * size)
+                if window is not None:  # from there on it drops a block
+                    ends[i] = min(ends[i], (table.n_holes + 1) * size + window - 1)
+                leased.append(LeasedTable(table.n_holes * size, table.blocks[table.n_holes :]))
+            tables.append(leased)
+        return Lease(self, rows, ends, tables)
 
     def fork(self, seq: int) -> int:
         """A second sequence with the same tokens and blocks; the first to write the last block copies it."""
         parent = self._sequences[seq]
+        self.n_changes += 1
         n_tokens, past = parent.n_tokens, parent.past
         tables = [g.fork(table, n_tokens) for g, table in zip(self.groups, parent.tables, strict=True)]
         copied = replace(past, tokens=past.tokens[:], keys=past.keys[:])
@@ -263,6 +292,7 @@ class CacheManager:
                 "dropped what that position sees, or recurrent states include later tokens",
                 hint="free it and open it again with the tokens to keep",
             )
+        self.n_changes += 1
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.truncate(table, n_tokens)
         del sequence.past.tokens[n_tokens:]
@@ -283,6 +313,7 @@ class CacheManager:
         pairs = list(zip(self.groups, sequence.tables, strict=True))
         if not all(group.can_shift(table, n_tokens, n_keep, n_drop) for group, table in pairs):
             return None
+        self.n_changes += 1
         shifts = [group.shift(table, n_tokens, n_keep, n_drop) for group, table in pairs]
         past.n_own = min(past.n_nameable, n_keep)
         del past.tokens[n_keep : n_keep + n_drop]
@@ -400,6 +431,7 @@ class CacheManager:
     def _add(self, sequence: _Sequence) -> int:
         seq = self._next_seq
         self._next_seq += 1
+        self.n_changes += 1
         self._sequences[seq] = sequence
         return seq
 
@@ -439,6 +471,15 @@ class CacheManager:
             self._n_queries += by
             self._n_query_tokens += by * n_tokens
             self._n_hit_tokens += by * n_hit
+
+    def publish(self, sequence: _Sequence, n_before: int) -> None:
+        """Lets others find the tokens that were committed after the first `n_before`."""
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            group.commit(table, sequence.n_tokens)
+        if self._finds_prefixes and sequence.n_tokens > n_before:
+            self._name_full_blocks(sequence)
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                group.publish_end(table, sequence.past, n_before=n_before)
 
     def _name_full_blocks(self, sequence: _Sequence) -> None:
         past = sequence.past

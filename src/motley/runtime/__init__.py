@@ -8,6 +8,7 @@ from motley.runtime.fitting import MAX_LOGIT_ROWS, CacheFit, default_context, fi
 from motley.runtime.loading import Progress
 from motley.runtime.runner import Runner
 from motley.runtime.splitting import ModelSplit
+from motley.runtime.steady import SteadyRun
 
 __all__ = [
     "MAX_LOGIT_ROWS",
@@ -24,6 +25,7 @@ __all__ = [
     "PlacedBatch",
     "Progress",
     "Runner",
+    "SteadyRun",
     "cache_figures",
     "default_context",
     "fit_cache",

@@ -21,6 +21,7 @@ from motley.runtime.caching import CachePlan
 from motley.runtime.hosts.workers import Hosts
 from motley.runtime.loading import Progress
 from motley.runtime.splitting import ModelSplit
+from motley.runtime.steady import SteadyRun
 from motley.runtime.worker import CacheBytes, Planes, Worker
 
 T = TypeVar("T")
@@ -139,6 +140,19 @@ class Runner:
         rounds = self.local.draft(self._padded(batch.shape), batch, inputs, settings, indexes, n_rounds)
         self.n_runs += len(rounds or ())
         return rounds
+
+    def steady(self, batch: PlacedBatch, settings: Sequence[Any]) -> SteadyRun | None:
+        """A way to run batches like this one, of one token for each sequence, again and again: see `SteadyRun`.
+
+        `settings`: of each row, as for `choose_rows`. None: this runner has no native call for it.
+        """
+        shape = batch.shape
+        if not self._takes_lists or self._has_states or shape.wants_hidden or shape.keeps_hidden:
+            return None
+        assert shape.n_tokens == shape.n_outputs == len(settings), "one row for each sequence"
+        inputs: dict[str, Numbers] = {"tokens": [0] * shape.n_tokens, **batch.inputs}
+        program = self.local.steady(self._padded(shape), batch, inputs, settings)
+        return None if program is None else SteadyRun(self, program)
 
     def _packed(self, numbers: list[int]) -> Numbers:
         """Integers as all backends take them. Small tensors take longer to make than a small model's layer to run."""

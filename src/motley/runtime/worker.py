@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -17,6 +17,7 @@ from motley.backends import (
     HostRendezvous,
     Joint,
     Rendezvous,
+    SteadyProgram,
     join,
     make_rendezvous,
 )
@@ -167,6 +168,25 @@ class Worker:
             return None
         given = [device.begin(batch, inputs, ()) for device in self.devices]
         return drafting.draft(given, settings, indexes, n_rounds)
+
+    def steady(
+        self,
+        shape: BatchShape,
+        batch: PlacedBatch,
+        inputs: Mapping[str, Numbers],
+        settings: Sequence[Any],
+    ) -> SteadyProgram | None:
+        """See `Runner.steady`."""
+        drafting = self.prepare(shape).drafting
+        if drafting is None:
+            return None
+        given = [device.begin(batch, inputs, ()) for device in self.devices]
+        return drafting.steady(given, len(batch.cache), settings)
+
+    def fill(self, group: int, blocks: Iterable[int]) -> None:
+        """These blocks of a cache group are about to hold something."""
+        for device in self.devices:
+            device.arena.fill(group, blocks)
 
     def prepare(self, shape: BatchShape) -> _Step:
         """The plans of all devices for a batch shape. They are kept."""

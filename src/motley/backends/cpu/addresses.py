@@ -20,6 +20,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self.data = torch.empty(0, dtype=torch.uint8)
+        self.start = 0  # its address
 
     def require(self, n_bytes: int) -> None:
         """There are at least so many from now on. If it has to grow it may move; programs look at where it is."""
@@ -28,10 +29,12 @@ class Scratch:
         storage = self.data.untyped_storage()
         if not storage.resizable():  # numpy has a view of it, which has to stay what it is
             self.data = torch.empty(n_bytes, dtype=torch.uint8)
-            return
-        # The storage first: a tensor that fails to grow would claim to be larger than its memory.
-        storage.resize_(n_bytes)
-        self.data.resize_(n_bytes)
+        else:
+            # The storage first: a tensor that fails to grow would claim to be larger than its memory.
+            storage.resize_(n_bytes)
+            self.start = storage.data_ptr()
+            self.data.resize_(n_bytes)
+        self.start = self.data.data_ptr()
 
 
 class Memory:
@@ -68,7 +71,7 @@ class Memory:
     @property
     def start(self) -> int:
         """Where the scratch memory is at present."""
-        return self._scratch.data.data_ptr()
+        return self._scratch.start
 
     def codes(self, tensor: Tensor) -> int:
         offset = self.layout.offsets.get(Codes(tensor))

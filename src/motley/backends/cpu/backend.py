@@ -24,10 +24,11 @@ from motley.backends.cpu.cache import BatchSlot, StateSlot
 from motley.backends.cpu.compiler import Compiler, can_compile
 from motley.backends.cpu.kernels import NativeKernel, heads_reason
 from motley.backends.cpu.memory import lay_out_stages
-from motley.backends.cpu.native import HAS_RECURRENT, NativeRendezvous, core
+from motley.backends.cpu.native import HAS_RECURRENT, HAS_STEADY, NativeRendezvous, core
 from motley.backends.cpu.patterns import PatternChooser
 from motley.backends.cpu.row_counts import INPUT_KINDS, OUTPUTS, TOKENS, rows_of_tensors
 from motley.backends.cpu.slabs import Slabs
+from motley.backends.cpu.steady import CpuSteady
 from motley.backends.cpu.weights import (
     CpuWeight,
     MappedTensor,
@@ -223,6 +224,26 @@ class CpuExecutable(Executable):
         )
         return self._program, tokens, positions, [slot.native for slot, _ in self._slots]
 
+    def steady_inputs(self, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """As csrc's SteadyTuple, for batches like the one that it is bound to."""
+        program, tokens, positions, _ = self._draft_inputs
+        others = [
+            (address, inputs[name])
+            for name, (address, _) in self._memory.input_places.items()
+            if name not in ("tokens", "positions")
+        ]
+        slots = [(inputs[name].layer.group, slot.native) for slot, name in self._slots]
+        return program, *self._n_actual, tokens, positions, others, slots
+
+    def has_program(self, program: Any) -> bool:
+        """Whether this is its program, and the memory that it was compiled for is where it was."""
+        return self._program is program and self._memory.start == self._compiled_at
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        """Of the batch that was run last."""
+        return self._outputs
+
     def _find_layers(self, inputs: Mapping[str, Any]) -> None:
         """Compile again if layers of the cache, or the scratch memory, are elsewhere."""
         layers = [inputs[name].layer for name in (*self._cache_names, *self._state_names)]
@@ -318,6 +339,14 @@ class _Joint:
             n_rounds,
         )
         return rounds
+
+    def steady(
+        self, inputs: Sequence[Mapping[str, Any]], n_groups: int, settings: Sequence[Any]
+    ) -> CpuSteady | None:
+        if not HAS_STEADY:
+            return None
+        self._bind(inputs)
+        return CpuSteady(self._members, self._team, inputs, n_groups, settings)
 
     def _bind(self, inputs: Sequence[Mapping[str, Any]]) -> None:
         for member, own in zip(self._members, inputs, strict=True):

@@ -35,6 +35,8 @@ HAS_RECURRENT = core is not None and hasattr(
     core, "StateBatch"
 )  # False: built before there were such kernels
 HAS_SAMPLER = core is not None and hasattr(core, "RowSampler")
+HAS_STEADY = core is not None and hasattr(core, "SteadyBatch")
+HAS_LOOKUP = core is not None and hasattr(core, "look_up")
 HAS_SHARED_GROUP = core is not None and hasattr(core, "SharedGroup")
 _MAX_MEMBERS = 64
 MAX_HEAD_DIM = 512

@@ -1,0 +1,77 @@
+"""`Lease`: sequences that grow by a token at a time, without a `reserve` for each. Imports no torch.
+
+Nearly always the next token of a sequence goes to a block that the sequence has already. A lease says how far that is so
+for each of some sequences. It ends when any block table of the cache changes: then the manager gives a new one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from motley.kvcache.prefix import Timeline
+
+
+class LeasedTable(NamedTuple):
+    """A sequence's blocks in one group."""
+
+    first: int  # the position that `blocks` begin at
+    blocks: array[int]  # int32, a copy
+
+
+class LeasedSequence(Protocol):
+    """What a lease changes of a sequence."""
+
+    past: Timeline
+    n_slots: int
+
+
+class Lessor(Protocol):
+    """The manager."""
+
+    block_size: int
+    n_changes: int
+
+    def publish(self, sequence: Any, n_before: int) -> None: ...
+
+
+class Lease:
+    """The right to append tokens to some sequences, one at a time, at positions before `ends`. See `CacheManager.lease`."""
+
+    __slots__ = ("_lessor", "_n_changes", "_sequences", "ends", "tables")
+
+    def __init__(
+        self,
+        lessor: Lessor,
+        sequences: Sequence[LeasedSequence],
+        ends: list[int],
+        tables: list[list[LeasedTable]],
+    ) -> None:
+        """`tables`: of each group, for each sequence."""
+        self._lessor = lessor
+        self._n_changes = lessor.n_changes
+        self._sequences = sequences
+        self.ends = ends
+        self.tables = tables
+
+    @property
+    def is_valid(self) -> bool:
+        return self._n_changes == self._lessor.n_changes
+
+    @property
+    def block_size(self) -> int:
+        return self._lessor.block_size
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Commits the next token of each sequence, whose K/V are in its slot: `CacheManager.commit` for all of them."""
+        n_last = self._lessor.block_size - 1
+        for sequence, token in zip(self._sequences, tokens, strict=True):
+            known = sequence.past.tokens
+            n_before = len(known)
+            known.append(token)
+            if sequence.n_slots <= n_before:
+                sequence.n_slots = n_before + 1
+            n_inside = n_before & n_last  # block sizes are powers of two
+            if not n_inside or n_inside == n_last:  # elsewhere there is nothing new to publish
+                self._lessor.publish(sequence, n_before)
