@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import reduce
 from hashlib import blake2b
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ from motley import LLM, SamplingParams
 from motley.engine import Engine, Request, Stream
 from motley.engine.request import CANCELLED, FAILED
 from motley.errors import CacheError, DeviceError
+from motley.kvcache.leases import Lease
 from motley.kvcache.manager import CacheManager
 from motley.kvcache.sequences import BlockCopy, GroupSpec
 from motley.runtime import Batch
@@ -86,7 +88,7 @@ class FakeRunner:
     def __init__(self, cache: CacheManager, rng: random.Random, failure_odds: float = 0.0) -> None:
         self.cache = cache
         self.arenas = [[b""] * (N_BLOCKS * BLOCK) for _ in self.windows]
-        self.n_failures = 0
+        self.n_failures = self.n_steady = 0
         self._rng = rng
         self._failure_odds = failure_odds
 
@@ -97,21 +99,29 @@ class FakeRunner:
         ]
         return Placed(batch, [list(blocks) for blocks in zip(*groups, strict=True)])
 
+    def steady(self, placed: Placed, settings: Sequence[Any]) -> FakeSteady:
+        assert all(chunk.n_tokens == chunk.n_outputs == 1 for chunk in placed.batch.chunks)
+        return FakeSteady(self)
+
+    def draw_failure(self) -> int | None:
+        """The point at which the next run fails; None: it does not."""
+        return self._rng.randint(0, 3) if self._rng.random() < self._failure_odds else None
+
     def run(self, placed: Placed, tokens: Tokens, copies: Sequence[BlockCopy]) -> torch.Tensor:
-        fails_at = self._rng.randint(0, 3) if self._rng.random() < self._failure_odds else None
-        self._maybe_fail(fails_at, 0)
+        fails_at = self.draw_failure()
+        self.maybe_fail(fails_at, 0)
         self.copy(copies)
-        self._maybe_fail(fails_at, 1)
+        self.maybe_fail(fails_at, 1)
         if POISON in tokens:
             raise MemoryError("no plan for poison")
         rows, first = [], 0
         for chunk, blocks in zip(placed.batch.chunks, placed.blocks, strict=True):
             self.store(blocks, chunk.start, tokens[first : first + chunk.n_tokens])
-            self._maybe_fail(fails_at, 2)
+            self.maybe_fail(fails_at, 2)
             if chunk.n_outputs:
                 rows.append(self.next_token(blocks, chunk.start + chunk.n_tokens))
             first += chunk.n_tokens
-        self._maybe_fail(fails_at, 3)
+        self.maybe_fail(fails_at, 3)
         logits = torch.zeros(len(rows), POISON + 1)
         logits[range(len(rows)), rows] = 1.0
         return logits
@@ -142,10 +152,38 @@ class FakeRunner:
     def blocks_of(self, sequence: int) -> list[list[int]]:
         return [list(self.cache.tables([sequence], group)[0].blocks) for group in range(len(self.windows))]
 
-    def _maybe_fail(self, fails_at: int | None, here: int) -> None:
+    def maybe_fail(self, fails_at: int | None, here: int) -> None:
         if fails_at == here:
             self.n_failures += 1
             raise self._rng.choice([DeviceError, MemoryError, KeyboardInterrupt, AssertionError])("injected")
+
+
+class FakeSteady:
+    """Replaces `runtime.SteadyRun`: it knows the block tables as they were when it was told of them."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+        self._blocks: list[list[list[int]]] = []  # of each sequence, for each group
+        self.is_current = True
+
+    def place(self, lease: Lease) -> None:
+        groups = [[[-1] * (t.first // BLOCK) + list(t.blocks) for t in group] for group in lease.tables]
+        self._blocks = [list(blocks) for blocks in zip(*groups, strict=True)]
+
+    def run(self, tokens: list[int], positions: list[int], indexes: list[int]) -> list[int]:
+        runner = self._runner
+        fails_at = runner.draw_failure()
+        runner.maybe_fail(fails_at, 0)
+        if POISON in tokens:
+            raise MemoryError("no plan for poison")
+        for blocks, token, position in zip(self._blocks, tokens, positions, strict=True):
+            runner.store(blocks, position, [token])
+            runner.maybe_fail(fails_at, 1)
+        runner.n_steady += 1
+        runner.maybe_fail(fails_at, 2)
+        self.is_current = fails_at != 3
+        ends = zip(self._blocks, positions, strict=True)
+        return [runner.next_token(blocks, position + 1) for blocks, position in ends]
 
 
 def slot(blocks: Sequence[int], position: int) -> int:
@@ -215,6 +253,7 @@ class Soak:
         assert all(group.n_used == 0 for group in self.cache.stats().groups), "blocks have leaked"
         self.seen["evictions"] = self.cache.stats().prefix.n_evictions
         self.seen["failed steps"] = self.model.n_failures
+        self.seen["steady steps"] = self.model.n_steady
 
     def add(self) -> None:
         if len(self.engine.scheduler.waiting) > 6:

@@ -35,6 +35,7 @@ def test_random_requests_forks_cancellations_and_failures_lose_nothing(seed: int
         "forks",
         "preempted",
         "retried",
+        "steady steps",
     ]
     assert [what for what in (*wanted, "truncations") if soak.seen[what] == 0] == []
     ends = ("answers", "cancelled", "failed alone", "failed twice")

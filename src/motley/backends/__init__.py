@@ -26,6 +26,8 @@ from motley.backends.cpu import (
     SharedGroup,
     choose_rows,
     is_available,
+    look_up,
+    new_text_index,
     row_settings,
 )
 from motley.backends.cuda.planning import RemoteGpu
@@ -111,6 +113,8 @@ __all__ = [
     "have_native_collectives",
     "is_available",
     "join",
+    "look_up",
     "make_rendezvous",
+    "new_text_index",
     "row_settings",
 ]

@@ -364,18 +364,22 @@ class Engine:
     def _plan(self) -> _Planned:
         """The next step: the latest one again, or the look-ahead plan, if that is still valid; else newly scheduled."""
         ahead, self._ahead = self._ahead, None
-        steady = self._steady
-        if steady is not None and steady.prepare(self.scheduler):
-            ahead = _Planned(steady.step, None, steady)
+        if self._steady is not None and self._steady.is_next(self.scheduler):
+            self.scheduler.begin(self._steady.step)
+            ahead = (
+                _Planned(self._steady.step, None, self._steady) if self._steady.reserve(self.cache) else None
+            )
+        elif ahead is not None and self.scheduler.is_next(ahead.step):
+            self.scheduler.begin(ahead.step)
         else:
-            if ahead is not None and not self.scheduler.is_next(ahead.step):
-                ahead = None
-            self.scheduler.begin(ahead.step if ahead is not None else None)
-            if ahead is None and (shifts := self.scheduler.shift_full()):
+            ahead = None
+        if ahead is None:
+            self.scheduler.begin()
+            if shifts := self.scheduler.shift_full():
                 self.runner.shift(shifts)
         self._drafts = self.speculator.propose(self.scheduler)
         if ahead is not None and not self._drafts:
-            return ahead if ahead.batch or ahead.steady else self._repeatable(ahead)
+            return ahead if ahead.batch or ahead.steady else self._repeatable(ahead.step)
         drafts = self._drafts.items()
         step = self.scheduler.schedule(
             {request: draft.tokens for request, draft in drafts},
@@ -384,21 +388,19 @@ class Engine:
         self._is_blocked = not step.work
         if self._is_blocked and not self.n_guests:
             self._refuse_first()
-        return _Planned(step, None)
+        return self._repeatable(step) if step.is_decoding else _Planned(step)
 
-    def _repeatable(self, planned: _Planned) -> _Planned:
+    def _repeatable(self, step: Step) -> _Planned:
         """The step, staged so that it can be repeated, if the runner and the samplers of its requests allow that."""
-        step = planned.step
-        settings = native_settings(self._chooser, [row_of(request) for request in step.requests])
         batch = self._place(step)
+        settings = native_settings(self._chooser, [row_of(request) for request in step.requests])
         run = None if settings is None else self.runner.steady(batch, settings)
-        if run is None:
-            return _Planned(step, batch)
-        steady = Steady(step, run)
-        if not steady.prepare(self.scheduler):
-            return _Planned(step, batch)
-        self._steady = steady
-        return _Planned(step, None, steady)
+        if run is not None:
+            steady = Steady(step, run)
+            if steady.is_next(self.scheduler) and steady.reserve(self.cache):
+                self._steady = steady
+                return _Planned(step, None, steady)
+        return _Planned(step, batch)
 
     def _plan_ahead(self, *, is_computing: bool) -> _Planned | None:
         """The look-ahead plan: the step expected after the one that has just been launched. None: no plan.
@@ -433,12 +435,14 @@ class Engine:
         self, ready: Sequence[Request], tokens: Sequence[Found], logprobs: Mapping[int, TokenLogprobs]
     ) -> None:
         """Appends the chosen token to each request of `ready`; a request with an error instead of a token fails."""
+        has_suspects = self.scheduler.n_suspects > 0
         for row, (request, token) in enumerate(zip(ready, tokens, strict=True)):
-            self.scheduler.clear(request)
+            if has_suspects:
+                self.scheduler.clear(request)
             try:
                 if isinstance(token, BaseException):
                     raise token
-                request.accept(token, logprobs.get(row))
+                request.accept(token, logprobs.get(row) if logprobs else None)
             except BaseException as error:  # an error of this request only
                 self._fail(request, error)
             if request.is_finished:

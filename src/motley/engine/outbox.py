@@ -35,7 +35,8 @@ class Outbox(Generic[R]):
 
     def put(self, piece: str) -> None:
         self._texts.put(piece)
-        _wake(self._wakers)
+        if not self._wakers.empty():
+            _wake(self._wakers)
 
     def finish(self, result: R) -> None:
         """The end; nothing is put after it."""

@@ -108,7 +108,7 @@ class Speculation:
     draft_min: int = 0  # shorter drafts are not used
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)  # slots: each step reads many of them, of every request
 class Request:
     """Mutable state of one request, for the engine's thread. Readers in other threads have its `outbox`."""
 
@@ -238,7 +238,7 @@ class Request:
             self.outbox.put(piece)
         if self.text.is_stopped or (self.matcher is not None and self.matcher.is_complete):
             self.finish(STOP)
-        elif self._is_at_limit:
+        elif (self.max_tokens is not None and len(self.generated) >= self.max_tokens) or self._is_late:
             self.finish(LENGTH)
 
     def expect(self, drafter: str, draft: tuple[int, ...], parents: Parents = ()) -> None:
@@ -259,10 +259,8 @@ class Request:
             self.draft = ()  # the later rows were computed after a wrong token, or there are none
 
     @property
-    def _is_at_limit(self) -> bool:
-        """Whether it has all tokens, or has taken all the time, that it may."""
-        if self.max_tokens is not None and len(self.generated) >= self.max_tokens:
-            return True
+    def _is_late(self) -> bool:
+        """Whether it has taken all the time that it may."""
         return self.max_seconds is not None and time.perf_counter() - self.first_token >= self.max_seconds
 
     def drop(self, n_keep: int, n_drop: int) -> None:
@@ -332,7 +330,10 @@ class TextStream:
     def push(self, token: int) -> str:
         """The text that has become final with this token."""
         piece = self._detokenizer.push(token)
-        return self._checked(piece) if self._has_stops else self._kept(piece)
+        if self._has_stops:
+            return self._checked(piece)
+        self._pieces.append(piece)
+        return piece
 
     def finish(self) -> str:
         """The text that was held back: an incomplete character, or an incomplete stop string."""

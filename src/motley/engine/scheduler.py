@@ -70,6 +70,11 @@ class Step:
     def requests(self) -> list[Request]:
         return [request for request, _ in self.work]
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it has one token of each request, which waits for its next one, and copies nothing."""
+        return len(self.work) == self.n_tokens and not self.copies
+
     def n_drafted(self, request: Request) -> int:
         """How many of the request's tokens in this step are its draft."""
         return len(self.drafts[request]) if request in self.drafts else 0
@@ -285,8 +290,13 @@ class Scheduler:
         """How many drafted tokens the next step may have, in all. Half of the room is left to prompts, if any wait."""
         if self._suspects:
             return 0
-        n_few = sum(r.n_pending for r in self.running if r.n_pending <= _FEW)
-        has_prompts = bool(self.waiting) or any(r.n_pending > _FEW for r in self.running)
+        n_few, has_prompts = 0, bool(self.waiting)
+        for request in self.running:
+            n_pending = len(request.tokens) - request.n_computed
+            if n_pending <= _FEW:
+                n_few += n_pending
+            else:
+                has_prompts = True
         return max(0, self.n_batch - n_few) // (2 if has_prompts else 1)
 
     def clear(self, request: Request) -> None:

@@ -1,18 +1,18 @@
 """The steady state: the same requests get one token each, in step after step.
 
-Nothing of such a step has to be made again. Which requests run, their block tables, samplers and all inputs except tokens
-and positions stay the same, and one native call computes and chooses the next tokens. `Steady` is a step that can be
-repeated in this way. It is an ordinary step otherwise: `Engine._plan` takes it if it is the next step and no request has
-a draft, and schedules a step if anything has changed.
+Nothing of such a step has to be made again. Which requests run, their block tables, samplers and all inputs except
+tokens and positions stay the same, and one native call computes and chooses the next tokens. `Steady` is a step that
+can be repeated in this way. `Engine._plan` takes it if it is the next step and no request has a draft; if anything has
+changed, a step is scheduled.
 """
 
 from __future__ import annotations
 
 from motley.engine.choosing import checked
-from motley.engine.request import Request
 from motley.engine.scheduler import Scheduler, Step
 from motley.engine.verifying import Chosen
 from motley.kvcache.leases import Lease
+from motley.kvcache.manager import CacheManager
 from motley.runtime import SteadyRun
 
 
@@ -30,26 +30,33 @@ class Steady:
         self._positions: list[int] = []
         self._indexes: list[int] = []
 
-    def prepare(self, scheduler: Scheduler) -> bool:
-        """Whether this is the next step; if so, it has begun, and its slots are reserved."""
+    def is_next(self, scheduler: Scheduler) -> bool:
+        """Whether this is the next step, if there is room for it."""
         if not scheduler.is_decoding(self.requests) or not self._run.is_current:
             return False
         tokens: list[int] = []
         positions: list[int] = []
         indexes: list[int] = []
-        is_leased = self._lease is not None and self._lease.is_valid
-        for request, end in zip(self.requests, self._ends, strict=True):
+        for request in self.requests:
             position, known = request.n_computed, request.tokens
             if len(known) != position + 1:
                 return False
-            if position >= end:
-                is_leased = False
             tokens.append(known[position])
             positions.append(position)
             indexes.append(len(request.generated))
         self._tokens, self._positions, self._indexes = tokens, positions, indexes
-        scheduler.begin(self.step)
-        return is_leased or self._renew(scheduler)
+        return True
+
+    def reserve(self, cache: CacheManager) -> bool:
+        """Reserves its slots; False: the scheduler has to. To be called when the step has begun."""
+        lease = self._lease
+        if lease is not None and lease.is_valid:
+            for position, end in zip(self._positions, self._ends, strict=True):
+                if position >= end:
+                    break
+            else:
+                return True
+        return self._renew(cache)
 
     def run(self) -> Chosen:
         """Computes the step and records it in the cache. Returns the next token of each request."""
@@ -61,14 +68,14 @@ class Steady:
             request.n_steps += 1
         return Chosen(checked(found), {})
 
-    def _renew(self, scheduler: Scheduler) -> bool:
-        """Reserves slots: a block is full, or another sequence has changed the cache. False: the scheduler has to."""
+    def _renew(self, cache: CacheManager) -> bool:
+        """Takes a new lease: a block is full, or another sequence has changed the cache."""
         if any(request.is_full for request in self.requests):
             return False
         sequences = [request.sequence for request in self.requests if request.sequence is not None]
         assert len(sequences) == len(self.requests)
         self._lease = None
-        lease = scheduler.cache.lease(sequences)
+        lease = cache.lease(sequences)
         if lease is None:
             return False
         self._run.place(lease)

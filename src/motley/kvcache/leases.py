@@ -1,7 +1,7 @@
 """`Lease`: sequences that grow by a token at a time, without a `reserve` for each. Imports no torch.
 
-Nearly always the next token of a sequence goes to a block that the sequence has already. A lease says how far that is so
-for each of some sequences. It ends when any block table of the cache changes: then the manager gives a new one.
+Nearly always the next token of a sequence goes to a block that the sequence has already. A lease says how far that is
+so for each of some sequences. It ends when any block table of the cache changes: then the manager gives a new one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Lessor(Protocol):
 
 
 class Lease:
-    """The right to append tokens to some sequences, one at a time, at positions before `ends`. See `CacheManager.lease`."""
+    """The right to append tokens to some sequences, one at a time, at positions before `ends`: `CacheManager.lease`."""
 
     __slots__ = ("_lessor", "_n_changes", "_sequences", "ends", "tables")
 

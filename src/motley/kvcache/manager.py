@@ -86,7 +86,9 @@ class CacheManager:
         self._hasher = BlockHasher(salt)
         self._sequences: dict[int, _Sequence] = {}
         self._next_seq = 0
-        self.n_changes = 0  # of any block table, and of who shares blocks: leases hold while it stays the same
+        self.n_changes = (
+            0  # of any block table, and of who shares blocks: leases hold while it stays the same
+        )
         self._n_queries = self._n_query_tokens = self._n_hit_tokens = 0
         self.last_stats = self.stats()
 
@@ -242,10 +244,10 @@ class CacheManager:
             self.n_changes += table.n_holes != n_holes
 
     def lease(self, seqs: Sequence[int]) -> Lease | None:
-        """The right to append tokens to these sequences one at a time, without `advance`, `reserve` and `commit` for each.
+        """The right to append tokens to these sequences, one at a time: no `advance`, `reserve` and `commit` for each.
 
-        It ends when `n_changes` differs from the lease's, and for each sequence at one of the lease's `ends`. None: one
-        of them has no room for a token, or would have to copy a block; or layers have states, which every token changes.
+        It ends when `n_changes` changes, and for each sequence at one of the lease's `ends`. None: one of them has no
+        room for a token, or would have to copy a block; or layers have states, which every token changes.
         """
         if self._has_states:
             return None

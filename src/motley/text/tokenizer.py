@@ -32,6 +32,8 @@ class Tokenizer:
         self._encoder = SentencePieceEncoder(vocab) if vocab.model == "llama" else BpeEncoder(vocab)
         self._special = SpecialTokens(vocab)
         self._hidden = frozenset(vocab.ids_of(TokenType.CONTROL, TokenType.UNKNOWN))
+        # Texts of tokens that decoders have met, without control tokens and with them.
+        self._texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
 
     @classmethod
     def from_spec(cls, spec: HasMetadata) -> Tokenizer:
@@ -139,7 +141,8 @@ class Tokenizer:
             return self.token_bytes(token)
 
         is_continuation = any(piece(token) for token in after)
-        return DetokenizerStream(piece, drops_space=self._vocab.add_space_prefix and not is_continuation)
+        drops_space = self._vocab.add_space_prefix and not is_continuation
+        return DetokenizerStream(piece, drops_space=drops_space, texts=self._texts[skip_special])
 
     def _checked(self, token: int) -> int:
         if not 0 <= token < self.n_vocab:

@@ -35,10 +35,8 @@ class CpuSteady:
 
     @property
     def is_current(self) -> bool:
-        for member, program in zip(self._members, self._programs, strict=True):
-            if not member.has_program(program):
-                return False
-        return True
+        own = zip(self._members, self._programs, strict=True)
+        return all(member.has_program(program) for member, program in own)
 
     def place(self, group: int, block_size: int, tables: Sequence[tuple[int, Any]]) -> None:
         rows = [(row, 1, first, first, blocks) for row, (first, blocks) in enumerate(tables)]

@@ -7,7 +7,6 @@ a step with one row more takes longer. Rows go to the tokens most likely to surv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Protocol
 
 from motley.engine.drafting.acceptance import Acceptance
@@ -17,6 +16,7 @@ from motley.engine.request import Request
 from motley.engine.trees import depths
 
 _LEAST_GAIN = 1.1  # of the rate: less is not worth the uncertainty of the figures
+_LEAST_SURVIVAL = 0.01  # of a drafted token: less is not worth looking at
 _ROUND = 0.2  # of a step of one row: the assumed cost of a drafter's round before one was measured
 
 Drafts = dict[Request, Draft]
@@ -110,12 +110,15 @@ class AdaptiveControl:
 
     def _n_best(self, survivals: Sequence[float], n_rows: int, *, may_plan: bool) -> int:
         """How many drafted tokens make tokens come fastest, of tokens in descending order of survival."""
-        base, *costs = self.costs.seconds_from(n_rows, 1 + len(survivals))
+        base = self.costs.seconds(n_rows)
         least = n_rows / base * _LEAST_GAIN
         found = {True: (least, 0, 0.0), False: (least, 0, 0.0)}  # rate, tokens, seconds saved; by: has a plan
-        n_tokens = float(n_rows)
-        for n, (survival, seconds) in enumerate(zip(survivals, costs, strict=True), start=1):
+        n_tokens, n_most = float(n_rows), n_rows + sum(survivals)
+        for n, survival in enumerate(survivals, start=1):
             n_tokens += survival
+            seconds = self.costs.seconds(n_rows + n)
+            if n_most <= least * seconds:
+                break  # more rows take no less time
             if n_tokens / seconds <= least:
                 continue
             is_planned = may_plan or self._plans.has(n_rows + n)
@@ -159,7 +162,14 @@ def _survivals(draft: Draft, rate: float) -> list[float]:
     if draft.parents:
         n_right = sum(rate**depth for depth in range(1, max(depths(draft.parents)) + 1))
         return [n_right / len(draft.tokens)] * len(draft.tokens)
-    return list(accumulate(draft.tokens, lambda survival, _: survival * rate, initial=1.0))[1:]
+    survivals: list[float] = []
+    survival = 1.0
+    for _ in draft.tokens:
+        survival *= rate
+        if survival < _LEAST_SURVIVAL:
+            break
+        survivals.append(survival)
+    return survivals
 
 
 class FixedControl:

@@ -49,26 +49,32 @@ class StepCosts:
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
         self._n_steps = 0
+        self._n_new = 0  # steps since `_found` was found
         self._found: (
             list[tuple[float, float]] | None
         ) = []  # rows and seconds, both ascending; None: to be found
+        self._seconds: dict[int, float] = {}  # by rows, as `_found` says
 
     def note(self, n_rows: int, seconds: float) -> None:
-        """Records that a step of `n_rows` took `seconds`. Every step calls it: the rest is left to `_points`."""
+        """Records that a step of `n_rows` took `seconds`. Every step calls it: the rest is left to `_points`, and once
+        there are enough steps of a bucket, a single one changes little.
+        """
         self._n_steps += 1
         number = bisect_left(_EDGES, n_rows)
         bucket = self._buckets.get(number)
         if bucket is None:
             bucket = self._buckets[number] = _Bucket()
         bucket.add(n_rows, seconds, self._n_steps)
-        self._found = None
+        self._n_new += 1
+        if self._n_new >= _N_KEPT or len(bucket.seconds) < _N_KEPT:
+            self._found = None
 
     @property
     def _points(self) -> list[tuple[float, float]]:
         if self._found is None:
             for number in [n for n, b in self._buckets.items() if self._n_steps - b.latest > _MAX_AGE]:
                 del self._buckets[number]
-            self._found = []
+            self._found, self._seconds, self._n_new = [], {}, 0
             measured = [each for each in self._buckets.values() if len(each.seconds) >= _N_NEEDED]
             for rows, cost in sorted(each.point for each in measured):
                 least = self._found[-1][1] if self._found else 0.0
@@ -87,6 +93,12 @@ class StepCosts:
     def seconds(self, n_rows: int) -> float:
         """The expected seconds of a step; in units of a step of one row as long as no step was measured."""
         points = self._points
+        found = self._seconds.get(n_rows)
+        if found is None:
+            found = self._seconds[n_rows] = self._interpolated(points, n_rows)
+        return found
+
+    def _interpolated(self, points: Sequence[tuple[float, float]], n_rows: int) -> float:
         at = bisect_left(points, (n_rows, 0.0))
         if not points:
             return _shape(n_rows)
@@ -99,17 +111,8 @@ class StepCosts:
         return low_cost + (high_cost - low_cost) * (n_rows - low) / (high - low)
 
     def seconds_from(self, n_rows: int, n: int, stride: int = 1) -> list[float]:
-        """The expected seconds of steps of `n_rows`, `n_rows` + `stride`, …: `n` numbers, faster than one by one."""
-        points, found, at = self._points, [], 0
-        for rows in range(n_rows, n_rows + n * stride, stride):
-            while at < len(points) and points[at][0] < rows:
-                at += 1
-            if 0 < at < len(points):
-                (low, low_cost), (high, high_cost) = points[at - 1], points[at]
-                found.append(low_cost + (high_cost - low_cost) * (rows - low) / (high - low))
-            else:
-                found.append(self.seconds(rows))
-        return found
+        """The expected seconds of steps of `n_rows`, `n_rows` + `stride`, …: `n` numbers."""
+        return [self.seconds(rows) for rows in range(n_rows, n_rows + n * stride, stride)]
 
     def _beyond(self, n_rows: int) -> float:
         """Seconds of more rows than were measured. Half of the latest slope: the first rows more may cost most."""

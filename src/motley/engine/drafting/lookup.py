@@ -3,6 +3,9 @@
 An index maps every three tokens in a row to their latest place, and each place to the one before it. Of the latest
 places the one with the longest match before it wins; if there are several, the most frequent continuation. A text that
 repeats itself continues across its end: after "a b c a b c" the draft is "a b c a b c …".
+
+`TextIndex` is the specification. The native core has the same index (csrc/lookup.hpp), and looks up all requests in one
+call.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 
+from motley.backends import look_up, new_text_index
 from motley.engine.drafting.draft import Ask, Draft
 from motley.engine.request import Request
 
@@ -24,7 +28,7 @@ _GRADES = (4, 6, 12, 24)  # matches of at least so many tokens have grade 1, 2, 
 
 
 class Lookup:
-    """Drafts by looking up the request's own text. It needs no model, and its drafts take some microseconds."""
+    """Drafts by looking up the requests' own texts. It needs no model, and its drafts take some microseconds."""
 
     name = "lookup"
     priors = (0.4, 0.55, 0.75, 0.85, 0.9)
@@ -33,18 +37,35 @@ class Lookup:
     writes_cache = False
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [self._draft(ask.request, ask.n_max) for ask in asks]
+        drafts = [_NO_DRAFT] * len(asks)
+        n_max = max(ask.n_max for ask in asks)
+        for row, tokens, n_match in _look_up([ask.request for ask in asks], n_max):
+            kept = tuple(tokens[: asks[row].n_max])
+            drafts[row] = Draft(kept, self.name, bisect_right(_GRADES, n_match))
+        return drafts
 
     def may_draft(self, request: Request) -> bool:
-        return bool(self._draft(request, 1).tokens)
+        return bool(_look_up([request], 1))
 
-    def _draft(self, request: Request, n_max: int) -> Draft:
-        index = request.memory.get(self.name)
+
+def _look_up(requests: Sequence[Request], n_max: int) -> list[tuple[int, Sequence[int], int]]:
+    """(row, up to `n_max` tokens that may follow, length of the match) of requests that have any."""
+    indexes = []
+    for request in requests:
+        index = request.memory.get(Lookup.name)
         if index is None:
-            index = request.memory[self.name] = TextIndex(request.prompt)
-        index.extend(request.generated)
+            index = request.memory[Lookup.name] = new_text_index(request.prompt) or TextIndex(request.prompt)
+        indexes.append(index)
+    answers = [request.generated for request in requests]
+    if not isinstance(indexes[0], TextIndex):
+        return look_up(indexes, answers, n_max)
+    found = []
+    for row, (index, answer) in enumerate(zip(indexes, answers, strict=True)):
+        index.extend(answer)
         tokens, n_match = index.continuation(n_max)
-        return Draft(tokens, self.name, bisect_right(_GRADES, n_match)) if tokens else _NO_DRAFT
+        if tokens:
+            found.append((row, tokens, n_match))
+    return found
 
 
 class TextIndex:

@@ -11,6 +11,7 @@ from motley.engine.drafting.choice import read_choice
 from motley.engine.drafting.control import AdaptiveControl, Control
 from motley.engine.drafting.draft import Ask, Draft, Drafter, Learner, TreeDrafter, Watcher
 from motley.engine.drafting.forced import Forced
+from motley.engine.drafting.lookup import Lookup
 from motley.engine.request import Request, Speculation
 from motley.engine.scheduler import Scheduler
 from motley.engine.trees import MAX_ROWS, Parents
@@ -18,6 +19,7 @@ from motley.engine.trees import MAX_ROWS, Parents
 _log = logging.getLogger("motley")
 _MAX_ROWS = 64  # of logits in a step
 _MAX_VAIN, _REST = 32, 4  # steps without a draft that pays; then drafters are asked in every fourth step
+_ONLY_LOOKUP = (Lookup.name,)
 _MAX_REQUESTS = 32  # with more, a step has rows enough, and looking for drafts takes longer than they save
 
 
@@ -47,7 +49,7 @@ class Speculator:
         self._control = control or AdaptiveControl({d.name: d.priors for d in drafters}, bucket, plan_seconds)
         self._learners = {each.name: each for each in drafters if isinstance(each, Learner)}
         self._watchers = {each.name: each for each in drafters if isinstance(each, Watcher)}
-        self._has_trees = any(isinstance(each, TreeDrafter) and each.has_trees for each in drafters)
+        self._trees = {each.name for each in drafters if isinstance(each, TreeDrafter) and each.has_trees}
         self._costly = frozenset(drafter.name for drafter in drafters if not drafter.is_free)
         self._n_vocab = n_vocab
         self._max_rows = max_rows
@@ -74,34 +76,42 @@ class Speculator:
             return {}
         # Every step comes here, mostly in vain, so requests without drafts must cost some microseconds only.
         asking = []
+        names: set[str] = set()
         for request in running:
             own = request.speculation
-            if len(request.generated) >= request.drafts_from and own.drafters and request.n_pending == 1:
+            if (
+                own.drafters
+                and len(request.generated) >= request.drafts_from
+                and len(request.tokens) == request.n_computed + 1
+            ):
                 n_max = request.max_draft
-                if n_max >= max(1, own.draft_min):
+                if n_max and n_max >= own.draft_min:
                     asking.append(Ask(request, n_max))
+                    names.update(own.drafters)
         if not asking:
             return {}
-        if self._has_trees:
-            max_rows = min(MAX_ROWS - 1, self._room(scheduler) // len(asking))
-            asking = [ask._replace(max_rows=max_rows) for ask in asking]
-        drafts: dict[Request, Draft] = {}
+        found: dict[Request, Draft] = {}
         for drafter in self._drafters:
+            name = drafter.name
+            if name not in names:
+                continue
             asks = [
-                ask
-                for ask in asking
-                if drafter.name in ask.request.speculation.drafters and ask.request not in drafts
+                ask for ask in asking if name in ask.request.speculation.drafters and ask.request not in found
             ]
             if asks:
-                drafts |= self._ask(scheduler, drafter, asks)
-        if drafts:
-            drafts = self._control.allot(drafts, _n_rows(scheduler), self._room(scheduler))
+                found |= self._ask(scheduler, drafter, asks)
+        drafts = found
+        if found:
+            drafts = self._control.allot(found, _n_rows(scheduler), self._room(scheduler))
         for request, *_ in asking:
-            self._rest(request, request in drafts)
+            if request in found or request.speculation.drafters != _ONLY_LOOKUP:
+                self._rest(request, request in drafts)
         return drafts
 
     def _rest(self, request: Request, is_used: bool) -> None:
-        """Lets a request whose text cannot be guessed rest: it is asked for in every fourth step only."""
+        """Lets a request whose text cannot be guessed rest: it is asked for in every fourth step only. Looking up in
+        vain takes no time that matters, and does not count.
+        """
         request.n_vain = 0 if is_used else request.n_vain + 1
         if request.n_vain > _MAX_VAIN and self._costly.isdisjoint(request.speculation.drafters):
             request.drafts_from = request.n_generated + _REST
@@ -152,7 +162,8 @@ class Speculator:
 
     def _room(self, scheduler: Scheduler) -> int:
         """How many drafted tokens the next step may have, in all."""
-        n_outputs = min(len(scheduler.requests), scheduler.n_parallel)  # with prompts that end in this step
+        # With prompts that end in this step.
+        n_outputs = min(len(scheduler.running) + len(scheduler.waiting), scheduler.n_parallel)
         return max(0, min(scheduler.room_for_drafts(), self._max_rows - n_outputs))
 
     def may_draft(self, requests: Sequence[Request]) -> bool:
@@ -176,6 +187,9 @@ class Speculator:
         self._control.note_plan(n_rows, seconds)
 
     def _ask(self, scheduler: Scheduler, drafter: Drafter, asks: Sequence[Ask]) -> dict[Request, Draft]:
+        if drafter.name in self._trees:
+            max_rows = min(MAX_ROWS - 1, self._room(scheduler) // len(asks))
+            asks = [ask._replace(max_rows=max_rows) for ask in asks]
         if not drafter.is_free:
             n_max = min(self._room(scheduler), max(ask.n_max for ask in asks))
             requests = [ask.request for ask in asks]
@@ -199,21 +213,24 @@ class Speculator:
                 self._control.note_drafting(drafter.name, n_rounds, self._clock() - started)
         kept = {}
         for (request, n, _), draft in zip(asks, found, strict=True):
-            if not draft.tokens:
+            tokens = draft.tokens
+            if not tokens:
                 continue
-            n_valid = len(self._valid(draft.tokens[: MAX_ROWS - 1] if draft.parents else draft.tokens[:n]))
-            if n_valid:
-                kept[request] = draft.cut(n_valid, n)
+            if len(tokens) > n or draft.parents or min(tokens) < 0 or max(tokens) >= self._n_vocab:
+                n_valid = self._n_valid(tokens[: MAX_ROWS - 1] if draft.parents else tokens[:n])
+                draft = draft.cut(n_valid, n)
+            if draft.tokens:
+                kept[request] = draft
         return kept
 
-    def _valid(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens before the first that is not in the vocabulary."""
+    def _n_valid(self, tokens: tuple[int, ...]) -> int:
+        """The number of tokens before the first that is not in the vocabulary."""
         for i, token in enumerate(tokens):
             if not 0 <= token < self._n_vocab:
-                return tokens[:i]
-        return tokens
+                return i
+        return len(tokens)
 
 
 def _n_rows(scheduler: Scheduler) -> int:
     """The rows of requests that wait for their next token, in a step without drafts."""
-    return sum(request.n_pending == 1 for request in scheduler.running)
+    return sum(len(request.tokens) == request.n_computed + 1 for request in scheduler.running)
