@@ -226,6 +226,19 @@ def test_a_windowed_prefix_is_found_although_its_beginning_is_gone() -> None:
     cache.check_integrity()
 
 
+def test_a_tail_is_left_out_if_its_full_blocks_were_the_last_that_could_be_evicted() -> None:
+    cache = make_cache(n_blocks=4, size=2)
+    first, second = cache.open().seq, cache.open().seq  # the same tokens at the same time: they share nothing
+    run(cache, first, [1, 2, 3])
+    run(cache, second, [1, 2, 3])
+    cache.free(first)
+    start(cache, [7])  # evicts the first one's tail: its full block alone is left
+    opened = cache.open([1, 2, 3, 9])
+    assert opened.n_cached == 2
+    assert opened.copies == []
+    cache.check_integrity()
+
+
 def test_a_windowed_prefix_keeps_what_it_sees_when_its_tail_finds_no_room() -> None:
     cache = CacheManager([GroupSpec("window", 4, window=6)], 4)
     tokens = range(15)

@@ -450,11 +450,14 @@ class CacheManager:
             sources, self._hasher, root, tokens, limit=len(tokens) - 1, block_size=size, known=known
         )
         past, n_cached = match.past, match.n_tokens
-        if not all(group.can_adopt_tail for group in self.groups):
+        self._adopt(sequence, past, n_cached)
+        # Only now: sharing full blocks may have taken the last ones that could be evicted.
+        if n_cached % size and not all(group.can_adopt_tail for group in self.groups):
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                group.truncate(table, 0)
             while n_cached % size:
                 n_cached = longest_usable(sources, past, n_cached // size * size)
-        for i, group in enumerate(self.groups):
-            sequence.tables[i] = group.adopt(past, n_cached)
+            self._adopt(sequence, past, n_cached)
         copies: list[BlockCopy] = []
         if n_cached % size:
             for group, table in zip(self.groups, sequence.tables, strict=True):
@@ -467,6 +470,11 @@ class CacheManager:
             for group, table in zip(self.groups, sequence.tables, strict=True):
                 group.expect(table, expected, len(tokens))
         return copies
+
+    def _adopt(self, sequence: _Sequence, past: Timeline, n_tokens: int) -> None:
+        """Shares what is cached of the full blocks of the first `n_tokens`."""
+        for i, group in enumerate(self.groups):
+            sequence.tables[i] = group.adopt(past, n_tokens)
 
     def _count_query(self, n_tokens: int, n_hit: int, by: int) -> None:
         if self._finds_prefixes and n_tokens:
