@@ -7,6 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from motley.backends import look_up, new_text_index
 from motley.engine.drafting.lookup import TextIndex
 
 
@@ -76,3 +77,35 @@ def test_a_draft_is_a_copy_of_the_text_after_the_longest_match(
             for p in places
             if p >= n_match
         )
+
+
+@given(st.lists(st.integers(0, 3), max_size=120), st.integers(1, 20), st.data())
+def test_the_native_index_finds_what_the_specification_finds(
+    text: list[int], n_max: int, data: st.DataObject
+) -> None:
+    n_prompt = data.draw(st.integers(0, len(text)))
+    index, native = TextIndex(text[:n_prompt]), new_text_index(text[:n_prompt])
+    assert native is not None
+    answer: list[int] = []
+    for token in [None, *text[n_prompt:]]:
+        answer += [] if token is None else [token]
+        index.extend(answer)
+        expected, n_match = index.continuation(n_max)
+        found = look_up([native], [answer], n_max)
+        assert found == ([(0, list(expected), n_match)] if expected else [])
+
+
+def test_many_texts_are_looked_up_at_once_and_grow_by_several_tokens() -> None:
+    rng = random.Random(1)
+    texts = [[rng.randrange(40) for _ in range(5_000)] for _ in range(4)]
+    natives = [new_text_index(text[:1000]) for text in texts]
+    for n in (0, 1, 2, 900, 4000):
+        found = look_up(natives, [text[1000 : 1000 + n] for text in texts], 8)
+        expected = []
+        for row, text in enumerate(texts):
+            index = TextIndex(text[: 1000 + n])
+            index.extend([])
+            index.extend([])
+            tokens, n_match = index.continuation(8)
+            expected += [(row, list(tokens), n_match)] if tokens else []
+        assert found == expected

@@ -227,13 +227,15 @@ def test_a_windowed_prefix_is_found_although_its_beginning_is_gone() -> None:
 
 
 def test_a_tail_is_left_out_if_its_full_blocks_were_the_last_that_could_be_evicted() -> None:
-    cache = make_cache(n_blocks=4, size=2)
+    cache = make_cache(n_blocks=3, size=2)
     first, second = cache.open().seq, cache.open().seq  # the same tokens at the same time: they share nothing
-    run(cache, first, [1, 2, 3])
-    run(cache, second, [1, 2, 3])
+    run(cache, first, [0, 0, 0, 0])
+    run(cache, second, [0])
     cache.free(first)
-    start(cache, [7])  # evicts the first one's tail: its full block alone is left
-    opened = cache.open([1, 2, 3, 9])
+    run(
+        cache, second, [0, 0, 0, 1]
+    )  # evicts the first one's last block; its other block alone can be evicted now
+    opened = cache.open([0, 0, 0, 0])
     assert opened.n_cached == 2
     assert opened.copies == []
     cache.check_integrity()

@@ -1,0 +1,215 @@
+"""The steady state: repeated steps give the tokens of scheduled ones, whatever comes in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import Faults
+
+from motley import LLM
+from motley.engine import Engine, Request, SamplingParams
+from motley.engine.steady import Steady
+from motley.errors import DeviceError
+from motley.runtime import Batch, Chunk, Runner, SteadyRun
+from thorough import first
+
+CREWS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tensor": {"devices": "cpu,cpu", "split_mode": "tensor"},
+    "layer": {"devices": "cpu,cpu", "split_mode": "layer"},
+    "small blocks": {"kv_block_size": 2, "cache_type_k": "q8_0"},
+    "demand paged": {"kv_cache_demand_paged": True, "kv_block_size": 8},
+    "full cache": {"kv_cache_tokens": 160, "kv_block_size": 8},
+}
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of requests of all steady runs."""
+    sizes: list[int] = []
+    run = SteadyRun.run
+
+    def watched(self: SteadyRun, tokens: list[int], positions: list[int], indexes: list[int]) -> list[int]:
+        sizes.append(len(tokens))
+        return run(self, tokens, positions, indexes)
+
+    monkeypatch.setattr(SteadyRun, "run", watched)
+    return sizes
+
+
+def load(path: Path, **options: Any) -> LLM:
+    return LLM(path, **({"n_ctx": 128, "n_parallel": 4, "n_batch": 32, "n_threads": 2} | options))
+
+
+def serve(own: Engine, rng: random.Random, n_steps: int = 160) -> list[tuple[int, ...] | None]:
+    """The answers to random requests, which come, stop, shift, draft and are cancelled; None: cancelled."""
+    requests: list[Request] = []
+    cancelled: set[int] = set()
+    for step in range(n_steps):
+        if step < n_steps // 2 and rng.random() < 0.2:
+            prompt = [1, *(rng.randrange(3, 500) for _ in range(rng.randint(1, 40)))]
+            params = SamplingParams(
+                max_tokens=rng.choice([1, 2, rng.randint(3, 60)]),
+                temperature=rng.choice([0.0, 0.8]),
+                seed=rng.randrange(9),
+                stop_token_ids=frozenset(range(3, 40)) if rng.random() < 0.2 else frozenset(),
+                stop=("and",) if rng.random() < 0.2 else (),
+                ignore_eos=rng.random() < 0.5,
+                speculative=rng.choice(["off", "auto"]),
+                logprobs=1 if rng.random() < 0.05 else None,
+                repeat_penalty=1.3 if rng.random() < 0.05 else 1.0,
+                min_tokens=int(rng.random() < 0.05),
+            )
+            requests.append(own.add(prompt, params))
+        if requests and rng.random() < 0.04:
+            number = rng.randrange(len(requests))
+            cancelled.add(number)
+            own.cancel(requests[number])
+        if rng.random() < 0.03:
+            own.preempt()
+        if own.can_step:
+            own.step()
+        own.cache.check_integrity()
+    while own.has_work:
+        own.step()
+    own.cache.check_integrity()
+    assert own.cache.stats().n_sequences == 0
+    assert own._steady is None, "it would keep finished requests"
+    return [None if i in cancelled else tuple(r.generated) for i, r in enumerate(requests)]
+
+
+@pytest.mark.parametrize("crew", CREWS)
+@pytest.mark.parametrize("seed", first(1, range(4)))
+def test_answers_are_those_of_an_engine_that_repeats_nothing(
+    bundled: Path, crew: str, seed: int, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(bundled, **CREWS[crew]) as llm:
+        answers = serve(llm._loaded.engine, random.Random(seed))
+    n_steady = len(counted)
+    assert n_steady > 20
+    monkeypatch.setattr(Runner, "steady", lambda *_: None)
+    with load(bundled, **CREWS[crew]) as llm:
+        assert serve(llm._loaded.engine, random.Random(seed)) == answers
+    assert len(counted) == n_steady
+
+
+def test_windows_drop_their_blocks_in_repeated_steps(
+    random_gemma3: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers() -> tuple[list[tuple[int, ...]], int]:
+        with load(random_gemma3, kv_block_size=4) as llm:
+            own = llm._loaded.engine
+            params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, speculative="off")
+            requests = [own.add([2, 7 + i, 9], params) for i in range(3)]
+            n_most = 0
+            while own.has_work:
+                own.step()
+                own.cache.check_integrity()
+                n_most = max(n_most, own.cache.stats().groups[-1].n_used)
+            return [tuple(r.generated) for r in requests], n_most
+
+    repeated = answers()
+    assert sum(counted) > 150
+    monkeypatch.setattr(Runner, "steady", lambda *_: None)
+    assert answers() == repeated
+
+
+def test_a_sequence_that_comes_in_between_ends_the_lease_and_not_the_steady_state(
+    bundled: Path, counted: list[int]
+) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, speculative="off")
+    with load(bundled, kv_block_size=4) as llm:
+        own = llm._loaded.engine
+        alone = own.add([1, 50, 60], params)
+        while own.has_work:
+            own.step()
+        n_alone = len(counted)
+        beside = own.add([1, 50, 60], params)
+        while own.has_work:
+            own.step()
+            for seq in [own.cache.open([5, 6, 7]).seq]:  # takes and frees blocks
+                assert own.cache.reserve(seq, 9) is not None
+                own.cache.free(seq, copies_done=False)
+            llm._loaded.cache.check_integrity()
+        assert beside.generated == alone.generated
+        assert len(counted) == 2 * n_alone >= 50
+
+
+@pytest.fixture(scope="module")
+def small(bundled: Path) -> Iterator[LLM]:
+    with load(bundled, n_ctx=24, kv_block_size=4, kv_cache_demand_paged=True, n_threads=1) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before its work", "after its work"])
+@pytest.mark.parametrize("error", [DeviceError, MemoryError, KeyboardInterrupt])
+def test_a_repeated_step_that_fails_is_computed_again(
+    small: LLM, error: type[BaseException], after: bool
+) -> None:
+    own = small._loaded.engine
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, speculative="off")
+
+    def answers() -> list[tuple[int, ...]]:
+        requests = [own.add([1, 40 + i, 50], params) for i in range(3)]
+        while own.has_work:
+            own.step()
+        return [request.outbox.result().require().tokens for request in requests]
+
+    undisturbed = answers()
+    for name in ("run", "place"):
+        faults = Faults(name, [(SteadyRun, name)], after=after)
+        for n in (1, 2, 3):
+            with faults.armed(n, error("injected")):
+                assert answers() == undisturbed
+                assert faults.n_calls >= n, "nothing has failed"
+            own.cache.check_integrity()
+            assert own.cache.stats().n_sequences == 0
+
+
+def test_a_request_without_a_token_fails_alone(bundled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, speculative="off")
+    with load(bundled) as llm:
+        own = llm._loaded.engine
+        requests = [own.add([1, 50 + i, 60], params) for i in range(2)]
+        while own._steady is None:
+            own.step()
+        run = SteadyRun.run
+        monkeypatch.setattr(SteadyRun, "run", lambda *given: [-2, *run(*given)[1:]])
+        own.step()
+        monkeypatch.setattr(SteadyRun, "run", run)
+        while own.has_work:
+            own.step()
+        assert requests[0].finish_reason == "failed"
+        assert requests[1].finish_reason == "length"
+        with pytest.raises(Exception, match="logits contain nan"):
+            requests[0].outbox.result().require()
+
+
+def test_a_plan_for_more_rows_may_move_activations_in_between(bundled: Path, counted: list[int]) -> None:
+    """A steady batch has addresses of activations. When a larger plan moves them, another batch is made."""
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, speculative="off")
+    with load(bundled, n_ctx=512, n_batch=256) as llm:
+        own = llm._loaded.engine
+        alone = own.add([1, 50, 60], params)
+        while own.has_work:
+            own.step()
+    with load(bundled, n_ctx=512, n_batch=256) as llm:
+        own = llm._loaded.engine
+        request = own.add([1, 50, 60], params)
+        made: list[Steady] = []
+        while own.has_work:
+            own.step()
+            if own._steady is not None and own._steady not in made:
+                made.append(own._steady)
+            if request.n_generated == 10:
+                seq = own.cache.open().seq
+                assert own.cache.reserve(seq, 200) == []
+                batch = own.runner.place(Batch.of([Chunk(seq, 0, 200, 1)]), own.cache)
+                own.runner.run(batch, [7] * 200, ())
+                own.cache.free(seq, copies_done=False)
+        assert request.generated == alone.generated
+        assert len(made) == 2
