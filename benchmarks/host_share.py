@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="that each request decodes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--spec", default="auto", help="drafters: auto, off, …")
     parser.add_argument(
         "--profile", action="store_true", help="profile the engine's thread instead of timing it"
     )
@@ -75,7 +76,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_random_model(path, flags.shape, flags.weights)
-        with LLM(path, n_ctx=4096, n_parallel=flags.requests, n_threads=flags.threads) as llm:
+        with LLM(
+            path, n_ctx=4096, n_parallel=flags.requests, n_threads=flags.threads, spec=flags.spec
+        ) as llm:
             measure(llm, flags)
 
 

@@ -22,7 +22,7 @@ import torch
 
 from motley import LLM
 from motley.engine import Engine, Request, SamplingParams
-from motley.engine.choosing import ChoiceRow, Chooser, Pending
+from motley.engine.choosing import ChoiceRow, Chooser, Pending, native_settings
 from motley.engine.drafting import Draft, Speculator
 from motley.engine.drafting.control import FixedControl
 from motley.engine.drafting.draft import Ask
@@ -48,6 +48,12 @@ class Scripted:
             ]
 
         return Pending(tokens)
+
+    def settings(self, rows: Sequence[ChoiceRow]) -> list[Any] | None:
+        """Of rows without a written text: a native call chooses as always."""
+        if any(id(row.sampler) in self.texts for row in rows):
+            return None
+        return native_settings(self._chooser, rows)
 
 
 class SometimesRight:
