@@ -21,14 +21,16 @@ from typing import Any
 import torch
 import triton
 
+from motley.backends.cuda.kernels import bundles
 from motley.backends.cuda.kernels import matmul as mm
 from motley.backends.cuda.kernels import matvec as mv
-from motley.backends.cuda.kernels.attention import Shares, Tables, Tuning, attend
+from motley.backends.cuda.kernels.attention import Shares, Tables, Tuning, attend, tuning_of
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.gate import gated
 from motley.backends.cuda.kernels.norm import rms_norm
 from motley.backends.cuda.kernels.rope_and_store import RopeTable, rope_and_store
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
+from motley.backends.cuda.kernels.seen_rows import seen_of_chains
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.kernels.unpack import unpack_by_value
 from motley.backends.cuda.planes import WeightPlanes
@@ -131,22 +133,18 @@ def matmul_tiles() -> list[mm.Tile]:
 
 
 def attention_tunings() -> list[Tuning]:
-    choices = itertools.product((256, 512, 1024), (None,), (3, 4))
+    choices = itertools.product((512, 792, 924), (None,), (3, 4))
     return [Tuning(*choice) for choice in choices]
 
 
-def bundle_tunings() -> list[Tuning]:
-    """For several rows of a sequence: queries of a program, warps, stages."""
-    shapes = ((16, 1, 3), (16, 1, 4), (32, 2, 3), (64, 4, 2))
-    return [
-        Tuning(n, stages=stages, warps=warps, most_queries=queries)
-        for queries, warps, stages in shapes
-        for n in (512, 1024)
-    ]
+def bundle_tunings() -> list[bundles.Tuning]:
+    """For several rows of a sequence: queries of a program, programs, registers."""
+    shapes = ((16, 396, 168), (16, 528, 128), (32, 396, 168), (32, 264, None), (64, 264, None))
+    return [bundles.Tuning(*shape) for shape in shapes]
 
 
 BLOCK_SIZE = 32
-BUNDLES = ((2, 4), (4, 4), (8, 8), (16, 16))  # rows, and the most rows of the kernel's variant
+BUNDLES = (2, 4, 8, 16, 64)  # rows
 PAIRS = (("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"))
 
 
@@ -167,8 +165,8 @@ def compile_case(case: tuple[Any, ...]) -> str | None:
                 )
             case ("attention", kinds, tuning):
                 run_attention(kinds, 1024, tuning, 1)
-            case ("bundles", kinds, most_rows, tuning):
-                run_attention(kinds, 1024, tuning, 1, bundle=(most_rows, most_rows))
+            case ("bundles", kinds, n_rows, tuning):
+                run_attention(kinds, 1024, tuning, 1, n_rows=n_rows)
         torch.cuda.synchronize()
     except Exception as problem:  # a launch shape that this GPU does not support
         return f"{case}: {problem!r}"[:200]
@@ -276,30 +274,30 @@ def cache_values(c: CachePlanes, blocks: torch.Tensor) -> torch.Tensor:
 def run_attention(
     kinds: tuple[str, str],
     context: int,
-    tuning: Tuning,
+    tuning: Tuning | bundles.Tuning,
     n_copies: int,
     *,
     check: bool = False,
-    bundle: tuple[int, int] = (1, 1),
+    n_rows: int = 1,
 ) -> tuple[float, float, float]:
-    """µs of attend, of combine, and the error.
-
-    `bundle`: rows at the end of the context, and the most rows of the kernel's variant.
-    """
-    n_rows, most_rows = bundle
+    """µs of attend, of combine, and the error. `n_rows`: at the end of the context."""
     size, n_blocks = BLOCK_SIZE, context // BLOCK_SIZE
     caches = [tuple(random_cache(kind, n_blocks, size) for kind in kinds) for _ in range(n_copies)]
     order = torch.randperm(n_blocks, device=GPU).int()
     zero = torch.zeros(1, dtype=torch.int32, device=GPU)
-    tables = Tables(order[None], zero, zero, zero + context - n_rows, most_rows, zero, zero + n_rows)
+    seen = seen_of_chains([n_rows]).to(GPU)
+    tables = Tables(order[None], zero, zero, zero + context - n_rows, n_rows, zero, zero + n_rows, seen)
     q = torch.randn(n_rows, HEADS, DIM, device=GPU)
-    n_splits = tuning.n_splits(1, most_rows * HEADS // KV_HEADS, KV_HEADS)
-    shares = Shares.empty(n_rows, HEADS, n_splits, DIM, GPU)
+    n_splits = tuning.n_splits(1, n_rows * HEADS // KV_HEADS, KV_HEADS)
+    shares = Shares.empty(n_rows, HEADS, n_splits, DIM, GPU, 2)
     out = Rows.empty(PLAIN, n_rows, HEADS * DIM, GPU)
     rows = slice(0, KV_HEADS)
 
     def launch(i: int) -> None:
-        attend(q, *caches[i], rows, tables, shares, scale=0.05, tuning=tuning)
+        if isinstance(tuning, bundles.Tuning):
+            bundles.attend_bundles(q, *caches[i], rows, tables, shares, scale=0.05, tuning=tuning)
+        else:
+            attend(q, *caches[i], rows, tables, shares, scale=0.05, tuning=tuning)
 
     us = replay_us(launch, n_copies)
     combine_us = replay_us(lambda i: combine(shares, tables, size, out, rotate=True), 4)
@@ -351,31 +349,21 @@ def bench_attention(
 def bench_bundles(context: int = 122880) -> list[Result]:
     """Several rows of one sequence, in µs of attend and combine, by launch shape."""
     results = []
-    for kinds, bundle in itertools.product(PAIRS[:3], BUNDLES):
-        by_shape = {}
+    for kinds, n_rows in itertools.product(PAIRS[:3], BUNDLES):
+        by_shape, tunings = {}, {}
         for t in bundle_tunings():
-            name = f"{t.most_queries} queries, {t.warps} warps, {t.stages} stages, {t.n_programs} programs"
-            try:
-                by_shape[name] = [
-                    round(us, 1) for us in run_attention(kinds, context, t, 2, bundle=bundle)[:2]
-                ]
-            except Exception as problem:
-                by_shape[name] = [float("inf"), 0.0]
-                print(f"{name}: {problem!r}"[:200])
+            if t.n_queries > 16 and t.n_queries >= 2 * n_rows * HEADS // KV_HEADS:
+                continue
+            name = f"{t.n_queries} queries, {t.n_programs} programs, {t.registers} registers"
+            timed = run_attention(kinds, context, t, 2, n_rows=n_rows)[:2]
+            by_shape[name], tunings[name] = [round(us, 1) for us in timed], t
         best = min(by_shape, key=lambda name: sum(by_shape[name]))
-        wrong = run_attention(
-            kinds,
-            context,
-            dict(zip(by_shape, bundle_tunings(), strict=True))[best],
-            1,
-            check=True,
-            bundle=bundle,
-        )[2]
-        single = run_attention(kinds, context, Tuning(512), 2)[:2]
-        row = {"kernel": "bundles", "kinds": kinds, "rows": bundle[0], "best": best, "all": by_shape}
+        wrong = run_attention(kinds, context, tunings[best], 1, check=True, n_rows=n_rows)[2]
+        single = run_attention(kinds, context, tuning_of(*kinds), 2)[:2]
+        row = {"kernel": "bundles", "kinds": kinds, "rows": n_rows, "best": best, "all": by_shape}
         results.append(row | {"single": single, "error": wrong})
         print(
-            f"{bundle[0]} rows {kinds}: {by_shape[best]} µs ({best}), one row {single}, err {wrong:.1e}\n   {by_shape}",
+            f"{n_rows} rows {kinds}: {by_shape[best]} µs ({best}), one row {single}, err {wrong:.1e}\n   {by_shape}",
             flush=True,
         )
     return results
@@ -421,7 +409,7 @@ def main() -> None:
         for t in matmul_tiles()
     ]
     cases += [("attention", kinds, tuning) for kinds in PAIRS for tuning in attention_tunings()]
-    cases += [("bundles", kinds, 16, t) for kinds in PAIRS[:3] for t in bundle_tunings()[::2]]
+    cases += [("bundles", kinds, 16, t) for kinds in PAIRS[:3] for t in bundle_tunings()]
     start = time.time()
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
         for problem in pool.map(compile_case, [c for c in cases if c[0] in wanted]):

@@ -291,11 +291,11 @@ class Arena:
     def _move(self, shift: BlockShift) -> None:
         """Copy K/V between slots, as they are stored; all layers of the group at once."""
         group = self._groups[shift.group]
-        sources, targets = torch.tensor(shift.sources), torch.tensor(shift.targets)
-        group.touch(targets)
+        places = torch.tensor([shift.sources, shift.targets])
+        group.touch(places[1])
         self._copy_blocks(shift.copies)
         for store in (group.keys, group.values):
-            store.scatter(slice(None), targets, store.gather(slice(None), sources))
+            store.copy_slots(places)
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[dict[str, torch.Tensor], ...]:
         """K and V of this device's heads as they are stored (see Store.gather), or its parts of the state in a slot."""

@@ -82,6 +82,13 @@ class Store:
         for name, plane in self.planes.items():
             plane[:, rows][blocks, :, :, offsets] = items[name].to(plane.device)
 
+    def copy_slots(self, places: torch.Tensor) -> None:
+        """Copy tokens from the slots places[0] to places[1]; all heads, as they are stored. A GPU gets one copy of ids."""
+        places = places.to(next(iter(self.planes.values())).device)
+        (source, target), (i, j) = places // self.block_size, places % self.block_size
+        for plane in self.planes.values():
+            plane[target, :, :, j] = plane[source, :, :, i]
+
     def copy_block(self, source: int, target: int, n_tokens: int) -> None:
         for plane in self.planes.values():
             plane[target, :, :, :n_tokens] = plane[source, :, :, :n_tokens]

@@ -24,6 +24,8 @@ from triton.runtime.jit import JITFunction
 
 from motley.backends.cuda import kernels
 from motley.backends.cuda.kernels.attention import Shares, Tables, attend
+from motley.backends.cuda.kernels.bundles import attend_bundles
+from motley.backends.cuda.kernels.bundles import supports as supports_bundles
 from motley.backends.cuda.kernels.causal_conv import causal_conv
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.delta_net import Gates, delta_net
@@ -42,6 +44,7 @@ from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.scale_rows import scale_rows
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
+from motley.backends.cuda.library_attention import rehearse
 from motley.backends.cuda.planes import WeightPlanes, to_planes
 from motley.backends.cuda.sampler import DeviceSampler, RowSettings
 from motley.backends.cuda.support import GATE_FUNCTIONS
@@ -116,13 +119,28 @@ def attention_cases(k_kind: str, v_kind: str, dim: int) -> Iterator[Case]:
     )  # fmt: skip
     shares = Shares.empty(n_rows, n_heads, 16, dim, "cpu")
     yield f"attend{kinds}", partial(attend, rotated, keys, values, HEADS, tables, shares, scale=0.1)
-    bundles = Tables(numbers.view(4, 16), numbers[:4], numbers[:4], numbers[:4], 4, numbers[:4], numbers[:4])
-    yield f"attend{kinds}, bundles", partial(attend, rotated, keys, values, HEADS, bundles, shares, scale=0.1)
+    for most_rows in (4, 8, 16):
+        bundles = Tables(
+            numbers.view(4, 16), numbers[:4], numbers[:4], numbers[:4], most_rows, numbers[:4], numbers[:4],
+            numbers[:8].view(4, 2),
+        )  # fmt: skip
+        if supports_bundles(k_kind, v_kind, dim, BLOCK):
+            name = f"attend_bundles{kinds}, {most_rows} rows"
+            yield name, partial(attend_bundles, rotated, keys, values, HEADS, bundles, shares, scale=0.1)
+        elif most_rows == 4:
+            name = f"attend{kinds}, bundles"
+            yield name, partial(attend, rotated, keys, values, HEADS, bundles, shares, scale=0.1)
     yield f"prefill{kinds}", partial(
         prefill, rotated, keys, values, HEADS, numbers, numbers.view(-1, 4), out,
         span_rows=max_span_rows(k_kind, v_kind, dim), scale=0.1, rotate=rotates_v,
         sinks=torch.empty(n_heads) if k_kind == "f16" else None,
     )  # fmt: skip
+
+
+def piece_cases() -> Iterator[Case]:
+    for kind, rotation in (("q8_0", 128), ("f16", 1)):
+        planes = cache_planes(kind, 128)
+        yield f"pieces({kind})", partial(rehearse, planes, planes, HEADS, KV_HEADS * GROUP, 128, rotation)
 
 
 def combine_cases() -> Iterator[Case]:
@@ -267,6 +285,7 @@ def router_cases() -> Iterator[Case]:
 def cases(caches: list[tuple[str, str, int]], weights: list[str]) -> Iterator[Case]:
     for cache in caches:
         yield from attention_cases(*cache)
+    yield from piece_cases()
     yield from combine_cases()
     yield from sampling_cases()
     for form in (INT8, HALVES, PLAIN):

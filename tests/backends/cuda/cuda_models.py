@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from motley.backends.cuda.kernels import attention, matvec
+from motley.backends.cuda.kernels import attention, bundles, matvec
 from motley.formats import PackedTensor, get_format
 from motley.gguf import ModelSpec
 from motley.gguf.metadata import Metadata
@@ -92,3 +92,4 @@ def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreted program takes its time, however small: few, large ones."""
     monkeypatch.setattr(matvec, "tile_for", lambda n_columns: matvec.Tile(256, n_columns // 32, 1))
     monkeypatch.setattr(attention, "TUNINGS", dict.fromkeys(attention.TUNINGS, attention.Tuning(4)))
+    monkeypatch.setattr(bundles, "TUNINGS", (bundles.Tuning(64, 4),))

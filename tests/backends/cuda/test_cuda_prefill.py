@@ -8,8 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from motley.backends.cuda import library_attention
 from motley.backends.cuda.kernels.prefill import prefill, span_rows, spans
 from motley.backends.cuda.kernels.tiles import CachePlanes
+from motley.backends.cuda.staging import Chunk
 from motley.graph.ops import Attention, Hadamard
 from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
 from motley.kvcache.store import Store
@@ -128,3 +130,62 @@ def test_spans_cover_each_row_once_and_the_longest_come_first() -> None:
     portions = spans(10, 300, 40, 77, 128)
     assert portions.tolist() == [[266, 44, 296, 77], [138, 128, 168, 77], [10, 128, 40, 77]]
     assert [span_rows(n, 64) for n in (2, 17, 100, 5000)] == [16, 64, 64, 64]
+
+
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What cuDNN does: float16 (1, heads, tokens, dim) with fewer KV heads, and the logarithms of sums."""
+    assert {q.dtype, k.dtype, v.dtype} == {torch.float16}
+    k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q.float() @ k.mT * scale
+    out = (torch.softmax(scores, -1) @ v).half()
+    rows = out.transpose(1, 2).contiguous().transpose(1, 2)  # as it is given, row by row
+    return rows, torch.logsumexp(scores, -1, keepdim=True)
+
+
+@pytest.mark.parametrize(("kind", "group", "rotation"), [("f16", 3, 1), ("q8_0", 2, 64), ("q4_0", 4, 32)])
+def test_long_contexts_are_joined_from_pieces(
+    kind: str, group: int, rotation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of 64, 32 and 16 tokens by the library, and the rest, which ends within a block, by `prefill`."""
+    torch.manual_seed(rotation)
+    monkeypatch.setattr(library_attention, "PIECE_SIZES", (64, 32, 16))
+    monkeypatch.setattr(library_attention, "_ROWS", 8)
+    monkeypatch.setattr(library_attention, "library_attention", plain_attention)
+    dim, n_rows, n_before = 64, 5, 115
+    stores = filled(kind, dim, 16), filled(kind, dim, 16)
+    blocks = np.random.default_rng(1).permutation(N_BLOCKS).astype(np.int32)[:8]
+    table = SequenceTable(0, n_rows, n_before, 0, blocks)
+    for store in stores:
+        store.write(HEADS, table.slots(16), torch.randn(n_before + n_rows, KV_HEADS, dim))
+    q = torch.randn(n_rows, KV_HEADS * group, dim) * 3
+    layer = ArenaLayer(*stores, HEADS, 0).on(GroupBatch.of([table], 16))
+    expected = Attention(0.2).reference([q, layer])
+    if rotation > 1:
+        matrix = Hadamard(rotation).reference([])
+        expected = (expected.unflatten(-1, (-1, rotation)) @ matrix).flatten(-2)
+    assert list(library_attention.pieces(112)) == [(0, 64), (64, 32), (96, 16)]
+    numbers, (start,) = flat_tables([table])
+    out = torch.full_like(q, torch.nan)
+    portions = torch.from_numpy(spans(0, n_rows, n_before, start, 16))
+    caches = *map(planes, stores), HEADS
+    sums = prefill(
+        q, *caches, numbers, portions, out,
+        span_rows=16, scale=0.2, rotate=rotation > 1, rotation=rotation, n_skipped=112,
+    )  # fmt: skip
+    library_attention.attend_pieces(
+        q, *caches, numbers[start + 1 :], 112, out, sums, scale=0.2, rotation=rotation
+    )
+    assert float((out - expected).norm() / expected.norm()) < 2e-3
+
+
+def test_only_long_contexts_of_many_rows_are_taken_in_pieces() -> None:
+    def taken(n_rows: int, position: int, first: int = 0) -> int:
+        return library_attention.n_taken(Chunk(0, n_rows, position, first, 0, 1))
+
+    assert [taken(512, n) for n in (0, 4095, 4096, 6143, 6144, 40_000)] == [0, 0, 4096, 4096, 6144, 38_912]
+    assert taken(511, 8192) == 0
+    assert taken(512, 8192, first=2048) == 0  # a window's table
+    assert sum(n for _, n in library_attention.pieces(38_912)) == 38_912
+    assert list(library_attention.pieces(0)) == []

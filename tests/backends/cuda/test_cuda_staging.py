@@ -11,16 +11,21 @@ pytest.importorskip("triton")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.backends.cuda.staging import BUNDLE_ROWS, Place, Staging
+from motley.backends.cuda.staging import Place, Staging
+from motley.engine.trees import row_masks
 from motley.kvcache.arena import GroupBatch, SequenceTable
 
-SIZE, N_ROWS, FEW = 16, 80, 8
-MOST = BUNDLE_ROWS[-1]
+SIZE, N_ROWS, FEW, MOST = 16, 140, 8, 16
 
-Sequences = list[tuple[int, int, int]]  # of each: rows, context before them, blocks dropped before that
+Sequences = list[
+    tuple[int, int, int, bool]
+]  # of each: rows, context before them, blocks dropped before that, whether they are a tree
 SEQUENCES = st.lists(
     st.tuples(
-        st.sampled_from([1, 1, 2, FEW, FEW + 1, MOST, MOST + 1]), st.integers(0, 300), st.integers(0, 2)
+        st.sampled_from([1, 1, 2, FEW, FEW + 1, MOST, MOST + 1, 2 * MOST]),
+        st.integers(0, 300),
+        st.integers(0, 2),
+        st.booleans(),
     ),
     min_size=1,
     max_size=4,
@@ -29,13 +34,18 @@ SEQUENCES = st.lists(
 
 def make_tables(sequences: Sequences) -> list[SequenceTable]:
     tables, row, block = [], 0, 0
-    for n_rows, n_before, n_holes in sequences:
+    for n_rows, n_before, n_holes, is_tree in sequences:
         first = min(n_holes, n_before // SIZE) * SIZE
         n_blocks = -(-(n_before + n_rows - first) // SIZE)
         blocks = np.arange(block, block + n_blocks, dtype=np.int32)[::-1].copy()
-        tables.append(SequenceTable(row, n_rows, n_before, first, blocks))
+        seen = np.array(row_masks([-1] * (n_rows - 1)), np.uint64) if is_tree else None
+        tables.append(SequenceTable(row, n_rows, n_before, first, blocks, seen))
         row, block = row + n_rows, block + n_blocks
     return tables
+
+
+def masks_of(table: SequenceTable) -> list[int]:
+    return list(row_masks(range(-1, table.n_rows - 2))) if table.seen is None else table.seen.tolist()
 
 
 def table_at(place: Place, bundle: int, n_blocks: int) -> list[int]:
@@ -58,25 +68,29 @@ def test_rows_find_their_numbers(batches: list[Sequences]) -> None:
         for group_number, group in groups.items():
             place = staged.places[group_number]
             assert place.slots.tolist() == [*group.slots.tolist(), *[-1] * (N_ROWS - n_tokens)]
-            is_decode = all(table.n_rows <= MOST for table in tables)
+            is_decode = all(table.n_rows <= MOST or table.seen is not None for table in tables)
             bundles = [
-                (table, i, table.n_rows if is_decode else 1)
-                for table in tables
-                if is_decode or table.n_rows <= FEW
-                for i in ([0] if is_decode else range(table.n_rows))
+                table for table in tables if is_decode or table.n_rows <= FEW or table.seen is not None
             ]
             found = place.tables
             assert found.row is not None
             assert found.count is not None
-            assert found.row.tolist()[: len(bundles)] == [table.first_row + i for table, i, _ in bundles]
-            assert found.most_rows >= max([count for *_, count in bundles], default=1)
-            assert torch.equal(place.single_rows, found.row)
+            assert found.seen is not None
+            rows = [
+                row for table in bundles for row in range(table.first_row, table.first_row + table.n_rows)
+            ]
+            assert place.members.tolist() == ([] if is_decode else rows)
+            starts = [sum(table.n_rows for table in bundles[:i]) for i in range(len(bundles))]
+            assert found.row.tolist()[: len(bundles)] == starts
+            assert found.most_rows >= max([table.n_rows for table in bundles], default=1)
             if found.most_rows > 1:
-                assert found.count.tolist()[: len(bundles)] == [count for *_, count in bundles]
-            for number, (table, i, _) in enumerate(bundles):
-                assert int(found.position[number]) == table.position + i
+                assert found.count.tolist()[: len(bundles)] == [table.n_rows for table in bundles]
+                masks = found.seen.numpy().view(np.uint64).ravel()[: len(rows)].tolist()
+                assert masks == [mask for table in bundles for mask in masks_of(table)]
+            for number, table in enumerate(bundles):
+                assert int(found.position[number]) == table.position
                 assert table_at(place, number, len(table.blocks)) == [table.first, *table.blocks.tolist()]
-            chunks = [] if is_decode else [table for table in tables if table.n_rows > FEW]
+            chunks = [table for table in tables if table not in bundles]
             for table, span in zip(chunks, place.spans.tolist(), strict=True):
                 *numbered, start = span
                 assert numbered == [table.first_row, table.n_rows, table.position]
@@ -93,10 +107,10 @@ def test_rows_find_their_numbers(batches: list[Sequences]) -> None:
 
 
 def test_memory_moves_only_when_it_is_outgrown() -> None:
-    staging = Staging({"tokens": N_ROWS}, 1, SIZE, 128, torch.device("cpu"))
+    staging = Staging({"tokens": 80}, 1, SIZE, 128, torch.device("cpu"))
     tokens = {"tokens": torch.zeros(1, dtype=torch.int32)}
     addresses = [
-        staging.write(tokens, {0: GroupBatch.of(make_tables([(1, n_before, 0)]), SIZE)}).address
+        staging.write(tokens, {0: GroupBatch.of(make_tables([(1, n_before, 0, False)]), SIZE)}).address
         for n_before in (0, 50_000, 300_000, 0, 500_000)
     ]
     assert addresses[0] == addresses[1] != addresses[2] == addresses[3] == addresses[4]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from motley.backends.cuda import library_attention
+from motley.backends.cuda.compiling import is_recording
 from motley.backends.cuda.kernels import attention as attention_kernel
+from motley.backends.cuda.kernels import bundles
 from motley.backends.cuda.kernels.attention import Shares
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.prefill import prefill
@@ -76,34 +79,80 @@ class Attending:
     def _decode(self, q: torch.Tensor, layer: PagedLayer, place: Place, out: Rows) -> Rows:
         n_rows, n_heads, dim = q.shape
         op, n_kv_heads = self._stage.op, layer.rows.stop - layer.rows.start
-        n_bundles, n_queries = len(place.tables.table), place.tables.most_rows * n_heads // n_kv_heads
-        tuning = attention_kernel.tuning_of(self._keys.kind, self._values.kind)
-        n_splits = tuning.n_splits(n_bundles, n_queries, n_kv_heads)
+        tables, kinds = place.tables, (self._keys.kind, self._values.kind)
+        n_bundles, n_queries = len(tables.table), tables.most_rows * n_heads // n_kv_heads
         # One request waits for each block of its context in turn: cut even short contexts up for it.
         min_blocks = 1 if n_bundles * n_kv_heads <= _FEW_HEADS else 4
-        shares = Shares.empty(n_rows, n_heads, n_splits, dim, self._device, min_blocks)
-        attention_kernel.attend(
-            q, self._keys, self._values, layer.rows, place.tables, shares, scale=op.scale, window=op.window
-        )
+        given = q, self._keys, self._values, layer.rows, tables
+        if tables.most_rows > 1 and bundles.supports(*kinds, dim, layer.keys.block_size):
+            n_splits = bundles.tuning_of(n_queries).n_splits(n_bundles, n_queries, n_kv_heads)
+            shares = Shares.empty(n_rows, n_heads, n_splits, dim, self._device, max(min_blocks, 2))
+            bundles.attend_bundles(*given, shares, scale=op.scale, window=op.window)
+        else:
+            n_splits = attention_kernel.tuning_of(*kinds).n_splits(n_bundles, n_queries, n_kv_heads)
+            shares = Shares.empty(n_rows, n_heads, n_splits, dim, self._device, min_blocks)
+            attention_kernel.attend(*given, shares, scale=op.scale, window=op.window)
         size, rotates = layer.keys.block_size, self._rotates_v
         return combine(
-            shares, place.tables, size, out,
+            shares, tables, size, out,
             rotate=rotates, rotation=self._rotation, window=op.window, sinks=self._sinks,
         )  # fmt: skip
 
     def _mixed(self, q: torch.Tensor, layer: PagedLayer, place: Place) -> torch.Tensor:
-        """Sequences with many rows all at once, sequences with few rows as in decode."""
-        out, op = torch.empty_like(q), self._stage.op
-        if len(place.single_rows):
-            some = q[place.single_rows]
+        """Sequences with many rows, all at once but for long contexts; sequences with few rows as in decode."""
+        out = torch.empty_like(q)
+        if len(place.members):
+            some = q[place.members]
             rows = Rows.empty(PLAIN, len(some), some[0].numel(), self._device)
-            out[place.single_rows] = self._decode(some, layer, place, rows).values.view(some.shape)
-        prefill(
-            q, self._keys, self._values, layer.rows, place.numbers, place.spans, out,
-            span_rows=place.span_rows, scale=op.scale, window=op.window,
-            rotate=self._rotates_v, rotation=self._rotation, sinks=self._sinks,
-        )  # fmt: skip
+            out[place.members] = self._decode(some, layer, place, rows).values.view(some.shape)
+        if self._takes_pieces(q.shape[2]):
+            rotation = (self._rotation or q.shape[2]) if self._rotates_v else 1
+            if is_recording():
+                library_attention.rehearse(
+                    self._keys, self._values, layer.rows, q.shape[1], q.shape[2], rotation
+                )
+            if any(map(library_attention.n_taken, place.chunks)):
+                self._long(q, layer, place, out, rotation)
+                return out
+        self._prefill(q, layer, place, place.spans, out)
         return out
+
+    def _takes_pieces(self, dim: int) -> bool:
+        """Whether long contexts of this layer can be left to the library."""
+        is_plain = self._stage.op.window is None and self._sinks is None
+        return is_plain and library_attention.supports(self._device, self._keys, self._values, dim)
+
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        layer: PagedLayer,
+        place: Place,
+        spans: torch.Tensor,
+        out: torch.Tensor,
+        n_skipped: int = 0,
+    ) -> torch.Tensor:
+        op = self._stage.op
+        return prefill(
+            q, self._keys, self._values, layer.rows, place.numbers, spans, out,
+            span_rows=place.span_rows, scale=op.scale, window=op.window,
+            rotate=self._rotates_v, rotation=self._rotation, sinks=self._sinks, n_skipped=n_skipped,
+        )  # fmt: skip
+
+    def _long(
+        self, q: torch.Tensor, layer: PagedLayer, place: Place, out: torch.Tensor, rotation: int
+    ) -> None:
+        """Sequences one by one, the beginnings of long contexts by the library."""
+        first = 0
+        for chunk in place.chunks:
+            spans, n_taken = place.spans[first : first + chunk.n_spans], library_attention.n_taken(chunk)
+            first += chunk.n_spans
+            sums = self._prefill(q, layer, place, spans, out, n_taken)
+            if n_taken:
+                rows = slice(chunk.first_row, chunk.first_row + chunk.n_rows)
+                library_attention.attend_pieces(
+                    q[rows], self._keys, self._values, layer.rows, place.numbers[chunk.table + 1 :], n_taken,
+                    out[rows], sums[rows], scale=self._stage.op.scale, rotation=rotation,
+                )  # fmt: skip
 
 
 def _by_heads(x: torch.Tensor) -> torch.Tensor:

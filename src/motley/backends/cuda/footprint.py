@@ -9,10 +9,10 @@ import torch
 
 from motley.backends.base import Footprint
 from motley.backends.cuda.planes import has_planes, plane_bytes
-from motley.backends.cuda.support import MAX_KERNEL_ROWS, CudaKernel
+from motley.backends.cuda.support import MAX_KERNEL_ROWS, MIN_PIECE_ROWS, PIECE_SIZES, CudaKernel
 from motley.formats import get_format
 from motley.graph import Graph, Tensor
-from motley.graph.ops import ExpertFfn
+from motley.graph.ops import Attention, ExpertFfn
 from motley.plan import Linear, activation_bytes, fuse
 
 # Bytes: compiled kernels, the libraries' workspaces, what the allocator loses between its blocks.
@@ -46,10 +46,15 @@ def stored_bytes(weight: Tensor) -> int:
 
 
 def workspace_bytes(graph: Graph) -> int:
-    """Beside activations: what loading takes, or, if that is more, what batches take for the slots of experts or for
-    unpacked matrices, once by launches and once in captured graphs, whose memory is apart.
+    """Beside activations: what loading takes, or, if that is more, what batches take for the slots of experts, for
+    unpacked matrices or for pieces of long contexts, once by launches and once in captured graphs, whose memory is
+    apart.
     """
-    of_steps = max(max(_slot_bytes(graph), default=0), _UNPACKED * max(_unpacked(graph), default=0))
+    of_steps = max(
+        max(_slot_bytes(graph), default=0),
+        _UNPACKED * max(_unpacked(graph), default=0),
+        max(_piece_bytes(graph), default=0),
+    )
     return RESERVE + max(_REPACKING * max(_at_once(graph), default=0), 2 * of_steps + _run_bytes(graph))
 
 
@@ -67,6 +72,14 @@ def _slot_bytes(graph: Graph) -> Iterator[int]:
         if isinstance(node.op, ExpertFfn):
             (n_embd, n_ff), n_slots = node.inputs[5].shape[1:], node.inputs[1].n_values
             yield n_slots * (6 * n_ff + 8 * n_embd)
+
+
+def _piece_bytes(graph: Graph) -> Iterator[int]:
+    """Bytes of a piece of K and V, and of queries and results, in float16 (`library_attention`)."""
+    for node in graph.nodes:
+        if isinstance(node.op, Attention) and node.op.window is None and node.shape[0] >= MIN_PIECE_ROWS:
+            n_heads, dim = node.inputs[1].shape  # of K and V
+            yield 2 * (2 * PIECE_SIZES[0] * n_heads * dim + 2 * node.n_values)
 
 
 def _at_once(graph: Graph) -> Iterator[int]:

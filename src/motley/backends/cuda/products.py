@@ -11,8 +11,9 @@ from motley.backends.cuda.compiling import is_recording
 from motley.backends.cuda.kernels.rows import Rows
 from motley.backends.cuda.kernels.scale_rows import scale_rows
 from motley.backends.cuda.kernels.unpack import unpack_by_value
+from motley.backends.cuda.library_attention import is_on_hopper, load_cudnn
 from motley.backends.cuda.planes import WeightPlanes
-from motley.backends.cuda.support import MAX_KERNEL_ROWS
+from motley.backends.cuda.support import MAX_KERNEL_ROWS, MIN_PIECE_ROWS
 
 
 def joint_halves(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
@@ -58,6 +59,7 @@ def unpacked(weight: WeightPlanes) -> torch.Tensor:
 
 def load_library(device: torch.device, n_rows: int, shapes: Iterable[tuple[int, int]]) -> None:
     """Multiply `n_rows` by matrices of some shapes: the library's first product loads it, which takes half a second.
+    On Hopper, cuDNN is loaded, too.
 
     Few rows are multiplied by our own kernels, and need no library.
     """
@@ -67,6 +69,8 @@ def load_library(device: torch.device, n_rows: int, shapes: Iterable[tuple[int, 
         for shape in shapes:
             x = torch.empty(n_rows, shape[1], dtype=torch.float16, device=device)
             F.linear(x, torch.empty(shape, dtype=torch.float16, device=device))
+    if n_rows >= MIN_PIECE_ROWS and is_on_hopper(device):
+        load_cudnn(device)
 
 
 class Copies:

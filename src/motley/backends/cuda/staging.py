@@ -1,13 +1,14 @@
 """A batch's numbers on the device: ids, positions, slots and block tables in one range, brought there by one copy.
 
-    tokens │ positions │ output rows │ of each group of layers: slots, positions, tables, rows, counts │
-    spans of states │ tables and spans
+    tokens │ positions │ output rows │ masks │ of each group of layers: slots, and of bundles positions, tables, rows,
+    counts, members │ spans of states │ tables and spans
 
-A table is the position that it starts with and its block ids; a row holds the number at which its table begins.
-Where every sequence has few rows (a token, and drafts), it is a decode batch: each sequence's rows are a bundle
-(kernels/attention), and a long context is split over the whole GPU. Otherwise, sequences with many rows are cut into
-spans (kernels/prefill), and the rows of the others are taken one by one. Tables and spans come last, so that only as
-much is copied as is used.
+A table is the position that it starts with and its block ids; a bundle holds the number at which its table begins.
+A sequence's few rows (a token, and drafts) or its tree of drafts are a bundle (kernels/attention): a long context is
+split over the whole GPU, and masks say which rows of a bundle each row sees (kernels/seen_rows). Where all sequences
+are bundles, it is a decode batch. Otherwise, sequences with many rows are cut into spans (kernels/prefill), and the
+rows of bundles are taken out of the batch, one after the other: `members` says which these are, and masks and bundles
+count in that order. Tables and spans come last, so that only as much is copied as is used.
 
 A plan may have more rows than the batch (see `CudaBackend.bucket`). What pads it is inert: such a row has slot -1, so
 that nothing of it is stored, and a position one block before its table begins, so that it reads no context. What is
@@ -27,11 +28,13 @@ import torch
 
 from motley.backends.cuda.kernels.attention import Tables
 from motley.backends.cuda.kernels.prefill import SPAN_NUMBERS, span_rows, spans
+from motley.backends.cuda.kernels.seen_rows import CHAIN
 from motley.backends.paged import Batch, StateBatch, Table
 
 _ALIGNMENT = 4  # numbers: parts begin at 16 bytes, so that kernels are compiled for one case
-_FEW_ROWS = 8  # of a sequence, that are not worth a span beside others' spans
-BUNDLE_ROWS = (1, 4, 8, 16)  # of the largest bundle of a batch, rounded up
+_FEW_ROWS = 8  # of a sequence without a tree, that are not worth a span beside others' spans
+BUNDLE_ROWS = (1, 4, 8, 16, 64)  # of the largest bundle of a batch, rounded up
+_MAX_CHAIN = 16  # rows of a bundle that is no tree
 # Numbers for tables to begin with, and for each of the first rows: 5,000 tokens.
 _SPARE, _ROW_SPARE, _SPARE_ROWS = 4096, 160, 128
 _FEWEST_ROWS = span_rows(1, most=1 << 30)  # of a span that is full
@@ -40,16 +43,29 @@ _NOTHING = np.zeros(0, dtype=np.int32)
 _GAP = np.zeros(1, dtype=np.int32)  # where a table's first position goes
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """A sequence with many rows."""
+
+    first_row: int
+    n_rows: int
+    position: int  # of its first row
+    first: int  # the position that its table starts with
+    table: int  # where that is
+    n_spans: int
+
+
 @dataclass(frozen=True, eq=False)
 class Place:
     """Where one batch writes and reads in one group of layers. On the device, int32."""
 
     slots: torch.Tensor  # (rows,)
-    tables: Tables  # of a decode batch's bundles; beside spans, of the rows that are taken one by one
-    single_rows: torch.Tensor  # beside spans: which rows of the batch these are
+    tables: Tables  # of bundles; beside spans, of the rows that are taken out of the batch
+    members: torch.Tensor  # beside spans: which rows of the batch these are
     numbers: torch.Tensor  # all there is, tables included
-    spans: torch.Tensor  # (spans, SPAN_NUMBERS): of sequences with many rows
+    spans: torch.Tensor  # (spans, SPAN_NUMBERS): of sequences with many rows, one after the other
     span_rows: int  # the most that one has
+    chunks: tuple[Chunk, ...]  # these sequences
 
     @property
     def is_decode(self) -> bool:
@@ -61,11 +77,13 @@ class _Group:
     """One group's part of a batch."""
 
     number: int
-    parts: tuple[slice, ...]  # slots, positions, tables, rows, counts
+    parts: tuple[slice, ...]  # slots, positions, tables, rows, counts, members
     n_bundles: int
     most_rows: int  # of a bundle
+    n_members: int  # rows of bundles beside spans
     spans: slice  # of the other rows
     span_rows: int
+    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +92,7 @@ class Staged:
 
     memory: torch.Tensor  # int32: everything
     names: Mapping[str, slice]
+    masks: slice
     groups: tuple[_Group, ...]
     states: slice  # spans of recurrent states
     n_states: int  # sequences; in a decode batch as many as rows, most of them padding
@@ -109,15 +128,19 @@ class Staged:
         return {group.number: self._place(group) for group in self.groups}
 
     def _place(self, group: _Group) -> Place:
-        slots, *columns = (self.memory[part] for part in group.parts)
+        slots, *columns, members = (self.memory[part] for part in group.parts)
         positions, tables, rows, counts = (column[: group.n_bundles] for column in columns)
+        masks = self.memory[self.masks].view(-1, 2)
         return Place(
             slots,
-            Tables(self.memory[1:, None], self.memory, tables, positions, group.most_rows, rows, counts),
-            rows,
+            Tables(
+                self.memory[1:, None], self.memory, tables, positions, group.most_rows, rows, counts, masks
+            ),
+            members[: group.n_members],
             self.memory,
             self.memory[group.spans].view(-1, SPAN_NUMBERS),
             group.span_rows,
+            group.chunks,
         )
 
 
@@ -146,9 +169,11 @@ class Staging:
         for name, size in sizes.items():
             self._names[name] = slice(start, start + size)
             start = _aligned(start + size)
+        self._masks = slice(start, start + 2 * self._n_rows)
+        start = _aligned(self._masks.stop)
         for _ in range(n_groups):
             parts = []
-            for _ in range(5):  # slots, positions, tables, rows, counts
+            for _ in range(6):  # slots, positions, tables, rows, counts, members
                 parts.append(slice(start, start + self._n_rows))
                 start = _aligned(start + self._n_rows)
             self._groups.append(tuple(parts))
@@ -175,6 +200,8 @@ class Staging:
         for name, part in self._names.items():
             _fill(numbers[part], _NOTHING if name in there else inputs[name].numpy(), 0)
         cursor, groups = self._n_fixed, []
+        if batches:
+            self._write_masks(numbers, next(iter(batches.values())))
         for (number, batch), parts in zip(batches.items(), self._groups, strict=True):
             group, cursor = self._write_group(numbers, number, batch, parts, cursor)
             groups.append(group)
@@ -190,7 +217,19 @@ class Staging:
             self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
         n_states = 0 if states is None else len(states.table)
-        return Staged(self._there, self._names, tuple(groups), self._states, n_states)
+        return Staged(self._there, self._names, self._masks, tuple(groups), self._states, n_states)
+
+    def _write_masks(self, numbers: npt.NDArray[np.int32], batch: Batch) -> None:
+        """Of rows of bundles, where one has several: in the batch's order, or beside spans in that of members."""
+        is_decode, row = all(map(_is_short, batch.tables)), 0
+        if all(table.n_rows == 1 for table in batch.tables):
+            return
+        for table in batch.tables:
+            if is_decode or _is_bundle(table):
+                masks = CHAIN[: table.n_rows] if table.seen is None else table.seen
+                first = self._masks.start + 2 * row
+                numbers[first : first + 2 * table.n_rows] = masks.view(np.int32)
+                row += table.n_rows
 
     def _write_group(
         self,
@@ -205,43 +244,61 @@ class Staging:
         bundles: list[tuple[int, int, int, int]] = []  # position, table, row, count
         chunks: list[tuple[Table, int]] = []  # sequences with many rows, and where their tables are
         firsts, starts, stop = [], [], cursor
-        longest = max(table.n_rows for table in batch.tables)
-        is_decode = longest <= BUNDLE_ROWS[-1]
+        members: list[int] = []  # beside spans: the rows of bundles
+        is_decode, longest = all(map(_is_short, batch.tables)), 1
         for table in batch.tables:
             start, stop = stop, stop + 1 + len(table.blocks)
             pieces += (_GAP, table.blocks)
             starts.append(start)
             firsts.append(table.first)
-            if is_decode or table.n_rows == 1:
-                bundles.append((table.position, start, table.first_row, table.n_rows))
-            elif table.n_rows <= _FEW_ROWS:
-                bundles += [(table.position + i, start, table.first_row + i, 1) for i in range(table.n_rows)]
-            else:
+            if not is_decode and not _is_bundle(table):
                 chunks.append((table, start))
+                continue
+            bundles.append(
+                (table.position, start, table.first_row if is_decode else len(members), table.n_rows)
+            )
+            longest = max(longest, table.n_rows)
+            if not is_decode:
+                members += range(table.first_row, table.first_row + table.n_rows)
         np.concatenate(pieces, out=numbers[cursor:stop])
         numbers[starts] = firsts
-        slots, *columns = parts
+        slots, *columns, rows = parts
         _fill(numbers[slots], batch.slots.numpy(), -1)
         inert = firsts[0] - self._block_size, cursor, 0, 0
         for part, values, pad in zip(columns, zip(*bundles, strict=True), inert, strict=False):
             _fill(numbers[part], np.array(values, dtype=np.int32), pad)
-        most_rows = next(n for n in BUNDLE_ROWS if n >= longest) if is_decode else 1
-        n_bundles = len(bundles)
+        numbers[rows][: len(members)] = members
+        most_rows, n_bundles = next(n for n in BUNDLE_ROWS if n >= longest), len(bundles)
         if is_decode:
             n_bundles = self._n_rows if most_rows == 1 else min(_power_of_two(n_bundles), self._n_rows)
         size = span_rows(max((table.n_rows for table, _ in chunks), default=1), self._max_span_rows)
         first_span = stop = _aligned(stop)
+        found = []
         for table, start in chunks:
-            own = spans(table.first_row, table.n_rows, table.position, start, size).ravel()
-            numbers[stop : stop + len(own)] = own
-            stop += len(own)
-        return _Group(number, parts, n_bundles, most_rows, slice(first_span, stop), size), stop
+            own = spans(table.first_row, table.n_rows, table.position, start, size)
+            numbers[stop : stop + own.size] = own.ravel()
+            stop += own.size
+            found.append(Chunk(table.first_row, table.n_rows, table.position, table.first, start, len(own)))
+        group = _Group(
+            number, parts, n_bundles, most_rows, len(members), slice(first_span, stop), size, tuple(found)
+        )
+        return group, stop
 
     def _allocate(self, n_numbers: int) -> None:
         is_gpu = self._device.type == "cuda"
         self._here = torch.zeros(n_numbers, dtype=torch.int32, pin_memory=is_gpu)
         self._there = torch.zeros(n_numbers, dtype=torch.int32, device=self._device)
         self._copied = None
+
+
+def _is_short(table: Table) -> bool:
+    """Whether a table's rows can be a bundle of a decode batch."""
+    return table.n_rows <= _MAX_CHAIN or table.seen is not None
+
+
+def _is_bundle(table: Table) -> bool:
+    """Whether a table's rows are a bundle beside others' spans."""
+    return table.n_rows <= _FEW_ROWS or table.seen is not None
 
 
 def _fill(part: npt.NDArray[np.int32], values: npt.NDArray[np.integer[Any]], pad: int) -> None:

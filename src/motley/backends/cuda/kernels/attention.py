@@ -1,6 +1,6 @@
 """Attention of few queries over the packed, paged cache: softmax(scale · q·Kᵀ)·V, split over the context.
 
-A program takes a bundle of rows (consecutive rows of one sequence: a token and its drafts; mostly a single row), one KV
+A program takes a bundle of rows (adjacent rows of one sequence: a token and its drafts; mostly a single row), one KV
 head with the query heads that share it, up to `G` queries in all, and a share of the sequence's blocks; `combine` joins
 the shares. So a context is read once for all rows of a bundle, as long as G suffices.
 Unpacking bounds it, so as little as possible is done per code (`queries`, `tiles`).
@@ -30,11 +30,13 @@ from motley.backends.cuda.kernels.queries import (
     query_rows,
     scores,
 )
+from motley.backends.cuda.kernels.seen_rows import depth, hides, load_seen
 from motley.backends.cuda.kernels.tiles import (
     TILE,
     CachePlanes,
     dims,
     is_fast,
+    is_plain,
     is_words,
     n_columns,
     n_parts,
@@ -90,7 +92,7 @@ def with_sink(total, peak, sink):
     ]
 )
 def _attend(
-    q, keys, values, tables, bundle_table, bundle_position, bundle_row, bundle_count, firsts,
+    q, keys, values, tables, bundle_table, bundle_position, bundle_row, bundle_count, seen_rows, firsts,
     out, peaks, sums, table_stride, head_rows, first_row, window, factor, n_splits, min_blocks, n_chunks,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BS: tl.constexpr,
     BUNDLED: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr,
@@ -131,7 +133,11 @@ def _attend(
         acc = acc + (tl.zeros([W, NP], tl.float32),)  # type: ignore[assignment]
     peak, total = tl.full([NP], -float("inf"), tl.float32), tl.zeros([NP, T], tl.float32)
     last = tl.minimum(highest, first + end * BS - 1) - lowest
-    own = position - lowest + (done + tl.arange(0, NP) % GP) // GROUP  # the last key that each query sees
+    own, low, high = n, n, n
+    if BUNDLED:
+        number = (done + tl.arange(0, NP) % GP) // GROUP
+        low, high = load_seen(seen_rows, row + number, number < count)
+        own = position - lowest + depth(low, high)  # where each query is
     for b in range(begin, end, N):
         at = ()
         for i in tl.static_range(N):
@@ -145,7 +151,13 @@ def _attend(
             top = tl.maximum(peak, tl.max(s, 1))
         else:
             ago = own[:, None] - key.to(tl.int32)[None, :]
-            s = tl.where(seen[None, :] & (ago >= 0) & (ago < window), s, -float("inf"))
+            s = tl.where(seen[None, :] & (ago < window), s, -float("inf"))
+            if first + (b + N) * BS > position:  # the bundle's own keys
+                key_row = first - position + b * BS + tl.arange(0, T)
+                of_key = load_seen(seen_rows, row + key_row, (key_row >= 0) & (key_row < count))
+                key_depth = depth(of_key[0], of_key[1])[None, :]
+                is_hidden = hides(low[:, None], high[:, None], key_row[None, :], key_depth, window)
+                s = tl.where(is_hidden, -float("inf"), s)
             top = tl.maximum(tl.maximum(peak, tl.max(s, 1)), _LOWEST)
         fade = tl.exp2((peak - top) * LIFT)
         p = tl.exp2(s * LIFT - (top * LIFT)[:, None])
@@ -176,6 +188,7 @@ class Tables:
     most_rows: int = 1  # of a bundle; 1: bundle i is row i
     row: torch.Tensor | None = None  # (bundles,): the first row, where a bundle may have several
     count: torch.Tensor | None = None  # (bundles,): its rows
+    seen: torch.Tensor | None = None  # (rows, 2): which rows of its bundle each row sees (`seen_rows`)
 
     @property
     def rows_and_counts(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,6 +196,12 @@ class Tables:
         if self.row is None or self.count is None:
             return self.table, self.table
         return self.row, self.count
+
+    @property
+    def masks(self) -> torch.Tensor:
+        """`seen`, for kernels, which do not read it of single rows."""
+        assert self.seen is not None or self.most_rows == 1
+        return self.table if self.seen is None else self.seen
 
 
 @dataclass(frozen=True)
@@ -201,9 +220,11 @@ class Tuning:
         return max(1, self.n_programs // max(1, n_programs))
 
 
-# Four programs for each multiprocessor of an H200; more are as fast, and leave more to combine. Measured with
-# benchmarks/cuda_kernels.py. Values that are unpacked one by one are not worth the memory of a pipeline.
-TUNINGS = {kind: Tuning(512) if is_fast(kind) else Tuning(512, stages=1, warps=4) for kind in CACHE_KINDS}
+# As many programs as an H200 has room for, six or seven for each multiprocessor: fewer are not spread evenly over it
+# where kernels start early (`overlap`). Measured with benchmarks/cuda_kernels.py. Values that are unpacked one by one
+# are not worth the memory of a pipeline.
+TUNINGS = {kind: Tuning(512) if is_plain(kind) else Tuning(512, stages=1, warps=4) for kind in CACHE_KINDS}
+TUNINGS |= {"f16": Tuning(792), "q8_0": Tuning(924), "q4_0": Tuning(924)}
 
 
 def tuning_of(k_kind: str, v_kind: str) -> Tuning:
@@ -269,7 +290,7 @@ def attend(
     launch(
         _attend[(n_kv_heads * n_chunks, n_splits, len(tables.table))],
         q, keys.pointers, values.pointers,
-        tables.blocks, tables.table, tables.position, *tables.rows_and_counts, tables.firsts,
+        tables.blocks, tables.table, tables.position, *tables.rows_and_counts, tables.masks, tables.firsts,
         out.values, out.peaks, out.sums, tables.blocks.shape[1], keys.codes.shape[1], head_rows.start,
         window or 2**30, scale * LOG2E, n_splits, out.min_blocks, n_chunks,
         K_KIND=keys.kind, V_KIND=values.kind, GROUP=group, DIM=dim, BS=block_size, BUNDLED=most_rows > 1,

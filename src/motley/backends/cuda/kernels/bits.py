@@ -101,6 +101,45 @@ def byte_as_half(word, i: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr)
 
 
 @triton.constexpr_function
+def _pick_masked(i, mask, bits):
+    """Byte i of two 16-bit units, masked, over `bits`; a set bit of both is flipped."""
+    both = bits << 16 | bits
+    join = (
+        f"xor.b32 $0, t, {both};" if mask == 0xFF else f"lop3.b32 $0, t, {mask << 16 | mask}, {both}, 0x6A;"
+    )
+    return f"{{ .reg .b32 t; prmt.b32 t, $1, 0, {0x4341 if i else 0x4240}; {join} }}"
+
+
+@triton.jit
+def part_as_half(unit, i: tl.constexpr, MASK: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr):
+    """The bits MASK of byte i of each 16-bit unit, over BITS, as float16; bits of both are flipped."""
+    if PLAIN:
+        byte = (unit.to(tl.int32) >> (8 * i)) & MASK
+        return (byte ^ BITS).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        return tl.inline_asm_elementwise(
+            _pick_masked(i, MASK, BITS), "=r,r", [unit], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def finite_halves(x, PLAIN: tl.constexpr):
+    """float16 as it is, but for infinities and NaN, which become something finite."""
+    if PLAIN:
+        return tl.where(tl.abs(x) <= 65504.0, x, 0.0)
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 most, t; mov.b32 most, 0x7BFF7BFF; min.f16x2 t, $1, most;
+            mov.b32 most, 0xFBFFFBFF; max.f16x2 $0, t, most; }""",
+            "=r,r",
+            [x],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.constexpr_function
 def has_levels(kind):
     """Whether codes are indices of a table of levels."""
     return kind == "IQ4" or kind == "MXFP4"

@@ -4,7 +4,7 @@ A program takes one head and a *span*, neighbouring rows of one sequence, and wa
 of a batch are one launch. One or two blocks at a time are unpacked (`operand`). Blocks that every query of the span
 sees whole need no mask. With `rotate`, results are rotated back by the Hadamard matrix.
 
-Dims are in the order in which words hold them (`_order`): the same for queries and keys, so that products are right,
+Dims are in the order in which words hold them (`order_of`): the same for queries and keys, so that products are right,
 and undone where results are stored. It only swaps bits of a dim's number, which the Hadamard matrix does not mind.
 Base 2 throughout: the queries carry scale · log₂e. Reference: graph.ops.Attention.
 """
@@ -58,14 +58,14 @@ def spans(first_row: int, n_rows: int, position: int, table: int, size: int) -> 
 
 
 @triton.constexpr_function
-def _n_dims(kind, n_tiles):
+def n_dims(kind, n_tiles):
     """Dims of a head, padded."""
     return n_columns(kind, n_tiles) * n_parts(kind)
 
 
 @triton.jit
-def _order(c, KIND: tl.constexpr):
-    """Which dims `_load` has in places c."""
+def order_of(c, KIND: tl.constexpr):
+    """Which dims `load_block` has in places c."""
     if KIND == "q4_0":
         return c // 32 * 32 + c // 8 % 4 * 4 + c // 4 % 2 * 16 + c % 4
     else:
@@ -89,8 +89,8 @@ def _values(words, i: tl.constexpr, scale, KIND: tl.constexpr, PLAIN: tl.constex
 
 
 @triton.jit
-def _load(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr, PLAIN: tl.constexpr):
-    """One head in one or two blocks (see `load_columns`): (dims in `_order`, tokens) of type `operand`."""
+def load_block(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr, PLAIN: tl.constexpr):
+    """One head in one or two blocks (see `load_columns`): (dims in `order_of`, tokens) of type `operand`."""
     x = load_columns(planes, at, KIND, TILES, BS)
     if is_words(KIND):
         scale = spread(load_scales(planes, at, KIND, TILES, BS), KIND)
@@ -101,9 +101,9 @@ def _load(planes, at, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr,
         return x
 
 
-@triton.jit(do_not_specialize=["head_rows", "first_row", "window"])
+@triton.jit(do_not_specialize=["head_rows", "first_row", "window", "n_skipped"])
 def _prefill(
-    q, keys, values, tables, spans, sinks, out, head_rows, first_row, window, factor,
+    q, keys, values, tables, spans, sinks, out, sums, head_rows, first_row, window, n_skipped, factor,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BS: tl.constexpr,
     SIZE: tl.constexpr, N: tl.constexpr, WINDOWED: tl.constexpr, ROTATION: tl.constexpr, LOG_ROTATION: tl.constexpr,
     HAS_SINKS: tl.constexpr, PLAIN: tl.constexpr,
@@ -114,7 +114,7 @@ def _prefill(
     first = tl.load(tables + table)  # the position that the table starts with
     tables += table + 1
     last = position + n - 1
-    begin = (tl.maximum(position - window + 1, first) - first) // BS
+    begin = (tl.maximum(tl.maximum(position - window + 1, n_skipped), first) - first) // BS
     end = (last - first) // BS + 1
     # Rounds that end before the first query does.
     n_whole = tl.maximum((position - first + 1) // BS - begin, 0) // N
@@ -122,12 +122,12 @@ def _prefill(
         n_whole = 0
 
     TILES: tl.constexpr = (DIM + 31) // 32
-    K_DIMS: tl.constexpr = _n_dims(K_KIND, TILES)
-    V_DIMS: tl.constexpr = _n_dims(V_KIND, TILES)
+    K_DIMS: tl.constexpr = n_dims(K_KIND, TILES)
+    V_DIMS: tl.constexpr = n_dims(V_KIND, TILES)
     T: tl.constexpr = N * BS
     m = tl.arange(0, SIZE)
     line = (row + m)[:, None] * (tl.num_programs(1) * DIM) + head * DIM
-    d = _order(tl.arange(0, K_DIMS), K_KIND)[None, :]
+    d = order_of(tl.arange(0, K_DIMS), K_KIND)[None, :]
     x = tl.load(q + line + d, (m < n)[:, None] & (d < DIM), other=0.0)
     x = (x * factor).to(operand(K_KIND))
     acc, total = tl.zeros([SIZE, V_DIMS], tl.float32), tl.zeros([SIZE], tl.float32)
@@ -144,8 +144,8 @@ def _prefill(
             for i in tl.static_range(N):
                 at = at + (blocks[i].to(tl.int64) * head_rows + lane,)  # type: ignore[assignment]
             blocks = look_up(tables, b + N, end, N)
-            s = tl.dot(x, _load(keys, at, K_KIND, TILES, BS, PLAIN))
-            v = _load(values, at, V_KIND, TILES, BS, PLAIN)
+            s = tl.dot(x, load_block(keys, at, K_KIND, TILES, BS, PLAIN))
+            v = load_block(values, at, V_KIND, TILES, BS, PLAIN)
             if masked:
                 key = first + b * BS + tl.arange(0, T)
                 distance = (position + m)[:, None] - key[None, :]
@@ -156,6 +156,7 @@ def _prefill(
             p, rescale = tl.exp2(s - base[:, None]), tl.exp2(peak - base)
             total, peak = total * rescale + tl.sum(p, 1), top
             acc = tl.dot(p.to(operand(V_KIND)), tl.trans(v), acc * rescale[:, None])
+    tl.store(sums + (row + m) * tl.num_programs(1) + head, peak + tl.log2(total), m < n)
     if HAS_SINKS:
         rescale, total = with_sink(total, peak, tl.load(sinks + head))
         acc *= rescale[:, None]
@@ -163,7 +164,7 @@ def _prefill(
     if ROTATION > 1:
         ALL: tl.constexpr = SIZE * V_DIMS
         acc = tl.reshape(rotated(tl.reshape(acc, [ALL]), ALL, ROTATION, LOG_ROTATION), [SIZE, V_DIMS])
-    d = _order(tl.arange(0, V_DIMS), V_KIND)[None, :]
+    d = order_of(tl.arange(0, V_DIMS), V_KIND)[None, :]
     tl.store(out + line + d, acc, (m < n)[:, None] & (d < DIM))
 
 
@@ -182,11 +183,14 @@ def prefill(
     rotate: bool = False,
     rotation: int | None = None,
     sinks: torch.Tensor | None = None,
-) -> None:
+    n_skipped: int = 0,
+) -> torch.Tensor:
     """q (rows, heads, dim) float32 over the KV heads `head_rows` of the cache → the same rows of out, for all `spans`.
 
     A table is, in `tables` (int32), the position that it starts with and its block ids. `rotation`: the size of the
-    rotation, where it is not the head's. `sinks`: (heads,) one more score for each head, without a value.
+    rotation, where it is not the head's. `sinks`: (heads,) one more score for each head, without a value. `n_skipped`:
+    positions, whole blocks, that are left out at the beginning.
+    Returns, for the same rows, float32 (rows, heads): log₂ of the sum of 2^score, without sinks.
     """
     _, n_heads, dim = q.shape
     group, rotation = n_heads // (head_rows.stop - head_rows.start), (rotation or dim) if rotate else 1
@@ -198,15 +202,17 @@ def prefill(
     assert spans.shape[1:] == (SPAN_NUMBERS,)
     assert spans.is_contiguous()
     assert dim % rotation == rotation & (rotation - 1) == 0, "only powers of two have a Hadamard matrix"
+    assert n_skipped % keys.block_size == 0
+    sums = torch.empty(q.shape[:2], device=q.device)
     # Values that are unpacked one by one are not worth the memory of a pipeline.
     n_stages = 3 if is_fast(keys.kind) and is_fast(values.kind) else 1
     launch(
         _prefill[(len(spans), n_heads)],
-        q, keys.pointers, values.pointers, tables, spans, q if sinks is None else sinks, out, keys.codes.shape[1],
-        head_rows.start,
-        window or 2**30, scale * LOG2E,
+        q, keys.pointers, values.pointers, tables, spans, q if sinks is None else sinks, out, sums,
+        keys.codes.shape[1], head_rows.start, window or 2**30, n_skipped, scale * LOG2E,
         K_KIND=keys.kind, V_KIND=values.kind, GROUP=group, DIM=dim, BS=keys.block_size, SIZE=span_rows,
         N=2 if keys.block_size <= 32 else 1, WINDOWED=window is not None, ROTATION=rotation,
         LOG_ROTATION=rotation.bit_length() - 1, HAS_SINKS=sinks is not None, PLAIN=INTERPRETED,
         num_warps=4, num_stages=n_stages,
     )  # fmt: skip
+    return sums

@@ -1,0 +1,146 @@
+"""Rows of a step that are a tree, on the GPU's kernels under Triton's interpreter: as the reference has them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from cuda_models import use_few_programs
+
+from motley import LLM, SamplingParams, assembly
+from motley.backends.cuda.backend import CudaBackend
+from motley.backends.cuda.kernels.attention import Shares, Tables, attend
+from motley.backends.cuda.kernels.bundles import attend_bundles
+from motley.backends.cuda.kernels.combine import combine
+from motley.backends.cuda.kernels.rows import PLAIN, Rows
+from motley.backends.cuda.kernels.tiles import CachePlanes
+from motley.engine.trees import row_masks
+from motley.graph.ops import Attention
+from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
+from motley.kvcache.store import Store
+from motley.kvcache.types import get_cache_type
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
+from by_hand import stepped_by_hand
+from drafters import TREES, give, right, serve
+
+from random_models import GEMMA3, LLAMA
+
+pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
+
+BLOCK, KV_HEADS, GROUP = 16, 1, 3
+HEADS = slice(1, 1 + KV_HEADS)
+
+
+def random_masks(rng: random.Random, n_rows: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """A tree in which some branches are long and some rows have many alternatives."""
+    parents = [rng.choice((i - 1, i - 1, rng.randrange(-1, i))) for i in range(n_rows - 1)]
+    return np.array(row_masks(parents), np.uint64)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dim", "kind", "n_rows", "window"),
+    [
+        (attend, 64, "q8_0", 16, 3),
+        (attend, 64, "q5_1", 40, None),
+        (attend_bundles, 128, "f16", 4, None),
+        (attend_bundles, 128, "q8_0", 64, 20),
+        (attend_bundles, 128, "q8_0", 40, 3),
+        (attend_bundles, 128, "q4_0", 40, None),
+    ],
+)
+def test_a_row_sees_the_context_and_its_own_path(
+    kernel: Callable[..., object], dim: int, kind: str, n_rows: int, window: int | None
+) -> None:
+    """A tree that ends in the middle of a block, a chain beside it, and a tree at the beginning of its context."""
+    torch.manual_seed(2)
+    rng = random.Random(n_rows)
+    keys, values = (
+        Store(get_cache_type(kind), n_blocks=16, block_size=BLOCK, n_rows=3, head_dim=dim) for _ in "kv"
+    )
+    for store in (keys, values):
+        store.write(HEADS, torch.arange(16 * BLOCK), torch.randn(16 * BLOCK, KV_HEADS, dim))
+    counts, befores, firsts = (n_rows, 3, n_rows), (37, 20, 0), (0, BLOCK, 0)
+    masks = [random_masks(rng, n_rows), np.array(row_masks([-1 + i for i in range(2)]), np.uint64)]
+    masks.append(random_masks(rng, n_rows))
+    blocks = [rng.sample(range(16), 7), rng.sample(range(16), 1), rng.sample(range(16), 4)]
+    starts = [sum(counts[:i]) for i in range(3)]
+    tables = tuple(
+        SequenceTable(starts[i], counts[i], befores[i], firsts[i], np.array(blocks[i], np.int32), masks[i])
+        for i in range(3)
+    )
+    q = torch.randn(sum(counts), KV_HEADS * GROUP, dim)
+    layer = ArenaLayer(keys, values, HEADS, 0).on(GroupBatch.of(tables, BLOCK))
+    expected = Attention(0.2, window).reference([q, layer])
+
+    def int32(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    device_tables = Tables(
+        torch.tensor([[*own, *[-1] * (7 - len(own))] for own in blocks], dtype=torch.int32),
+        int32(*firsts), int32(0, 1, 2), int32(*befores), n_rows, int32(*starts), int32(*counts),
+        torch.from_numpy(np.concatenate(masks).view(np.int32).reshape(-1, 2)),
+    )  # fmt: skip
+    shares = Shares.empty(len(q), KV_HEADS * GROUP, 2, dim, "cpu", min_blocks=1)
+    planes = [CachePlanes.of(kind, store.planes) for store in (keys, values)]
+    kernel(q, *planes, HEADS, device_tables, shares, scale=0.2, window=window)
+    rows = Rows.empty(PLAIN, len(q), q[0].numel(), "cpu")
+    rows.values.fill_(torch.nan)
+    out = combine(shares, device_tables, BLOCK, rows, rotate=False, window=window).values.view(q.shape)
+    error = (out - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert float(error.max()) < 3e-3
+
+
+CREWS: dict[str, dict[str, Any]] = {
+    "one device": {},
+    "tensor": {"devices": "cpu,cpu", "split_mode": "tensor"},
+    "layer": {"devices": "cpu,cpu", "split_mode": "layer"},
+}
+
+
+@pytest.fixture
+def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLM takes the GPU's kernels for CPUs."""
+    monkeypatch.setattr(assembly, "backend_for_heads", lambda *_: (CudaBackend("cpu", captures=False), None))
+    monkeypatch.setattr(CudaBackend, "free_bytes", lambda _: 8 << 30)
+    use_few_programs(monkeypatch)
+
+
+@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize("case", CREWS)
+def test_texts_are_the_same_with_trees(case: str, tmp_path: Path) -> None:
+    _check_texts(LLAMA.write(tmp_path / "llama.gguf"), **CREWS[case])
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_texts_are_the_same_with_windows_and_trees(tmp_path: Path) -> None:
+    _check_texts(GEMMA3.write(tmp_path / "gemma3.gguf"))
+
+
+def _check_texts(path: Path, **options: Any) -> None:
+    """With four drafters of trees, beside a prompt that comes in while others decode."""
+    prompts = [list(range(3, 30)), [5, 9, 9, 7]]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (12, 5)]
+    sizes = {"n_ctx": 64, "n_batch": 96, "n_parallel": 2, "kv_block_size": 16}
+    with LLM(path, **sizes, **options) as llm, stepped_by_hand(llm):
+        engine = llm._loaded.engine
+        assert engine.runner.refuses_trees is None
+        give(llm, right)
+        without = [tuple(request.generated) for request in serve(engine, prompts, params)]
+        n_right = 0
+        for guess in TREES:
+            drafter = give(llm, guess)
+            drafter.answers |= dict(zip(map(tuple, prompts), without, strict=True))
+            found = [tuple(request.generated) for request in serve(engine, prompts, params)]
+            assert found == without, guess.__name__
+            n_right += sum(drafter.n_accepted)
+        assert n_right > 20
