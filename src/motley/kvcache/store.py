@@ -83,7 +83,7 @@ class Store:
             plane[:, rows][blocks, :, :, offsets] = items[name].to(plane.device)
 
     def copy_slots(self, places: torch.Tensor) -> None:
-        """Copy tokens from the slots places[0] to places[1]; all heads, as they are stored. A GPU gets one copy of ids."""
+        """Copy tokens from the slots places[0] to places[1], all heads, as they are stored."""
         places = places.to(next(iter(self.planes.values())).device)
         (source, target), (i, j) = places // self.block_size, places % self.block_size
         for plane in self.planes.values():

@@ -25,7 +25,7 @@ class GpuPlanning(Backend):
     """A GPU's kernels, sizes and limits, for plans."""
 
     name: ClassVar[str] = "cuda"
-    has_trees: ClassVar[bool] = True
+    has_trees = True
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
