@@ -155,9 +155,11 @@ def test_rows_of_a_bundle_read_the_context_together(
 
 
 def test_bundles_have_as_many_splits_as_programs_fit() -> None:
-    assert [bundle_tuning_of(n).n_queries for n in (2, 16, 17, 32, 64, 256)] == [16, 16, 32, 32, 64, 64]
-    assert bundle_tuning_of(256).n_splits(1, 256, 8) == 264 // (8 * 4)
-    assert bundle_tuning_of(16).n_splits(64, 16, 8) == 1
+    for kind in ("q8_0", "f16"):
+        found = [bundle_tuning_of(n, kind, kind) for n in (2, 16, 17, 32, 64, 256)]
+        assert [tuning.n_queries for tuning in found] == [16, 16, 32, 32, 64, 64]
+        assert found[-1].n_splits(1, 256, 8) == 264 // (8 * 4)
+        assert found[0].n_splits(64, 16, 8) == 1
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])

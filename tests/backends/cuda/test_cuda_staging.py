@@ -69,28 +69,30 @@ def test_rows_find_their_numbers(batches: list[Sequences]) -> None:
             place = staged.places[group_number]
             assert place.slots.tolist() == [*group.slots.tolist(), *[-1] * (N_ROWS - n_tokens)]
             is_decode = all(table.n_rows <= MOST or table.seen is not None for table in tables)
-            bundles = [
-                table for table in tables if is_decode or table.n_rows <= FEW or table.seen is not None
-            ]
+            few = [table for table in tables if is_decode or table.n_rows <= FEW or table.seen is not None]
+            bundles, masks = [], []  # (table, its first row that counts, rows)
+            for table in few:
+                is_whole = is_decode or table.seen is not None
+                bundles += (
+                    [(table, 0, table.n_rows)] if is_whole else [(table, i, 1) for i in range(table.n_rows)]
+                )
+                masks += masks_of(table) if is_whole else [1] * table.n_rows
             found = place.tables
             assert found.row is not None
             assert found.count is not None
             assert found.seen is not None
-            rows = [
-                row for table in bundles for row in range(table.first_row, table.first_row + table.n_rows)
-            ]
+            rows = [row for table in few for row in range(table.first_row, table.first_row + table.n_rows)]
             assert place.members.tolist() == ([] if is_decode else rows)
-            starts = [sum(table.n_rows for table in bundles[:i]) for i in range(len(bundles))]
-            assert found.row.tolist()[: len(bundles)] == starts
-            assert found.most_rows >= max([table.n_rows for table in bundles], default=1)
+            counts = [count for *_, count in bundles]
+            assert found.row.tolist()[: len(bundles)] == [sum(counts[:i]) for i in range(len(counts))]
+            assert found.most_rows >= max(counts, default=1)
             if found.most_rows > 1:
-                assert found.count.tolist()[: len(bundles)] == [table.n_rows for table in bundles]
-                masks = found.seen.numpy().view(np.uint64).ravel()[: len(rows)].tolist()
-                assert masks == [mask for table in bundles for mask in masks_of(table)]
-            for number, table in enumerate(bundles):
-                assert int(found.position[number]) == table.position
+                assert found.count.tolist()[: len(bundles)] == counts
+                assert found.seen.numpy().view(np.uint64).ravel()[: len(rows)].tolist() == masks
+            for number, (table, i, _) in enumerate(bundles):
+                assert int(found.position[number]) == table.position + i
                 assert table_at(place, number, len(table.blocks)) == [table.first, *table.blocks.tolist()]
-            chunks = [table for table in tables if table not in bundles]
+            chunks = [table for table in tables if table not in few]
             for table, span in zip(chunks, place.spans.tolist(), strict=True):
                 *numbered, start = span
                 assert numbered == [table.first_row, table.n_rows, table.position]

@@ -31,7 +31,7 @@ from motley.kvcache.types import get_cache_type
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
 from by_hand import stepped_by_hand
-from drafters import TREES, give, right, serve
+from drafters import bushy, give, right, right_last, serve
 
 from random_models import GEMMA3, LLAMA
 
@@ -50,18 +50,16 @@ def random_masks(rng: random.Random, n_rows: int) -> np.ndarray[Any, np.dtype[np
 @pytest.mark.parametrize(
     ("kernel", "dim", "kind", "n_rows", "window"),
     [
-        (attend, 64, "q8_0", 16, 3),
-        (attend, 64, "q5_1", 40, None),
-        (attend_bundles, 128, "f16", 4, None),
-        (attend_bundles, 128, "q8_0", 64, 20),
-        (attend_bundles, 128, "q8_0", 40, 3),
-        (attend_bundles, 128, "q4_0", 40, None),
+        (attend, 64, "q8_0", 9, 3),
+        (attend_bundles, 128, "f16", 5, None),
+        (attend_bundles, 128, "q8_0", 35, 20),
+        (attend_bundles, 128, "q4_0", 7, 3),
     ],
 )
 def test_a_row_sees_the_context_and_its_own_path(
     kernel: Callable[..., object], dim: int, kind: str, n_rows: int, window: int | None
 ) -> None:
-    """A tree that ends in the middle of a block, a chain beside it, and a tree at the beginning of its context."""
+    """A tree that ends in the middle of a block, and one at the beginning of its context."""
     torch.manual_seed(2)
     rng = random.Random(n_rows)
     keys, values = (
@@ -69,14 +67,13 @@ def test_a_row_sees_the_context_and_its_own_path(
     )
     for store in (keys, values):
         store.write(HEADS, torch.arange(16 * BLOCK), torch.randn(16 * BLOCK, KV_HEADS, dim))
-    counts, befores, firsts = (n_rows, 3, n_rows), (37, 20, 0), (0, BLOCK, 0)
-    masks = [random_masks(rng, n_rows), np.array(row_masks([-1 + i for i in range(2)]), np.uint64)]
-    masks.append(random_masks(rng, n_rows))
-    blocks = [rng.sample(range(16), 7), rng.sample(range(16), 1), rng.sample(range(16), 4)]
-    starts = [sum(counts[:i]) for i in range(3)]
+    counts, befores, firsts = (n_rows, 3), (37, 0), (BLOCK, 0)
+    masks = [random_masks(rng, n_rows), np.array(row_masks([-1, -1]), np.uint64)]
+    blocks = [rng.sample(range(16), 4), rng.sample(range(16), 1)]
+    starts = [0, n_rows]
     tables = tuple(
         SequenceTable(starts[i], counts[i], befores[i], firsts[i], np.array(blocks[i], np.int32), masks[i])
-        for i in range(3)
+        for i in range(2)
     )
     q = torch.randn(sum(counts), KV_HEADS * GROUP, dim)
     layer = ArenaLayer(keys, values, HEADS, 0).on(GroupBatch.of(tables, BLOCK))
@@ -86,8 +83,8 @@ def test_a_row_sees_the_context_and_its_own_path(
         return torch.tensor(values, dtype=torch.int32)
 
     device_tables = Tables(
-        torch.tensor([[*own, *[-1] * (7 - len(own))] for own in blocks], dtype=torch.int32),
-        int32(*firsts), int32(0, 1, 2), int32(*befores), n_rows, int32(*starts), int32(*counts),
+        torch.tensor([[*own, *[-1] * (4 - len(own))] for own in blocks], dtype=torch.int32),
+        int32(*firsts), int32(0, 1), int32(*befores), n_rows, int32(*starts), int32(*counts),
         torch.from_numpy(np.concatenate(masks).view(np.int32).reshape(-1, 2)),
     )  # fmt: skip
     shares = Shares.empty(len(q), KV_HEADS * GROUP, 2, dim, "cpu", min_blocks=1)
@@ -127,20 +124,18 @@ def test_texts_are_the_same_with_windows_and_trees(tmp_path: Path) -> None:
 
 
 def _check_texts(path: Path, **options: Any) -> None:
-    """With four drafters of trees, beside a prompt that comes in while others decode."""
-    prompts = [list(range(3, 30)), [5, 9, 9, 7]]
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (12, 5)]
-    sizes = {"n_ctx": 64, "n_batch": 96, "n_parallel": 2, "kv_block_size": 16}
+    """With drafters of trees, beside a prompt."""
+    prompts = [list(range(3, 22)), [5, 9]]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (7, 3)]
+    sizes = {"n_ctx": 48, "n_batch": 64, "n_parallel": 2, "kv_block_size": 16}
     with LLM(path, **sizes, **options) as llm, stepped_by_hand(llm):
         engine = llm._loaded.engine
         assert engine.runner.refuses_trees is None
         give(llm, right)
         without = [tuple(request.generated) for request in serve(engine, prompts, params)]
-        n_right = 0
-        for guess in TREES:
-            drafter = give(llm, guess)
+        for guess in (right_last, bushy):
+            drafter = give(llm, guess, draft_max=4)
             drafter.answers |= dict(zip(map(tuple, prompts), without, strict=True))
             found = [tuple(request.generated) for request in serve(engine, prompts, params)]
             assert found == without, guess.__name__
-            n_right += sum(drafter.n_accepted)
-        assert n_right > 20
+            assert max(drafter.n_accepted) > 2

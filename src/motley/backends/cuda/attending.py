@@ -85,7 +85,8 @@ class Attending:
         min_blocks = 1 if n_bundles * n_kv_heads <= _FEW_HEADS else 4
         given = q, self._keys, self._values, layer.rows, tables
         if tables.most_rows > 1 and bundles.supports(*kinds, dim, layer.keys.block_size):
-            n_splits = bundles.tuning_of(n_queries).n_splits(n_bundles, n_queries, n_kv_heads)
+            tuning = bundles.tuning_of(n_queries, *kinds)
+            n_splits = tuning.n_splits(n_bundles, n_queries, n_kv_heads)
             shares = Shares.empty(n_rows, n_heads, n_splits, dim, self._device, max(min_blocks, 2))
             bundles.attend_bundles(*given, shares, scale=op.scale, window=op.window)
         else:

@@ -6,9 +6,10 @@
 A table is the position that it starts with and its block ids; a bundle holds the number at which its table begins.
 A sequence's few rows (a token, and drafts) or its tree of drafts are a bundle (kernels/attention): a long context is
 split over the whole GPU, and masks say which rows of a bundle each row sees (kernels/seen_rows). Where all sequences
-are bundles, it is a decode batch. Otherwise, sequences with many rows are cut into spans (kernels/prefill), and the
-rows of bundles are taken out of the batch, one after the other: `members` says which these are, and masks and bundles
-count in that order. Tables and spans come last, so that only as much is copied as is used.
+are bundles, it is a decode batch. Otherwise, sequences with many rows are cut into spans (kernels/prefill), a few rows
+without a tree are a bundle each, so that they need no kernel of their own, and the rows of bundles are taken out of
+the batch: `members` says which these are, and masks and bundles count in that order. Tables and spans come last, so
+that only as much is copied as is used.
 
 A plan may have more rows than the batch (see `CudaBackend.bucket`). What pads it is inert: such a row has slot -1, so
 that nothing of it is stored, and a position one block before its table begins, so that it reads no context. What is
@@ -225,8 +226,9 @@ class Staging:
         if all(table.n_rows == 1 for table in batch.tables):
             return
         for table in batch.tables:
-            if is_decode or _is_bundle(table):
-                masks = CHAIN[: table.n_rows] if table.seen is None else table.seen
+            if is_decode or _is_few(table):
+                of_chain = CHAIN[: table.n_rows] if is_decode else CHAIN[np.zeros(table.n_rows, np.int64)]
+                masks = of_chain if table.seen is None else table.seen
                 first = self._masks.start + 2 * row
                 numbers[first : first + 2 * table.n_rows] = masks.view(np.int32)
                 row += table.n_rows
@@ -251,13 +253,17 @@ class Staging:
             pieces += (_GAP, table.blocks)
             starts.append(start)
             firsts.append(table.first)
-            if not is_decode and not _is_bundle(table):
+            if is_decode:
+                bundles.append((table.position, start, table.first_row, table.n_rows))
+            elif not _is_few(table):
                 chunks.append((table, start))
                 continue
-            bundles.append(
-                (table.position, start, table.first_row if is_decode else len(members), table.n_rows)
-            )
-            longest = max(longest, table.n_rows)
+            elif table.seen is not None:
+                bundles.append((table.position, start, len(members), table.n_rows))
+            else:
+                n = len(members)
+                bundles += [(table.position + i, start, n + i, 1) for i in range(table.n_rows)]
+            longest = max(longest, bundles[-1][3])
             if not is_decode:
                 members += range(table.first_row, table.first_row + table.n_rows)
         np.concatenate(pieces, out=numbers[cursor:stop])
@@ -296,8 +302,8 @@ def _is_short(table: Table) -> bool:
     return table.n_rows <= _MAX_CHAIN or table.seen is not None
 
 
-def _is_bundle(table: Table) -> bool:
-    """Whether a table's rows are a bundle beside others' spans."""
+def _is_few(table: Table) -> bool:
+    """Whether a table's rows are no span beside others' spans."""
     return table.n_rows <= _FEW_ROWS or table.seen is not None
 
 

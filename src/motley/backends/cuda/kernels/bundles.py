@@ -57,13 +57,16 @@ class Tuning:
         return max(1, self.n_programs // max(1, n_programs))
 
 
-# Measured on an H200 with benchmarks/cuda_kernels.py: three or two programs for each multiprocessor.
+# Measured on an H200 with benchmarks/cuda_kernels.py: three or two programs for each multiprocessor; of f16, 32 queries
+# have shared memory for two.
 TUNINGS = (Tuning(16, 396, 168), Tuning(32, 396, 168), Tuning(64, 264))
+_OF_HALVES = (TUNINGS[0], Tuning(32, 264), TUNINGS[2])
 
 
-def tuning_of(n_queries: int) -> Tuning:
+def tuning_of(n_queries: int, k_kind: str, v_kind: str) -> Tuning:
     """For bundles with so many queries of a KV head; more than 64 are several programs'."""
-    return next((tuning for tuning in TUNINGS if n_queries <= tuning.n_queries), TUNINGS[-1])
+    tunings = _OF_HALVES if k_kind == v_kind == "f16" else TUNINGS
+    return next((tuning for tuning in tunings if n_queries <= tuning.n_queries), tunings[-1])
 
 
 @triton.constexpr_function
@@ -286,7 +289,7 @@ def attend_bundles(
     assert q.dtype == torch.float32
     assert q.is_contiguous()
     n_splits, n_queries = out.peaks.shape[2], tables.most_rows * group
-    tuning = tuning or tuning_of(n_queries)
+    tuning = tuning or tuning_of(n_queries, keys.kind, values.kind)
     n_chunks = triton.cdiv(n_queries, tuning.n_queries)
     limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
     launch(

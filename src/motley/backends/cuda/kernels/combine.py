@@ -89,8 +89,10 @@ def combine(
             shares, tables, block_size, plain, rotate=rotate, rotation=rotation, window=window, sinks=sinks
         )
         return convert(plain.values, out)
-    # Measured: benchmarks/cuda_kernels.py. Few sizes, as each is a compiled variant.
+    # Measured: benchmarks/cuda_kernels.py. Few sizes, as each is a compiled variant; one for all bundles.
     n_at_once, n_warps = (4, 1) if n_splits <= 4 else (32, 1) if n_splits <= 64 else (128, 4)
+    if most_rows > 1:
+        n_at_once, n_warps = 32, 1
     _combine[(len(tables.table) * most_rows, n_heads)](
         shares.values, shares.peaks, shares.sums, shares.sums if sinks is None else sinks,
         tables.table, tables.position, *tables.rows_and_counts, tables.firsts,
