@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +12,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from cuda_models import use_few_programs
-
-from motley import LLM, SamplingParams, assembly
-from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.kernels.attention import Shares, Tables, attend
 from motley.backends.cuda.kernels.bundles import attend_bundles
 from motley.backends.cuda.kernels.combine import combine
@@ -28,12 +22,6 @@ from motley.graph.ops import Attention
 from motley.kvcache.arena import ArenaLayer, GroupBatch, SequenceTable
 from motley.kvcache.store import Store
 from motley.kvcache.types import get_cache_type
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
-from by_hand import stepped_by_hand
-from drafters import bushy, give, right, right_last, serve
-
-from random_models import RandomModel
 
 pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
 
@@ -95,49 +83,3 @@ def test_a_row_sees_the_context_and_its_own_path(
     out = combine(shares, device_tables, BLOCK, rows, rotate=False, window=window).values.view(q.shape)
     error = (out - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
     assert float(error.max()) < 3e-3
-
-
-SMALL = RandomModel("llama", 2, 2, 2, {})
-WINDOWED = RandomModel("gemma3", 6, 2, 1, {"rope.freq_base": 1e6, "attention.sliding_window": 16})
-CREWS: dict[str, dict[str, Any]] = {
-    "one device": {},
-    "tensor": {"devices": "cpu,cpu", "split_mode": "tensor"},
-    "layer": {"devices": "cpu,cpu", "split_mode": "layer"},
-}
-
-
-@pytest.fixture
-def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LLM takes the GPU's kernels for CPUs."""
-    monkeypatch.setattr(assembly, "backend_for_heads", lambda *_: (CudaBackend("cpu", captures=False), None))
-    monkeypatch.setattr(CudaBackend, "free_bytes", lambda _: 8 << 30)
-    use_few_programs(monkeypatch)
-
-
-@pytest.mark.usefixtures("on_kernels")
-@pytest.mark.parametrize("case", CREWS)
-def test_texts_are_the_same_with_trees(case: str, tmp_path: Path) -> None:
-    _check_texts(SMALL.write(tmp_path / "llama.gguf"), **CREWS[case])
-
-
-@pytest.mark.usefixtures("on_kernels")
-def test_texts_are_the_same_with_windows_and_trees(tmp_path: Path) -> None:
-    _check_texts(WINDOWED.write(tmp_path / "gemma3.gguf"))
-
-
-def _check_texts(path: Path, **options: Any) -> None:
-    """With drafters of trees, beside a prompt."""
-    prompts = [list(range(3, 22)), [5, 9]]
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (7, 3)]
-    sizes = {"n_ctx": 48, "n_batch": 64, "n_parallel": 2, "kv_block_size": 16}
-    with LLM(path, **sizes, **options) as llm, stepped_by_hand(llm):
-        engine = llm._loaded.engine
-        assert engine.runner.refuses_trees is None
-        give(llm, right)
-        without = [tuple(request.generated) for request in serve(engine, prompts, params)]
-        for guess in (right_last, bushy):
-            drafter = give(llm, guess, draft_max=4)
-            drafter.answers |= dict(zip(map(tuple, prompts), without, strict=True))
-            found = [tuple(request.generated) for request in serve(engine, prompts, params)]
-            assert found == without, guess.__name__
-            assert max(drafter.n_accepted) > 2
