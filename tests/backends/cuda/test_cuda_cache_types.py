@@ -7,11 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from motley.backends.cuda.kernels.attention import Shares, Tables, attend, supports
+from motley.backends.cuda.kernels.attention import Shares, Tables, attend
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.rope_and_store import RopeTable, rope_and_store
 from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
 from motley.backends.cuda.kernels.tiles import CachePlanes
+from motley.backends.cuda.support import refuses_cache
 from motley.graph.ops import Hadamard, Rope
 from motley.kvcache.store import Store
 from motley.kvcache.types import CACHE_TYPES, get_cache_type
@@ -128,6 +129,6 @@ def test_heads_of_three_tiles_are_rotated_tile_by_tile() -> None:
 
 
 def test_every_pair_of_types_is_supported() -> None:
-    assert all(supports(k, v, 16) is None for k in CACHE_TYPES for v in CACHE_TYPES)
-    assert supports("q4_0", "q3_0", 16) == "no kernel for a cache of q3_0"
-    assert supports("f16", "f16", 24)
+    assert all(refuses_cache(k, v, 16) is None for k in CACHE_TYPES for v in CACHE_TYPES)
+    assert refuses_cache("q4_0", "q3_0", 16) == "no kernel for a cache of q3_0"
+    assert refuses_cache("f16", "f16", 24)
