@@ -1,8 +1,8 @@
 """What one exchange of two processes by Gloo costs, without Motley's engine: both send and receive the same bytes.
 
 Between exchanges each process works for a while, as the devices of a crew do. "one ahead": the receive of the next
-exchange is posted after each one. "together": receives are posted for many exchanges at once, and Gloo's thread has the
-idle policy (motley.runtime.hosts.gloo.lower_priority).
+exchange is posted after each one. "together": receives are posted for many exchanges at once, and Gloo's thread runs on
+the caller's core while the caller waits (motley.runtime.hosts.gloo.LoopThreads).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from motley.runtime.hosts.gloo import lower_priority, make_device
+from motley.runtime.hosts.gloo import LoopThreads, make_device
 
 _N_TOGETHER = 33  # collectives of a llama-1b's step
 _TAG = 1
@@ -33,8 +33,7 @@ def exchange(rank: int, store: Any, n_bytes: int, micros: float, n: int, *, toge
     device, threads = make_device("127.0.0.1")
     options._devices = [device]
     group = gloo(store, rank, 2, options)
-    if together:
-        lower_priority(threads)
+    loops = LoopThreads(threads if together else ())
     given = torch.zeros(n_bytes // 4)
     buffers = [torch.empty_like(given) for _ in range(_N_TOGETHER)]
     sends: list[float] = []
@@ -51,6 +50,7 @@ def exchange(rank: int, store: Any, n_bytes: int, micros: float, n: int, *, toge
         while time.perf_counter() < end:
             pass
         start = time.perf_counter()
+        loops.follow()
         sent = group.send([given], 1 - rank, _TAG)
         middle = time.perf_counter()
         posted.pop(0).wait()

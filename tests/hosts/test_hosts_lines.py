@@ -148,8 +148,15 @@ def test_the_threads_of_a_gloo_device_are_known_and_give_way() -> None:
     assert {str(thread) for thread in threads} <= set(os.listdir(gloo._TASKS)) - before
     assert (gloo._TASKS / str(threading.get_native_id()) / "comm").read_text() == name
     own = os.sched_getscheduler(0)
-    gloo.lower_priority([*threads, 2**22 + 1])  # the last one does not exist
+    loops = gloo.LoopThreads([*threads, 2**22 + 1])  # the last one does not exist
     assert os.sched_getscheduler(threads[0]) == os.SCHED_IDLE
     assert os.sched_getscheduler(0) == own
+    cores, core = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {core})
+    try:
+        loops.follow()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert os.sched_getaffinity(threads[0]) == {core}
     assert len(gloo.make_device("127.0.0.1")[1]) == 1  # beside the first one
     del device

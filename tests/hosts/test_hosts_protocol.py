@@ -9,11 +9,12 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -307,6 +308,27 @@ def test_trees_arrive_as_they_were_sent_and_others_are_refused() -> None:
                     StepReader(limits).run(payload)
 
 
+def test_lists_make_the_same_messages_and_arrive_as_lists() -> None:
+    """As rank 0 has them on CPU devices: inputs are lists, tables are the manager's arrays."""
+    batch, inputs = batch_of(3, [1, 2])
+    groups = [
+        GroupBatch(None, [replace(t, blocks=cast(Any, array("i", t.blocks.tolist()))) for t in own.tables], 4)
+        for own in batch.cache
+        if isinstance(own, GroupBatch)
+    ]
+    listed = {name: values.tolist() for name, values in inputs.items()}
+    given = replace(batch, inputs=listed, cache=(*groups, batch.cache[2]))
+    writers = StepWriter(), StepWriter()
+    for _ in range(2):  # the second one refers to the tables of the first
+        payload = writers[0].run(SHAPE, batch, inputs, COPIES)
+        assert writers[1].run(SHAPE, given, listed, COPIES) == payload
+    found = StepReader(LIMITS, as_lists=True).run(StepWriter().run(SHAPE, given, listed, COPIES))
+    assert found.inputs == listed
+    assert [own.slots.tolist() for own in found.batch.cache[:2] if isinstance(own, GroupBatch)] == [
+        own.slots.tolist() for own in batch.cache[:2] if isinstance(own, GroupBatch)
+    ]
+
+
 def test_a_decode_step_of_eight_long_requests_is_small() -> None:
     writer = StepWriter()
     sizes = []
@@ -501,6 +523,14 @@ def test_a_worker_shows_its_devices(server: WorkerServer) -> None:
     found = describe_host(server.address, SECRET)
     assert found[0].device == f"cpu@{server.address}"
     assert found[0].cores >= 1
+
+
+@pytest.mark.parametrize("name", ["a..b", ".", "a" * 300])
+def test_names_that_no_host_can_have_are_refused(name: str) -> None:
+    with pytest.raises(DeviceError, match="no worker answers at"):
+        connect(f"{name}:29400", SECRET)
+    with pytest.raises(ConfigError, match="cannot listen at"):
+        WorkerServer(f"{name}:29400", SECRET)
 
 
 def test_wrong_secrets_are_refused_by_name(server: WorkerServer, random_llama: Path) -> None:

@@ -223,6 +223,9 @@ class Backend(ABC):
     is_remote: ClassVar[bool] = False  # whether it is only planned here, and runs in another process
     has_trees: bool = False  # whether rows of a sequence may be a tree (paged.Table.seen)
 
+    has_own_threads: ClassVar[bool] = (
+        False  # whether kernels run on the backend's threads, whichever thread calls
+    )
     takes_lists: ClassVar[bool] = False  # whether executables take integer inputs as lists, without a tensor
 
     @property

@@ -101,7 +101,7 @@ class RawSequence:
         def work() -> int:
             latest = token
             for _ in range(n_tokens):
-                latest = int(self._run([latest], 1).argmax())
+                latest = int(self._run([latest], 1, n_best=1).argmax())
             return latest
 
         return self._owner.call(work)
@@ -163,14 +163,20 @@ class RawSequence:
     def _hidden(self, tokens: Sequence[int]) -> torch.Tensor:
         return self._run(tokens, len(tokens), wants_hidden=True).to("cpu", copy=True)
 
-    def _run(self, tokens: Sequence[int], n_outputs: int, *, wants_hidden: bool = False) -> torch.Tensor:
-        """Logits or hidden states of the last `n_outputs` tokens, on their device. Valid until the next run."""
+    def _run(
+        self, tokens: Sequence[int], n_outputs: int, *, wants_hidden: bool = False, n_best: int = 0
+    ) -> torch.Tensor:
+        """Logits or hidden states of the last `n_outputs` tokens, on their device. Valid until the next run.
+
+        `n_best`: of the largest logits of each row that are read; 0: all.
+        """
         sequence = self._opened()
         copies = [*self._copies, *self._reserve(len(tokens))]
         self._copies = copies
         start, effort = self._cache.n_tokens(sequence), self._effort
         chunk = Chunk(sequence, start, len(tokens), n_outputs, effort.n_experts, effort.n_layers)
-        batch = Batch.of([chunk], wants_hidden=wants_hidden)
+        n_best = n_best if self._runner.sends_rows else 0
+        batch = Batch.of([chunk], wants_hidden=wants_hidden, n_best=n_best)
         self._is_running = True
         output = self._runner.run(self._runner.place(batch, self._cache), list(tokens), copies)
         self._copies, self._is_running = [], False

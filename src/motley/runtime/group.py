@@ -51,6 +51,7 @@ class PartSizes:
     members: tuple[int, ...] = ()  # the devices that take part, of one process; empty: all of the crew
     follower: PartSizes | None = None  # of the next collective of the same plan, once it is known
     layout: Any = None  # of its messages between processes, once it is known (hosts.layouts)
+    buffers: Any = None  # for the messages of other processes, with the connection that they belong to
 
     @staticmethod
     def of(node: Tensor, n_devices: int, reader: int | None = None) -> PartSizes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -52,9 +52,9 @@ class Runner:
         self.hidden: torch.Tensor | None = None  # (tokens, embd) of the latest batch that keeps them
         self._backends = list(backends)
         self._hosts = hosts
-        self._takes_lists = hosts is None and all(backend.takes_lists for backend in backends)
         self._padded_shapes: dict[BatchShape, BatchShape] = {}
         own = {device: backends[device] for device in split.crew.members(0)}
+        self._takes_lists = all(backend.takes_lists for backend in own.values())
         link = None if hosts is None else hosts.link
         self.local = Worker(split, own, cache, n_threads=n_threads, progress=progress, link=link)
         self._owners = split.crew.owners
@@ -114,7 +114,7 @@ class Runner:
             outputs = self.local.run(shape, batch, inputs, copies)
         else:
             with self._hosts.guarded():
-                self._hosts.run(shape, batch, cast(dict[str, torch.Tensor], inputs), copies)
+                self._hosts.run(shape, batch, inputs, copies)
                 outputs = self.local.run(shape, batch, inputs, copies)
         self.hidden = outputs[0][1][: batch.shape.n_tokens] if batch.shape.keeps_hidden else None
         logits, n_outputs = outputs[0][0], batch.shape.n_outputs
@@ -134,7 +134,7 @@ class Runner:
         The batch must be placed for `n_rounds`. `settings`, `indexes`: of each row, as for `choose_rows`. If a row has
         no token (see there), its round is the last.
         """
-        if not self._takes_lists or self._has_states or self._is_demand_paged:
+        if not self._takes_lists or self._has_states or self._is_demand_paged or self._hosts is not None:
             return None
         inputs: dict[str, Numbers] = {"tokens": tokens, **batch.inputs}
         rounds = self.local.draft(self._padded(batch.shape), batch, inputs, settings, indexes, n_rounds)

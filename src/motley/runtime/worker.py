@@ -21,6 +21,7 @@ from motley.backends import (
     join,
     make_rendezvous,
 )
+from motley.errors import DeviceError, MotleyError
 from motley.graph import Graph
 from motley.kvcache.arena import Arena, CacheBatch
 from motley.kvcache.sequences import BlockCopy, BlockShift
@@ -35,6 +36,7 @@ from motley.runtime.loading import Progress, load_weights, weight_bytes
 from motley.runtime.rendezvous_line import RendezvousLine
 from motley.runtime.splitting import ModelSplit
 
+_FEW_TOKENS = 8  # of a batch whose collectives are too short for torch's threads
 _MAX_STEPS = 64  # batch shapes whose steps are kept; the least recently used is evicted
 
 Planes = Mapping[str, torch.Tensor]
@@ -118,6 +120,7 @@ class Worker:
             )
             for index, device in enumerate(self.members)
         ]
+        self._is_single = len(own) == 1 and own[0].has_own_threads
         self._steps: OrderedDict[BatchShape, _Step] = OrderedDict()
         self.n_plans = 0  # batch shapes that were planned so far
 
@@ -149,9 +152,28 @@ class Worker:
     ) -> list[tuple[torch.Tensor, ...]]:
         if step.joint is not None:
             return step.joint.run([device.begin(batch, inputs, copies) for device in self.devices])
+        if self._is_single and batch.shape.n_tokens <= _FEW_TOKENS:
+            return [self._run_here(step.executables[0], batch, inputs, copies)]
         return self._group.run(
             lambda index: step.executables[index].run(self.devices[index].begin(batch, inputs, copies))
         )
+
+    def _run_here(
+        self,
+        executable: Executable,
+        batch: PlacedBatch,
+        inputs: Mapping[str, Numbers],
+        copies: Sequence[BlockCopy],
+    ) -> tuple[torch.Tensor, ...]:
+        """The outputs of the only device, by the calling thread: waking the device's thread and being woken by it takes
+        longer than Python's part of a step.
+        """
+        try:
+            return executable.run(self.devices[0].begin(batch, inputs, copies))
+        except MotleyError:
+            raise
+        except Exception as error:
+            raise DeviceError(f"a device failed: {error}") from error
 
     def draft(
         self,

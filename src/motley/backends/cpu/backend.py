@@ -56,6 +56,7 @@ class CpuBackend(Backend):
 
     name: ClassVar[str] = "cpu"
     has_native_collectives: ClassVar[bool] = True
+    has_own_threads: ClassVar[bool] = True
     takes_lists: ClassVar[bool] = True
     has_trees = True
     is_exact: ClassVar[bool] = False  # whether activations stay float32

@@ -20,10 +20,10 @@ def connect(host: str, secret: bytes) -> Channel:
     address, port = parse_address(host)
     try:
         connection = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: what cannot be a name
         raise DeviceError(
-            f"no worker answers at {host}: {error.strerror or error}",
-            hint=f"start one there: motley worker --listen {host}",
+            f"no worker answers at {host:.200}: {getattr(error, 'strerror', None) or error}",
+            hint=f"start one there: motley worker --listen {host:.200}",
         ) from error
     try:
         channel = call(connection, secret)

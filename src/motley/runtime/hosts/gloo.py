@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import stat
@@ -16,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 _TASKS = Path("/proc/self/task")  # Linux: a folder for each thread
+_current_core = getattr(ctypes.CDLL(None), "sched_getcpu", None)  # None: the system does not tell
 _LOOP_NAMES = ("motley-gloo", "gloo_tcp_loop")  # when it is created, and when it runs
 
 Publish = Callable[[str, bytes], None]  # a key and its value, to all other processes
@@ -65,15 +67,29 @@ def make_device(address: str) -> tuple[Any, list[int]]:
         own.write_text(name)
 
 
-def lower_priority(threads: Sequence[int]) -> None:
-    """Lets Gloo's threads run only where a core is idle, so that they never take one from a thread that computes.
+class LoopThreads:
+    """Gloo's threads beside the thread that calls Gloo: they run on its core, and only while it waits.
 
     The lowest nice value is not enough: the scheduler still gives such a thread its turn. It then holds, or polls for,
     a lock of Gloo that a thread in a call of Gloo needs, and one waits until the other's turn ends, milliseconds later.
+    On another core, they would wait for a thread that computes there, though the caller's core is idle.
     """
-    for thread in threads:
-        with suppress(OSError):
-            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+
+    def __init__(self, threads: Sequence[int]) -> None:
+        self._threads = threads
+        self._core = -1
+        for thread in threads:
+            with suppress(OSError):
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+
+    def follow(self) -> None:
+        """Brings them to the core of the calling thread."""
+        core = -1 if _current_core is None else _current_core()
+        if core != self._core:
+            self._core = core
+            for thread in self._threads:
+                with suppress(OSError, ValueError):
+                    os.sched_setaffinity(thread, {core})
 
 
 def _loops() -> set[int]:

@@ -61,8 +61,11 @@ class Layout:
         found: list[torch.Tensor | None] = [None] * n_devices
         for rank, message in messages.items():
             for span in self.spans[rank]:
-                part = message[span.first : span.first + span.n_items]
-                part = decode(self.wire, part.clone(), span.n_values) if self.wire else part
+                part, is_alone = message, span.n_items == len(message)
+                if not is_alone:
+                    part = message[span.first : span.first + span.n_items]
+                if self.wire:
+                    part = decode(self.wire, part if is_alone else part.clone(), span.n_values)
                 found[span.device] = part.view(span.shape)
         return found
 

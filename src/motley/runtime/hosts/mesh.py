@@ -26,7 +26,7 @@ from motley.errors import DeviceError
 from motley.graph import Shape
 from motley.runtime.device_names import is_loopback
 from motley.runtime.group import PartSizes
-from motley.runtime.hosts.gloo import Lookup, MailStore, Publish, lower_priority, make_device, sockets_of
+from motley.runtime.hosts.gloo import Lookup, LoopThreads, MailStore, Publish, make_device, sockets_of
 from motley.runtime.hosts.layouts import Layout
 from motley.runtime.hosts.lines import MAX_BYTES, LineClosedError, Pair, open_lines
 from motley.runtime.hosts.nccl import open_nccl
@@ -97,8 +97,8 @@ class Mesh:
         if wire == "f32" and is_loopback(address):
             self._shared = open_shared(rank, owners, publish, lookup)
         self._lines = None if self._shared is not None else open_lines(rank, owners, address, publish, lookup)
-        if self._shared is None and self._lines is None:  # Gloo's messages are short, and many
-            lower_priority(threads)
+        # Gloo's messages are short, and many, where there is no other way.
+        self._loops = LoopThreads(threads if self._shared is None and self._lines is None else ())
         self._nccl = open_nccl(rank, owners, devices, wire, publish, lookup)
         # Where native programs do collectives without this object, if those of all devices can.
         self.rendezvous: Rendezvous | None = None
@@ -171,6 +171,7 @@ class Mesh:
         if posted is None:
             found = self._exchange_short(data, layout)
         else:
+            self._loops.follow()
             if len(data):
                 for rank in layout.receivers:
                     self._send(data, rank, _EXCHANGE_TAG)
@@ -198,7 +199,7 @@ class Mesh:
         layout = self._layout(sizes)
         if not layout.reads:
             coded = [shorten(part, n_best) for part in own if part is not None]
-            sent = _bytes_of(torch.cat([*coded, torch.empty(0)]))
+            sent = _bytes_of(coded[0] if len(coded) == 1 else torch.cat([*coded, torch.empty(0)]))
             self._transfer({self._first_pair(rank): sent for rank in layout.receivers}, {})
             return []
         counts = {r: [2 * n_values(span.shape, n_best) for span in layout.spans[r]] for r in self._peers}
@@ -318,7 +319,12 @@ class Mesh:
     def _post(self, sizes: PartSizes) -> _Posted:
         layout = self._layout(sizes)
         sources = self._peers if layout.reads else []
-        buffers = {rank: torch.empty(layout.counts[rank], dtype=layout.dtype) for rank in sources}
+        if sizes.buffers is None or sizes.buffers[0] is not self._gloo:
+            empty = {rank: torch.empty(layout.counts[rank], dtype=layout.dtype) for rank in sources}
+            sizes.buffers = self._gloo, empty
+        buffers: dict[int, torch.Tensor] = sizes.buffers[
+            1
+        ]  # those of the step before: its parts have been read
         works = [self._gloo.recv([data], rank, _EXCHANGE_TAG) for rank, data in buffers.items() if len(data)]
         return _Posted(sizes, works, buffers)
 
@@ -326,16 +332,20 @@ class Mesh:
 def _message(own: Sequence[torch.Tensor | None], sizes: PartSizes, wire: str | None) -> torch.Tensor:
     """The parts of this process's devices, one after the other. A tensor of its own, which may be sent later."""
     parts = [_flat(part, sizes.dtype) for part in own if part is not None]
+    if len(parts) == 1:
+        return encode(wire, parts[0]) if wire else parts[0].clone()
     coded = [encode(wire, part) for part in parts] if wire else parts
     return torch.cat(coded) if coded else torch.empty(0, dtype=sizes.dtype)
 
 
 def _flat(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if part.dtype == dtype and part.is_cpu:
+        return part.reshape(-1)
     return part.detach().to("cpu", dtype).flatten()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    data: Any = tensor.view(torch.uint8).numpy()
+    data: Any = (tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)).numpy()
     return memoryview(data)
 
 

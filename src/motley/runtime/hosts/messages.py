@@ -7,7 +7,8 @@ before: a decode step is some tens of bytes for each request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.kvcache.state_arena import StateBatch, StateSpan
 from motley.kvcache.states import NO_SLOT
 from motley.models import N_EXPERT_USED, BatchShape
-from motley.runtime.batch import PlacedBatch
+from motley.runtime.batch import Numbers, PlacedBatch
 from motley.runtime.hosts.protocol import ProtocolError
 
 IntArray = npt.NDArray[np.int32]
@@ -52,56 +53,68 @@ class Step(NamedTuple):
 
     shape: BatchShape
     batch: PlacedBatch
-    inputs: dict[str, torch.Tensor]
+    inputs: dict[str, Numbers]
     copies: list[BlockCopy]
 
 
 class StepWriter:
-    """Encodes steps. Knows the block tables that were sent last."""
+    """Encodes steps. Knows the block tables that were sent last.
+
+    Of Python's numbers: a step has few, and each call of numpy takes longer than all of them.
+    """
 
     def __init__(self) -> None:
-        self._tables = _LatestTables()
+        self._tables: dict[int, list[bytes]] = {}  # those of each group, by place in the batch
 
     def run(
         self,
         shape: BatchShape,
         batch: PlacedBatch,
-        inputs: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, Numbers],
         copies: Sequence[BlockCopy],
     ) -> bytes:
         own = batch.shape
-        numbers: list[int] = [own.n_tokens, own.n_outputs, own.n_layers, own.n_experts]
+        numbers = [own.n_tokens, own.n_outputs, own.n_layers, own.n_experts]
         numbers += [shape.n_tokens, shape.n_outputs, int(own.wants_hidden), int(N_EXPERT_USED in inputs)]
         numbers.append(batch.n_best)
         numbers += _copies(copies)
         names = ["tokens", "positions", "output_rows", *([N_EXPERT_USED] if N_EXPERT_USED in inputs else [])]
-        arrays = [_array(numbers), *(inputs[name].numpy() for name in names)]
-        return np.concatenate([*arrays, *self._batches(batch.cache)]).astype(np.int32).tobytes()
+        for name in names:
+            given = inputs[name]
+            numbers += given if isinstance(given, list) else given.tolist()
+        self._add_batches(batch.cache, numbers)
+        return _packed(numbers)
 
     def batches(self, batches: Sequence[CacheBatch]) -> bytes:
         """The block tables of a batch, alone."""
-        return np.concatenate(list(self._batches(batches))).astype(np.int32).tobytes()
+        numbers: list[int] = []
+        self._add_batches(batches, numbers)
+        return _packed(numbers)
 
-    def _batches(self, batches: Sequence[CacheBatch]) -> Iterator[IntArray]:
+    def _add_batches(self, batches: Sequence[CacheBatch], numbers: list[int]) -> None:
         rows = batches[0].spans if isinstance(batches[0], StateBatch) else batches[0].tables
-        yield _array([len(rows), *(row.n_rows for row in rows)])
-        yield from _trees(() if isinstance(batches[0], StateBatch) else batches[0].tables)
+        numbers += [len(rows), *(row.n_rows for row in rows)]
+        _add_trees(() if isinstance(batches[0], StateBatch) else batches[0].tables, numbers)
         for group, batch in enumerate(batches):
             if isinstance(batch, StateBatch):
-                yield batch.table[:, 2:].astype(np.int32).flatten()
+                numbers += batch.table[:, 2:].ravel().tolist()
                 continue
-            for index, table in enumerate(batch.tables):
-                n_same = self._tables.n_same(group, index, table.blocks)
-                yield _array([table.position, table.first, n_same, len(table.blocks) - n_same])
-                yield table.blocks[n_same:]
-            self._tables.keep(group, [table.blocks for table in batch.tables])
+            latest = self._tables.get(group, [])
+            tables = [bytes(table.blocks) for table in batch.tables]
+            for index, (table, blocks) in enumerate(zip(batch.tables, tables, strict=True)):
+                n_same = _n_same(latest[index], blocks) if index < len(latest) else 0
+                numbers += [table.position, table.first, n_same, len(table.blocks) - n_same]
+                numbers += table.blocks[n_same:].tolist()
+            self._tables[group] = tables
 
 
 class StepReader:
     """Decodes and checks steps. Knows the block tables that came last."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, *, as_lists: bool = False) -> None:
+        """`as_lists`: inputs are lists, for devices that take them; otherwise tensors."""
         self._limits = limits
+        self._as_lists = as_lists
         self._tables = _LatestTables()
 
     def run(self, payload: bytes) -> Step:
@@ -126,9 +139,12 @@ class StepReader:
             inputs[N_EXPERT_USED] = ints.array(n_tokens, 0, limits.n_experts)
         cache = self._batches(ints, n_tokens)
         ints.require_end()
-        tensors = {name: torch.from_numpy(array.copy()) for name, array in inputs.items()}
-        batch = PlacedBatch(own, {n: t for n, t in tensors.items() if n != "tokens"}, cache, n_best)
-        return Step(shape, batch, tensors, copies)
+        given = {name: self._given(array) for name, array in inputs.items()}
+        batch = PlacedBatch(own, {n: t for n, t in given.items() if n != "tokens"}, cache, n_best)
+        return Step(shape, batch, given, copies)
+
+    def _given(self, numbers: IntArray) -> Numbers:
+        return numbers.tolist() if self._as_lists else torch.from_numpy(numbers.copy())
 
     def batches(self, payload: bytes) -> tuple[CacheBatch, ...]:
         ints = _Ints(payload)
@@ -191,7 +207,7 @@ class StepReader:
                 tables.append(SequenceTable(first_row, n, position, first, blocks, trees.get(index)))
                 first_row += n
             self._tables.keep(group, [table.blocks for table in tables])
-            batches.append(GroupBatch.of(tables, size))
+            batches.append(GroupBatch.of(tables, size, at_once=not self._as_lists))
         if limits.n_state_slots:
             batches.append(self._states(ints, n_rows))
         return tuple(batches)
@@ -230,12 +246,20 @@ class StepReader:
         return StateBatch(tuple(spans))
 
 
-def _trees(tables: Sequence[SequenceTable]) -> Iterator[IntArray]:
+def _add_trees(tables: Sequence[SequenceTable], numbers: list[int]) -> None:
     trees = [(index, table.seen) for index, table in enumerate(tables) if table.seen is not None]
-    yield _array([len(trees)])
+    numbers.append(len(trees))
     for index, seen in trees:
-        yield _array([index])
-        yield seen.view(np.int32)
+        numbers += [index, *seen.view(np.int32).tolist()]
+
+
+def _n_same(latest: bytes, blocks: bytes) -> int:
+    """How many blocks a table begins with that the latest one has, too. Both as bytes of int32."""
+    if blocks.startswith(latest):
+        return len(latest) // 4
+    n = min(len(latest), len(blocks)) // 4
+    differs = np.flatnonzero(np.frombuffer(latest, np.int32, n) != np.frombuffer(blocks, np.int32, n))
+    return int(differs[0]) if len(differs) else n
 
 
 class _LatestTables:
@@ -243,15 +267,6 @@ class _LatestTables:
 
     def __init__(self) -> None:
         self._tables: dict[int, list[IntArray]] = {}
-
-    def n_same(self, group: int, index: int, blocks: IntArray) -> int:
-        """How many blocks the table begins with that the latest one has, too."""
-        latest = self._tables.get(group, ())
-        if index >= len(latest):
-            return 0
-        n = min(len(latest[index]), len(blocks))
-        differs = np.flatnonzero(latest[index][:n] != blocks[:n])
-        return int(differs[0]) if len(differs) else n
 
     def first(self, group: int, index: int, n_blocks: int) -> IntArray:
         if n_blocks == 0:
@@ -270,16 +285,16 @@ def shifts_message(shifts: Sequence[BlockShift]) -> bytes:
     for shift in shifts:
         numbers += [shift.group, *_copies(shift.copies), len(shift.sources), shift.distance]
         numbers += [*shift.sources, *shift.targets]
-    return _array(numbers).tobytes()
+    return _packed(numbers)
 
 
 def emptied_message(emptied: Sequence[Sequence[int]]) -> bytes:
-    return _array([n for blocks in emptied for n in (len(blocks), *blocks)]).tobytes()
+    return _packed([n for blocks in emptied for n in (len(blocks), *blocks)])
 
 
 def layer_slots_message(layer: int, slots: torch.Tensor) -> bytes:
     assert 0 < len(slots) <= MAX_SLOTS
-    return _array([layer, len(slots), *slots.tolist()]).tobytes()
+    return _packed([layer, len(slots), *slots.tolist()])
 
 
 class _Ints:
@@ -289,10 +304,17 @@ class _Ints:
         if len(payload) % 4:
             raise ProtocolError(f"{len(payload)} bytes are no whole number of int32")
         self._numbers = np.frombuffer(payload, np.int32)
+        self._single = memoryview(payload).cast("i")
         self._position = 0
 
     def number(self, low: int, high: int) -> int:
-        return int(self.array(1, low, high)[0])
+        if self._position >= len(self._single):
+            raise ProtocolError("a message ends too early")
+        found = self._single[self._position]
+        self._position += 1
+        if not low <= found <= high:
+            raise ProtocolError(f"a number outside of {low} to {high}")
+        return found
 
     def array(self, n: int, low: int, high: int) -> IntArray:
         if n > len(self._numbers) - self._position:
@@ -312,5 +334,5 @@ def _copies(copies: Sequence[BlockCopy]) -> list[int]:
     return [len(copies), *(n for c in copies for n in (c.group, c.src, c.dst, c.n_tokens))]
 
 
-def _array(numbers: Sequence[int]) -> IntArray:
-    return np.array(numbers, np.int32)
+def _packed(numbers: Sequence[int]) -> bytes:
+    return array("i", numbers).tobytes()

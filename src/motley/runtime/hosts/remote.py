@@ -19,7 +19,7 @@ from motley.errors import DeviceError, FailedWorkerError, LostWorkerError, Motle
 from motley.kvcache.arena import CacheBatch
 from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape
-from motley.runtime.batch import PlacedBatch
+from motley.runtime.batch import Numbers, PlacedBatch
 from motley.runtime.hosts.addresses import read_address, write_address
 from motley.runtime.hosts.cache_bytes import DeviceBytes, split_bytes
 from motley.runtime.hosts.calling import SILENT_SECONDS, connect
@@ -135,7 +135,7 @@ class RemoteWorker:
         self,
         shape: BatchShape,
         batch: PlacedBatch,
-        inputs: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, Numbers],
         copies: Sequence[BlockCopy],
     ) -> None:
         self._send(Kind.RUN, self._writer.run(shape, batch, inputs, copies))

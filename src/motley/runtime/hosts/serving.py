@@ -61,8 +61,9 @@ class WorkerServer:
                     hint="--secret-file FILE, the same on all hosts: openssl rand -hex 32 > FILE",
                 )
             self._socket = socket.create_server(found[4][:2], family=found[0], backlog=16)
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {listen}: {error.strerror or error}") from error
+        except (OSError, UnicodeError) as error:  # UnicodeError: what cannot be a name
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"cannot listen at {listen:.200}: {why}") from error
         self._secret = secret
         self._models = models
         self._cache = cache or default_cache()
@@ -308,7 +309,8 @@ class _Handler:
     def __init__(self, channel: Channel, model: WorkerModel, worker: Worker) -> None:
         self._channel = channel
         self._worker = worker
-        self._reader = StepReader(model.limits)
+        takes_lists = all(backend.takes_lists for backend in model.backends.values())
+        self._reader = StepReader(model.limits, as_lists=takes_lists)
         plan = model.plan
         self._devices = [DeviceBytes(plan, device) for device in worker.members]
         sizes = [group.n_blocks * plan.config.block_size for group in plan.groups]

@@ -14,13 +14,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from motley.errors import DeviceError, LostWorkerError, MotleyError
 from motley.kvcache.arena import CacheBatch
 from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape
-from motley.runtime.batch import PlacedBatch
+from motley.runtime.batch import Numbers, PlacedBatch
 from motley.runtime.caching import CachePlan
 from motley.runtime.device_names import is_loopback
 from motley.runtime.hosts.addresses import AddressBook
@@ -166,7 +164,7 @@ class Hosts:
         self,
         shape: BatchShape,
         batch: PlacedBatch,
-        inputs: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, Numbers],
         copies: Sequence[BlockCopy],
     ) -> None:
         for worker in self.connected_workers():
