@@ -26,7 +26,7 @@ from motley.engine.drafting.lookahead import LookaheadSizes
 from motley.engine.drafting.mtp import NextnLayer
 from motley.engine.effort import Efforts
 from motley.engine.engine import ON_LOSS, WAIT
-from motley.errors import ConfigError, DeviceError
+from motley.errors import CacheError, ConfigError, DeviceError
 from motley.gguf import ModelSpec, read_spec
 from motley.kvcache.manager import CacheManager
 from motley.models import BatchShape, DecoderParams, check_tensors, read_params
@@ -49,6 +49,7 @@ from motley.runtime.hosts.opening import Opening
 from motley.runtime.hosts.protocol import read_secret
 from motley.runtime.hosts.wire import choose_wire
 from motley.runtime.hosts.workers import Hosts
+from motley.runtime.lending import settle_lending
 from motley.runtime.notices import notices
 from motley.runtime.warming import KernelWarmer, WarmUp
 from motley.text import Tokenizer
@@ -320,9 +321,17 @@ def _plan(crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options) 
         return split_model(spec, params, crew, cache, n_ctx=n_ctx, rotate=options.kv_rotation)
 
     settled = settle_experts(crew, params, split_over, backends, cache, n_ctx=options.n_ctx, **sizes)
-    context = choose_context(
-        options.n_ctx, lambda n_ctx: split_over(settled, n_ctx), params, backends, cache, **sizes
-    )
+
+    def context_of(crew: Crew) -> ContextChoice:
+        return choose_context(
+            options.n_ctx, lambda n_ctx: split_over(crew, n_ctx), params, backends, cache, **sizes
+        )
+
+    lending = settle_lending(settled, backends, split_over(settled, options.n_ctx or 1))
+    try:
+        context, settled = context_of(lending), lending
+    except (DeviceError, CacheError):  # the GPU has no memory for borrowed weights
+        context = context_of(settled)
     slow = dict.fromkeys(notice for _, notice in chosen)
     notices = (context.notice, experts_notice(crew, settled, params), *slow)
     return _Planned(settled, backends, context, n_batch, n_parallel, notices)

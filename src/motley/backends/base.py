@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 
 from motley.formats import PackedTensor
-from motley.graph import Graph
+from motley.graph import Graph, Tensor
 from motley.plan import DevicePlan, Kernel, activation_bytes
 from motley.units import show_bytes
 
@@ -295,8 +295,22 @@ class Backend(ABC):
     def load(self, weight: PackedTensor) -> LoadedWeight:
         """The weight in this backend's memory. It may be a view of `weight`, which is part of a mapped file."""
 
+    def can_borrow(self, weight: Tensor) -> bool:
+        """Whether it can compute with these experts, while another device has them; see `borrow`."""
+        return False
+
+    def borrow(self, weight: PackedTensor) -> LoadedWeight:
+        """A weight that stays in the host's memory and is copied for each batch that needs it.
+        `weight`: whole experts, as they lie in the mapped file.
+        """
+        raise NotImplementedError(f"{self.name} computes with its own weights only")
+
+    def borrowed_bytes(self, graph: Graph, resident: Collection[str]) -> int:
+        """What running `graph` takes of the device for the weights that are not `resident`."""
+        return 0
+
     def finish_loading(self) -> None:
-        """All weights have been given: let go of what only loading needs."""
+        """All weights have been given: let go of what only loading needs. Again after weights were borrowed."""
         return
 
     @abstractmethod

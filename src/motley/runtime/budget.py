@@ -25,11 +25,24 @@ _HINT = "give it a smaller share (-ts), raise --device-memory, or add a device"
 
 def device_needs(split: ModelSplit, backends: Sequence[Backend], largest: BatchShape) -> list[Footprint]:
     """The memory that each device needs for batches up to `largest`. Loads nothing."""
-    shares = (split.share(device, largest) for device in range(len(split.crew)))
-    return [
+    shares = [split.share(device, largest, lends=False) for device in range(len(split.crew))]
+    needs = [
         backend.footprint(share.graph, weight_bytes(share))
         for backend, share in zip(backends, shares, strict=True)
     ]
+    borrower = None if split.crew.apart is None else split.crew.apart.borrower
+    if borrower is not None and split.is_lent(largest):
+        own, with_lent = shares[borrower], split.share(borrower, largest)
+        graph, n_packed = with_lent.graph, weight_bytes(with_lent)
+        need, lent = needs[borrower], backends[borrower].footprint(graph, n_packed)
+        resident = {weight.name for weight in own.graph.weights}
+        n_streamed = backends[borrower].borrowed_bytes(graph, resident)
+        needs[borrower] = Footprint(
+            need.weights,
+            max(need.activations, lent.activations),
+            max(need.workspace, lent.workspace) + n_streamed,
+        )
+    return needs
 
 
 def room_for_cache(

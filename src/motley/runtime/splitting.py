@@ -13,7 +13,7 @@ from motley.graph import Graph, Tensor
 from motley.models import BatchShape, DecoderParams, GraphOptions, build_graph
 from motley.ownership import MIRRORED
 from motley.runtime.crew import Crew
-from motley.split.apart import demands_of
+from motley.split.apart import demands_of, place_apart
 from motley.split.infer import SplitGraph, infer
 from motley.split.localize import LocalGraph, localize
 from motley.split.nested import LayersOfGroups, apart_of_group, shares_of_group
@@ -33,6 +33,12 @@ class _Group:
     options: GraphOptions
     placement: Placement
     is_cut: bool  # several devices have a part of each layer
+    lent: Placement | None = (
+        None  # of batches for which experts are copied to another device (`ExpertsApart`)
+    )
+
+    def placed(self, *, is_lent: bool) -> Placement:
+        return self.lent if is_lent and self.lent is not None else self.placement
 
 
 class ModelSplit:
@@ -53,8 +59,8 @@ class ModelSplit:
         experts = next((g.placement.experts for g in self._groups if g.placement.experts is not None), None)
         self.placement = Placement(states, experts, crew.apart)
         self._graphs: _Memo[tuple[int, BatchShape], Graph] = _Memo()
-        self._splits: _Memo[tuple[int, BatchShape], SplitGraph] = _Memo()
-        self._shares: _Memo[tuple[int, BatchShape], LocalGraph] = _Memo()
+        self._splits: _Memo[tuple[int, BatchShape, bool], SplitGraph] = _Memo()
+        self._shares: _Memo[tuple[int, BatchShape, bool], LocalGraph] = _Memo()
 
     def _place(self, options: GraphOptions, index: int) -> _Group:
         """A group's placement. `options`: of a graph with each KV head once."""
@@ -74,9 +80,12 @@ class ModelSplit:
             options = replace(options, kv_repeat=choose_kv_repeat(weights, params, shares))
             weights = own(options)
         placed = place(mode, weights, params, shares, options.kv_repeat, crew.experts, apart)
-        return _Group(
-            members, options, placed, is_cut=mode == TENSOR and sum(share > 0 for share in shares) > 1
-        )
+        lent = None
+        if apart is not None and apart.borrower is not None:
+            states = {**placed.states, **place_apart(weights, apart.lent)}
+            lent = replace(placed, states=states, apart=apart.lent)
+        is_cut = mode == TENSOR and sum(share > 0 for share in shares) > 1
+        return _Group(members, options, placed, is_cut=is_cut, lent=lent)
 
     @property
     def n_groups(self) -> int:
@@ -86,31 +95,45 @@ class ModelSplit:
         """The whole graph for a batch shape, as one device would run it."""
         return self._graph(self.options.kv_repeat, batch)
 
-    def split(self, batch: BatchShape, group: int = 0) -> SplitGraph:
-        """The graph of a group of devices for a batch shape, with the states of its tensors."""
+    def is_lent(self, batch: BatchShape) -> bool:
+        """Whether batches of a shape are computed with experts that are copied to another device (`ExpertsApart`)."""
+        return self.crew.apart is not None and self.crew.apart.is_lent(batch.n_tokens)
+
+    def split(self, batch: BatchShape, group: int = 0, *, lends: bool = True) -> SplitGraph:
+        """The graph of a group of devices for a batch shape, with the states of its tensors. `lends` False: as if no
+        device lent its experts.
+        """
+        is_lent = lends and self.is_lent(batch)
 
         def make() -> SplitGraph:
             own = self._groups[group]
+            placement = own.placed(is_lent=is_lent)
             graph = self._graph(own.options.kv_repeat, batch)
             if self._layers is not None:
                 graph = self._layers.graph_of(graph, group)
             names = {node.name for node in graph.nodes if not node.inputs}  # fewer if fewer layers run
-            states = {name: state for name, state in own.placement.states.items() if name in names}
-            demands = demands_of(graph, states, own.placement.apart, is_cut=own.is_cut)
+            states = {name: state for name, state in placement.states.items() if name in names}
+            demands = demands_of(graph, states, placement.apart, is_cut=own.is_cut)
             return infer(graph, len(self.crew), states, demands, own.members)
 
-        return self._splits.get((group, batch), make)
+        return self._splits.get((group, batch, is_lent), make)
 
     def kv_repeat(self, group: int) -> int:
         """How often each KV head is stored in a group's layers."""
         return self._groups[group].options.kv_repeat
 
-    def share(self, device: int, batch: BatchShape) -> LocalGraph:
-        """One device's graph. A device alone has the whole graph: nothing is split, so that nothing is inferred."""
+    def share(self, device: int, batch: BatchShape, *, lends: bool = True) -> LocalGraph:
+        """One device's graph. A device alone has the whole graph: nothing is split, so that nothing is inferred.
+
+        `lends`: see `split`.
+        """
+        is_lent = lends and self.is_lent(batch)
         if len(self.crew) == 1:
-            return self._shares.get((device, batch), lambda: self._whole(batch))
+            return self._shares.get((device, batch, is_lent), lambda: self._whole(batch))
         group = next(i for i, group in enumerate(self._groups) if device in group.members)
-        return self._shares.get((device, batch), lambda: localize(self.split(batch, group), device))
+        return self._shares.get(
+            (device, batch, is_lent), lambda: localize(self.split(batch, group, lends=lends), device)
+        )
 
     def _graph(self, kv_repeat: int, batch: BatchShape) -> Graph:
         options = replace(self.options, kv_repeat=kv_repeat)

@@ -32,6 +32,7 @@ from motley.runtime.device import DeviceRunner
 from motley.runtime.group import CollectiveKernel, Communicator, ThreadGroup
 from motley.runtime.hosts.link import MeshLine, MeshLink
 from motley.runtime.hosts.mesh import PeerLostError
+from motley.runtime.lending import lent_weights
 from motley.runtime.loading import Progress, load_weights, weight_bytes
 from motley.runtime.rendezvous_line import RendezvousLine
 from motley.runtime.splitting import ModelSplit
@@ -108,6 +109,8 @@ class Worker:
             lines = [MeshLine(self._group, index, self.members, link) for index in range(len(own))]
         # Each device's own threads touch its memory first: Linux then allocates it on their NUMA node.
         weights = load_weights(split.spec, shares, own, self._group.run, progress, self.members)
+        for index, device in enumerate(self.members):
+            weights[index] |= lent_weights(split, device, own[index], tuple(weights[index]))
         arenas = self._group.run(lambda index: cache.arena(self.members[index], own[index].device))
         self.devices = [
             DeviceRunner(

@@ -11,7 +11,7 @@ experts of some layers. The states of their weights say so; inference does the r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from motley.graph import Graph, Tensor
@@ -26,10 +26,24 @@ class ExpertsApart:
     """The routed experts of the first `n_layers` layers are shared out by `shares`, as whole experts.
 
     `n_layers` None: as few layers as the devices' memory allows (see `runtime.expert_fitting`).
+
+    With a `borrower`, batches of `min_rows` or more are computed there, with weights that are copied layer by layer:
+    every expert is used, so that copying them once costs less than many rows on the other device.
     """
 
     n_layers: int | None
     shares: tuple[Fraction, ...]
+    borrower: int | None = None
+    min_rows: int = 0
+
+    def is_lent(self, n_rows: int) -> bool:
+        """Whether the borrower computes the experts of a batch of `n_rows`."""
+        return self.borrower is not None and n_rows >= self.min_rows
+
+    @property
+    def lent(self) -> ExpertsApart:
+        """The same experts, all of them on the borrower."""
+        return replace(self, shares=tuple(Fraction(d == self.borrower) for d in range(len(self.shares))))
 
     @property
     def owner(self) -> int | None:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from motley.backends.base import Executable, LoadedWeight
+from motley.backends.cuda.borrowing import PinnedPages, borrowed_bytes
 from motley.backends.cuda.capture import GraphPool
 from motley.backends.cuda.executable import CudaExecutable
 from motley.backends.cuda.failures import as_device_errors
 from motley.backends.cuda.footprint import copied_bytes, free_bytes
+from motley.backends.cuda.planes import has_planes
 from motley.backends.cuda.planning import GpuPlanning
 from motley.backends.cuda.products import Copies
 from motley.backends.cuda.program import Program
 from motley.backends.cuda.support import MIN_COPY_ROWS
 from motley.backends.cuda.upload import Uploader
-from motley.backends.cuda.weights import Matrices, load, own_weights
+from motley.backends.cuda.weights import BorrowedMatrix, Matrices, load, own_weights
 from motley.formats import PackedTensor
-from motley.graph import Graph
+from motley.graph import Graph, Tensor
 from motley.plan import DevicePlan
 
 
@@ -42,6 +44,7 @@ class CudaBackend(GpuPlanning):
         # By the identity of its weights: a model that drafts has the same names of weights, and other graphs.
         self._models: dict[int, _Model] = {}
         self._uploader = Uploader(self.device)
+        self._pinned = PinnedPages(self.device)
 
     def free_bytes(self) -> int | None:
         return free_bytes(self.device)
@@ -65,9 +68,20 @@ class CudaBackend(GpuPlanning):
         with as_device_errors(self.device):
             return load(weight, self.device, self._uploader)
 
+    def can_borrow(self, weight: Tensor) -> bool:
+        return len(weight.shape) == 3 and has_planes(weight.dtype, weight.shape[-1])
+
+    def borrow(self, weight: PackedTensor) -> LoadedWeight:
+        self._pinned.add(weight.data)
+        return BorrowedMatrix(weight)
+
+    def borrowed_bytes(self, graph: Graph, resident: Collection[str]) -> int:
+        return borrowed_bytes(weight for weight in graph.weights if weight.name not in resident)
+
     def finish_loading(self) -> None:
         with as_device_errors(self.device):
             self._uploader.finish()
+            self._pinned.pin()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what repacking took: a graph's memory is apart from torch's other memory
 

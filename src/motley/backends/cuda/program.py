@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from motley.backends.cuda.borrowing import Borrowing
 from motley.backends.cuda.capture import GraphPool
 from motley.backends.cuda.staging import Staged
 from motley.backends.cuda.steps import Step, Steps
 from motley.backends.cuda.values import Values
-from motley.backends.cuda.weights import DeviceWeight, Matrices
+from motley.backends.cuda.weights import BorrowedMatrix, DeviceWeight, Matrices
 from motley.backends.paged import BatchLayer
+from motley.formats import PackedTensor
 from motley.graph import CACHE, HANDLES, RECURRENT, Tensor
 from motley.graph.ops import CausalConv, DeltaNet
 from motley.plan import (
@@ -89,7 +92,13 @@ class Program:
             node: node.op.reference([]).to(self.device) for node in graph.nodes if node.op.is_constant
         }
         steps = Steps(graph, plan.stages, weights, matrices)
-        self.segments = _segments(plan.stages, graph.outputs, steps)
+        borrowed = _borrowed(plan.stages, weights)
+        if borrowed:  # copies from the host's memory are no part of a graph
+            self.captures = False
+        for names in borrowed.values():
+            matrices.borrowing.assign(names, [_source(weights[name]) for name in names])
+        prepare = partial(_prepare, steps, matrices.borrowing, borrowed)
+        self.segments = _segments(plan.stages, graph.outputs, prepare)
         # How a device on a thread of its own takes part in each collective, by its node.
         self.launches: dict[Tensor, Launch] = {
             step.stage.outputs[0]: step.kernel.prepare(step.stage)
@@ -114,7 +123,33 @@ class Program:
         return tuple(values.plain(node) for node in self._outputs)
 
 
-def _segments(stages: Sequence[Stage], outputs: Sequence[Tensor], steps: Steps) -> tuple[Segment, ...]:
+def _borrowed(stages: Sequence[Stage], weights: Mapping[str, DeviceWeight]) -> dict[Stage, list[str]]:
+    """The stages that compute with borrowed weights, in order, with the names of these."""
+    found: dict[Stage, list[str]] = {}
+    for stage in stages:
+        names = [t.name for t in stage.inputs if isinstance(weights.get(t.name), BorrowedMatrix)]
+        if names:
+            found[stage] = names
+    return found
+
+
+def _source(weight: DeviceWeight) -> PackedTensor:
+    assert isinstance(weight, BorrowedMatrix)
+    return weight.source
+
+
+def _prepare(steps: Steps, borrowing: Borrowing, borrowed: Mapping[Stage, list[str]], stage: Stage) -> Step:
+    """A stage's step; with borrowed weights, after their copy, which goes on with those of the stage after it."""
+    step = steps.prepare(stage)
+    if stage not in borrowed:
+        return step
+    after = list(borrowed)[list(borrowed).index(stage) + 1 :][:1]
+    return borrowing.around(step, borrowed[stage], borrowed[after[0]] if after else None)
+
+
+def _segments(
+    stages: Sequence[Stage], outputs: Sequence[Tensor], prepare: Callable[[Stage], Step]
+) -> tuple[Segment, ...]:
     segments: list[Segment] = []
     current: list[PlannedStep] = []
     for stage, dead in _with_dead(stages, outputs):
@@ -122,7 +157,7 @@ def _segments(stages: Sequence[Stage], outputs: Sequence[Tensor], steps: Steps) 
             segments.append(Segment(tuple(current), stage.outputs[0], dead))
             current = []
         else:
-            current.append(PlannedStep(stage, steps.prepare(stage), dead))
+            current.append(PlannedStep(stage, prepare(stage), dead))
     return (*segments, Segment(tuple(current), None, ()))
 
 

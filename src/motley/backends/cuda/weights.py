@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from motley.backends.base import LoadedWeight
+from motley.backends.cuda.borrowing import Borrowing
 from motley.backends.cuda.planes import WeightPlanes, join_rows, to_planes
 from motley.backends.cuda.products import Copies
 from motley.backends.cuda.upload import Uploader
@@ -35,7 +36,21 @@ class DeviceMatrix:
         raise AssertionError("only products read a matrix in planes")
 
 
-DeviceWeight = PackedTensor | DeviceMatrix
+@dataclass(frozen=True, eq=False)
+class BorrowedMatrix:
+    """Matrices of experts in the host's memory, which are copied for each batch that needs them (see `borrowing`)."""
+
+    source: PackedTensor  # (experts, rows, columns), as in the file
+
+    @property
+    def nbytes(self) -> int:
+        return 0  # of the device's memory
+
+    def unpack(self) -> torch.Tensor:
+        raise AssertionError("only products read borrowed experts")
+
+
+DeviceWeight = PackedTensor | DeviceMatrix | BorrowedMatrix
 
 
 def load(weight: PackedTensor, device: torch.device, uploader: Uploader | None = None) -> DeviceWeight:
@@ -58,6 +73,7 @@ class Matrices:
     def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
         self.device = device
         self.copies = copies or Copies()
+        self.borrowing = Borrowing(device)
         self._small: dict[Hashable, torch.Tensor] = {}
         self._refs: dict[str, PlaneRef] = {}
         self._joined: dict[tuple[str, ...], WeightPlanes] = {}
@@ -72,6 +88,8 @@ class Matrices:
         """A weight that is still in the file, because it is only looked up by row, is loaded now."""
         if name not in self._refs:
             weight = weights[name]
+            if isinstance(weight, BorrowedMatrix):
+                return self.borrowing.planes(name)
             loaded = load(weight, self.device) if isinstance(weight, PackedTensor) else weight
             assert isinstance(loaded, DeviceMatrix), f"{name} is no matrix"
             self._refs[name] = loaded.ref

@@ -1,0 +1,222 @@
+"""Experts that another device has, copied to the GPU for one batch: layer after layer, into two sets of planes.
+
+While the GPU computes one layer's experts, those of the next layer are copied from pinned memory and repacked, in
+portions, on two streams: one portion is repacked while the next one is copied. A set is written again when the layer
+before has been computed.
+
+    copies     ▒▒ layer 0 ▒▒▒▒ layer 1 ▒▒▒▒ layer 2 ▒▒
+    computes                ▓ 0 ▓        ▓ 1 ▓        ▓ 2 ▓
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from typing import Any
+
+import torch
+
+from motley.backends.cuda.compiling import is_recording
+from motley.backends.cuda.planes import WeightPlanes, plane_bytes, to_planes
+from motley.backends.cuda.values import Values
+from motley.errors import PlanError
+from motley.formats import PackedTensor
+from motley.graph import Tensor
+
+_log = logging.getLogger(__name__)
+
+_N_SETS = 2
+_PORTION = 32 << 20  # packed bytes that are copied and repacked together
+_REPACKING = 16  # bytes of temporary memory for each byte of a portion
+_PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegisterPortable, …ReadOnly
+
+Step = Callable[[Values], None]
+
+
+def borrowed_bytes(weights: Iterable[Tensor]) -> int:
+    """What all this takes on the GPU: two sets of planes of the largest matrices, and memory to repack portions."""
+    largest: dict[str, int] = {}
+    for weight in weights:
+        if len(weight.shape) == 3:
+            kind = weight.name.rsplit(".", 2)[-2]  # gate, up or down
+            n_bytes = plane_bytes(weight.dtype, prod(weight.shape[:-1]), weight.shape[-1])
+            largest[kind] = max(largest.get(kind, 0), n_bytes)
+    return _N_SETS * (sum(largest.values()) + (1 + _REPACKING) * _PORTION) if largest else 0
+
+
+class PinnedPages:
+    """Pages of mapped files that a GPU copies without the driver's own buffer. They stay in memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._waiting: list[torch.Tensor] = []
+        pinned: list[int] = []  # addresses
+        kept: list[torch.Tensor] = []  # a mapping must not end before its pages are let go
+        self._pinned, self._kept = pinned, kept
+        weakref.finalize(self, _unpin, pinned, kept)
+
+    def add(self, data: torch.Tensor) -> None:
+        """Note a tensor in a mapped file for `pin`."""
+        if self._is_gpu:
+            self._waiting.append(data)
+
+    def pin(self) -> None:
+        """Pin the pages of the tensors that were added. If the system refuses it, copies are slower."""
+        self._kept.extend(self._waiting)
+        ranges, self._waiting = page_ranges(self._waiting), []
+        for start, stop in ranges:
+            error = int(torch.cuda.cudart().cudaHostRegister(start, stop - start, _READ_ONLY | _PORTABLE))  # type: ignore[no-untyped-call]
+            if error:
+                _log.warning(
+                    "pages of the model file cannot be pinned (error %d): prompts will be slow", error
+                )
+                return
+            self._pinned.append(start)
+
+
+def page_ranges(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """The pages of tensors as ranges of addresses, in order. Neighbours may share a page, which is in one range."""
+    page = mmap.PAGESIZE
+    ranges: list[tuple[int, int]] = []
+    for data in sorted(tensors, key=torch.Tensor.data_ptr):
+        first = data.data_ptr()
+        start, stop = first // page * page, -(-(first + data.numel()) // page) * page
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], max(ranges[-1][1], stop)
+        else:
+            ranges.append((start, stop))
+    return ranges
+
+
+def _unpin(addresses: Sequence[int], kept: list[torch.Tensor]) -> None:
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    kept.clear()
+
+
+class Borrowing:
+    """The borrowed matrices of one model on one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_gpu = device.type == "cuda"
+        self._sources: dict[str, PackedTensor] = {}
+        self._planes: dict[str, WeightPlanes] = {}
+        self._sets: dict[tuple[object, ...], WeightPlanes] = {}
+        self._set_of: dict[tuple[str, ...], int] = {}  # by the names of a stage's matrices
+        self._held: list[tuple[str, ...] | None] = [None] * _N_SETS  # whose matrices are in each set
+        self._lanes: list[Any] = []  # streams
+        self._copied: list[list[Any]] = []  # of each set, an event of each lane
+        self._computed: list[Any] = []  # of each set: the last kernel that reads it
+
+    def assign(self, names: Sequence[str], sources: Sequence[PackedTensor]) -> None:
+        """Choose the set of a stage's matrices: stages that follow each other have different ones."""
+        own = tuple(names)
+        if own in self._set_of:
+            return
+        number = self._set_of[own] = len(self._set_of) % _N_SETS
+        for position, (name, source) in enumerate(zip(names, sources, strict=True)):
+            key = number, position, source.format.name, tuple(source.shape)
+            if key not in self._sets:
+                self._sets[key] = self._empty(source)
+            self._sources[name], self._planes[name] = source, self._sets[key]
+
+    def planes(self, name: str) -> WeightPlanes:
+        """Where a matrix will be when its stage runs. Matrices of other layers have the same memory."""
+        return self._planes[name]
+
+    def _empty(self, source: PackedTensor) -> WeightPlanes:
+        """Planes for such a matrix, without its values."""
+        one = to_planes(PackedTensor(source.data[:1].flatten(0, 1).to(self._device), source.format))
+        n_rows = source.shape[0] * source.shape[1]
+
+        def like(part: torch.Tensor | None) -> torch.Tensor | None:
+            return None if part is None else part.new_empty((n_rows, *part.shape[1:]))
+
+        codes = like(one.codes)
+        assert codes is not None
+        return WeightPlanes(one.kind, one.n_columns, codes, like(one.scale), like(one.high))
+
+    def around(self, step: Step, names: Sequence[str], following: Sequence[str] | None) -> Step:
+        """The step of a stage with these matrices: copied before it, while those of the `following` one begin."""
+        own, after = tuple(names), None if following is None else tuple(following)
+        number = self._set_of[own]
+
+        def run(values: Values) -> None:
+            if is_recording():
+                step(values)
+                return
+            self._bring(own)
+            if after is not None and self._set_of[after] != number:
+                self._bring(after)
+            self._await(number)
+            step(values)
+            self._finish(number)
+
+        return run
+
+    def _bring(self, names: tuple[str, ...]) -> None:
+        """Begin to copy a stage's matrices, unless they are there or on their way."""
+        number = self._set_of[names]
+        if self._held[number] == names:
+            return
+        self._held[number] = None
+        self._open()
+        for lane in self._lanes:
+            if self._computed[number] is not None:
+                lane.wait_event(self._computed[number])
+        turn = 0
+        for name in names:
+            source, planes = self._sources[name], self._planes[name]
+            rows = source.data.flatten(0, 1)
+            n_at_once = max(1, _PORTION // max(1, rows.shape[1]))
+            for start in range(0, len(rows), n_at_once):
+                with self._on(turn):
+                    self._copy(PackedTensor(rows[start : start + n_at_once], source.format), planes, start)
+                turn += 1
+        for lane, event in zip(self._lanes, self._copied[number] if self._copied else [], strict=True):
+            event.record(lane)
+        self._held[number] = names
+
+    def _copy(self, portion: PackedTensor, planes: WeightPlanes, start: int) -> None:
+        there = PackedTensor(portion.data.to(self._device, non_blocking=True), portion.format)
+        made, stop = to_planes(there), start + len(portion.data)
+        if made.kind != planes.kind:
+            raise PlanError(
+                f"{portion.format.name} experts with values beyond float16 cannot be copied for a batch",
+                hint="MOTLEY_BORROW_ROWS=0 leaves them to the CPU",
+            )
+        target = planes.rows(start, stop)
+        for old, new in ((target.codes, made.codes), (target.scale, made.scale), (target.high, made.high)):
+            if old is not None and new is not None:
+                old.copy_(new)
+
+    def _open(self) -> None:
+        if self._computed:
+            return
+        self._computed = [None] * _N_SETS
+        if self._is_gpu:
+            self._lanes = [torch.cuda.Stream(self._device) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._copied = [[_event() for _ in self._lanes] for _ in range(_N_SETS)]
+
+    def _on(self, turn: int) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._lanes[turn % len(self._lanes)]) if self._lanes else nullcontext()
+
+    def _await(self, number: int) -> None:
+        for event in self._copied[number] if self._copied else ():
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def _finish(self, number: int) -> None:
+        """Note that the stage has been launched: the set may be written after it."""
+        if self._is_gpu:
+            event = self._computed[number] or _event()
+            event.record(torch.cuda.current_stream(self._device))
+            self._computed[number] = event
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]

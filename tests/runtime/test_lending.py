@@ -1,0 +1,104 @@
+"""When a GPU computes with the CPU's experts: by the number of rows alone, where both devices can."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from motley.backends import Backend, ReferenceBackend
+from motley.bundled import bundled_experts_path
+from motley.errors import ConfigError
+from motley.gguf import read_spec
+from motley.graph import Tensor
+from motley.graph.ops import ExpertFfn, Weight
+from motley.graph.roles import EXPERTS
+from motley.models import BatchShape, GraphOptions, read_params
+from motley.runtime import Crew, ModelSplit, lending, make_crew
+from motley.runtime.budget import device_needs
+from motley.runtime.lending import MIN_ROWS, settle_lending
+
+FEW, MANY = BatchShape(MIN_ROWS - 1, 1), BatchShape(MIN_ROWS, 1)
+
+
+class Borrower(ReferenceBackend):
+    def can_borrow(self, weight: Tensor) -> bool:
+        return True
+
+    def borrowed_bytes(self, graph: object, resident: object) -> int:
+        return 1000
+
+
+def split_of(crew: Crew) -> ModelSplit:
+    spec = read_spec(bundled_experts_path())
+    return ModelSplit(spec, read_params(spec), crew, GraphOptions(32))
+
+
+def settled(backends: list[Backend] | None = None, **options: Any) -> Crew:
+    crew = make_crew(**({"devices": "cpu,cpu", "n_cpu_moe": 4} | options))
+    return settle_lending(crew, backends or [Borrower(), ReferenceBackend()], split_of(crew))
+
+
+def n_experts(split: ModelSplit, device: int, shape: BatchShape) -> int:
+    weights = split.share(device, shape).graph.weights
+    return sum(isinstance(t.op, Weight) and t.op.role.group == EXPERTS for t in weights)
+
+
+def test_many_rows_are_computed_where_the_rest_of_the_layer_is() -> None:
+    split = split_of(settled())
+    assert [n_experts(split, device, FEW) for device in range(2)] == [3 * 2, 3 * 4]
+    assert [n_experts(split, device, MANY) for device in range(2)] == [3 * 6, 0]
+    assert [n_experts(split, device, BatchShape(1, 1)) for device in range(2)] == [3 * 2, 3 * 4]
+    assert [t.kind for t in split.split(MANY).collectives] == ["broadcast"]  # of the logits
+    assert [t.kind for t in split.split(FEW).collectives].count("send") == 8
+    ffns = [node for node in split.share(0, MANY).graph.nodes if isinstance(node.op, ExpertFfn)]
+    assert len(ffns) == 6
+
+
+def test_memory_is_that_of_own_weights_and_of_copies() -> None:
+    backends: list[Backend] = [Borrower(), ReferenceBackend()]
+    lent, kept = split_of(settled()), split_of(make_crew("cpu,cpu", n_cpu_moe=4))
+    for shape, n_more in ((FEW, 0), (MANY, 1000)):
+        with_copies, without = (device_needs(split, backends, shape) for split in (lent, kept))
+        assert [need.weights for need in with_copies] == [need.weights for need in without]
+        assert with_copies[0].workspace == without[0].workspace + n_more
+        assert with_copies[1] == without[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_cpu_moe": 0},
+        {"expert_split": (1, 1)},
+        {"devices": "cpu,cpu,cpu"},  # two devices share the rest
+        {"tensor_split": (0, 1), "expert_split": (0, 1)},
+        {"backends": [ReferenceBackend(), ReferenceBackend()]},
+    ],
+    ids=str,
+)
+def test_other_crews_lend_nothing(options: dict[str, Any]) -> None:
+    apart = settled(**options).apart
+    assert apart is None or apart.borrower is None
+
+
+def test_without_memory_for_the_files_pages_nothing_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "host_bytes", lambda: 4 << 30)
+    apart = settled().apart
+    assert apart is not None
+    assert apart.borrower is None
+    monkeypatch.setattr(lending, "host_bytes", lambda: None)
+    assert settled().apart != apart
+
+
+def test_the_number_of_rows_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTLEY_BORROW_ROWS", "7")
+    apart = settled().apart
+    assert apart is not None
+    assert (apart.borrower, apart.min_rows) == (0, 7)
+    assert apart.lent.shares == (Fraction(1), Fraction(0))
+    monkeypatch.setenv("MOTLEY_BORROW_ROWS", "0")
+    assert settled() == make_crew("cpu,cpu", n_cpu_moe=4)
+    monkeypatch.setenv("MOTLEY_BORROW_ROWS", "many")
+    with pytest.raises(ConfigError, match="'many'"):
+        settled()
