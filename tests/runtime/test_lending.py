@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from motley.backends import Backend, ReferenceBackend
 from motley.bundled import bundled_experts_path
 from motley.errors import ConfigError
+from motley.formats import PackedTensor
 from motley.gguf import read_spec
 from motley.graph import Tensor
 from motley.graph.ops import ExpertFfn, Weight
@@ -17,7 +19,7 @@ from motley.graph.roles import EXPERTS
 from motley.models import BatchShape, GraphOptions, read_params
 from motley.runtime import Crew, ModelSplit, lending, make_crew
 from motley.runtime.budget import device_needs
-from motley.runtime.lending import MIN_ROWS, settle_lending
+from motley.runtime.lending import MIN_ROWS, lent_weights, settle_lending
 
 FEW, MANY = BatchShape(MIN_ROWS - 1, 1), BatchShape(MIN_ROWS, 1)
 
@@ -102,3 +104,27 @@ def test_the_number_of_rows_can_be_given(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MOTLEY_BORROW_ROWS", "many")
     with pytest.raises(ConfigError, match="'many'"):
         settled()
+
+
+def test_if_the_system_refuses_to_pin_pages_the_cpu_computes_all_batches() -> None:
+    split = split_of(settled())
+    assert split.is_lent(MANY)
+    assert lent_weights(split, 1, Borrower(), ()) == {}
+    assert split.is_lent(MANY)  # another device does not borrow
+    own = [node.name for node in split.share(0, FEW).graph.weights]
+    assert lent_weights(split, 0, Borrower(), own) == {}  # Backend.borrow refuses
+    assert not split.is_lent(MANY)
+    assert [n_experts(split, device, MANY) for device in range(2)] == [3 * 2, 3 * 4]
+
+
+def test_what_a_device_borrows_is_all_that_it_lacks() -> None:
+    class Lender(Borrower):
+        def borrow(self, weights: Mapping[str, PackedTensor]) -> Mapping[str, PackedTensor]:
+            return dict(weights)
+
+    split = split_of(settled())
+    own = [node.name for node in split.share(0, FEW).graph.weights]
+    lent = lent_weights(split, 0, Lender(), own)
+    assert sorted([*own, *lent]) == sorted(node.name for node in split.share(0, MANY).graph.weights)
+    for name, weight in lent.items():
+        assert weight.unpack().equal(split.spec.tensor(name).unpack())

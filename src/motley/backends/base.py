@@ -299,18 +299,18 @@ class Backend(ABC):
         """Whether it can compute with these experts, while another device has them; see `borrow`."""
         return False
 
-    def borrow(self, weight: PackedTensor) -> LoadedWeight:
-        """A weight that stays in the host's memory and is copied for each batch that needs it.
-        `weight`: whole experts, as they lie in the mapped file.
+    def borrow(self, weights: Mapping[str, PackedTensor]) -> Mapping[str, LoadedWeight] | None:
+        """Weights that stay in the host's memory, and that are copied for each batch that needs them; None: the system
+        refuses it. They are whole experts, in a file that is mapped for reading.
         """
-        raise NotImplementedError(f"{self.name} computes with its own weights only")
+        return None
 
     def borrowed_bytes(self, graph: Graph, resident: Collection[str]) -> int:
         """What running `graph` takes of the device for the weights that are not `resident`."""
         return 0
 
     def finish_loading(self) -> None:
-        """All weights have been given: let go of what only loading needs. Again after weights were borrowed."""
+        """All weights have been given: let go of what only loading needs."""
         return
 
     @abstractmethod

@@ -7,8 +7,10 @@ first, layer by layer, from the mapped file. Which way a batch takes depends onl
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,6 +26,8 @@ from motley.runtime.budget import host_bytes
 from motley.runtime.crew import Crew
 from motley.runtime.loading import packed_bytes, part_of
 from motley.runtime.splitting import ModelSplit
+
+_log = logging.getLogger(__name__)
 
 # Rows from which copying costs less. Measured with Qwen3-30B-A3B's experts on 15 cores: 21 ms a layer for 512 rows, of
 # which 4 ms are the bytes; copying takes 6 ms by PCIe 5 (55 GB/s).
@@ -77,16 +81,21 @@ def lent_weights(
     if apart is None or apart.borrower != device:
         return {}
     share = split.share(device, BatchShape(apart.min_rows, 1))
+    missing = [node for node in share.graph.weights if node.name not in own]
+    ops = {node.name: node.op for node in missing if isinstance(node.op, Weight)}
     files = _Files(split.spec)
-    lent: dict[str, LoadedWeight] = {}
-    for node in share.graph.weights:
-        if node.name in own:
-            continue
-        assert isinstance(node.op, Weight)
-        if len(node.shape) == 3:
-            lent[node.name] = backend.borrow(files.tensor(node.op.source))
-        else:
-            part = part_of(split.spec.tensor(node.op.source), share.layouts[node.name], device, node.op.rows)
+    borrowed = backend.borrow(
+        {node.name: files.tensor(ops[node.name].source) for node in missing if len(node.shape) == 3}
+    )
+    if borrowed is None:
+        split.stop_lending()
+        _log.warning("pages of the model file cannot be pinned: the CPU computes the experts of all batches")
+        return {}
+    lent = dict(borrowed)
+    for node in missing:
+        if node.name not in lent:
+            op = ops[node.name]
+            part = part_of(split.spec.tensor(op.source), share.layouts[node.name], device, op.rows)
             lent[node.name] = backend.load(part)
     backend.finish_loading()
     return lent
@@ -114,8 +123,6 @@ class _Files:
 
 def _read_only(file: mmap.mmap, n_bytes: int, offset: int) -> torch.Tensor:
     """Bytes of a file as a tensor, which must not be written to: torch has no such tensors, and warns."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(file, dtype=torch.uint8, count=n_bytes, offset=offset)

@@ -58,6 +58,7 @@ class ModelSplit:
         states = {name: state for group in self._groups for name, state in group.placement.states.items()}
         experts = next((g.placement.experts for g in self._groups if g.placement.experts is not None), None)
         self.placement = Placement(states, experts, crew.apart)
+        self._lends = True
         self._graphs: _Memo[tuple[int, BatchShape], Graph] = _Memo()
         self._splits: _Memo[tuple[int, BatchShape, bool], SplitGraph] = _Memo()
         self._shares: _Memo[tuple[int, BatchShape, bool], LocalGraph] = _Memo()
@@ -97,7 +98,11 @@ class ModelSplit:
 
     def is_lent(self, batch: BatchShape) -> bool:
         """Whether batches of a shape are computed with experts that are copied to another device (`ExpertsApart`)."""
-        return self.crew.apart is not None and self.crew.apart.is_lent(batch.n_tokens)
+        return self._lends and self.crew.apart is not None and self.crew.apart.is_lent(batch.n_tokens)
+
+    def stop_lending(self) -> None:
+        """From now on, no batch is computed with copied experts. Call it before the first plan is made."""
+        self._lends = False
 
     def split(self, batch: BatchShape, group: int = 0, *, lends: bool = True) -> SplitGraph:
         """The graph of a group of devices for a batch shape, with the states of its tensors. `lends` False: as if no

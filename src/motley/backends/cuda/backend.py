@@ -71,9 +71,11 @@ class CudaBackend(GpuPlanning):
     def can_borrow(self, weight: Tensor) -> bool:
         return len(weight.shape) == 3 and has_planes(weight.dtype, weight.shape[-1])
 
-    def borrow(self, weight: PackedTensor) -> LoadedWeight:
-        self._pinned.add(weight.data)
-        return BorrowedMatrix(weight)
+    def borrow(self, weights: Mapping[str, PackedTensor]) -> Mapping[str, LoadedWeight] | None:
+        with as_device_errors(self.device):
+            if not self._pinned.pin([weight.data for weight in weights.values()]):
+                return None
+            return {name: BorrowedMatrix(weight) for name, weight in weights.items()}
 
     def borrowed_bytes(self, graph: Graph, resident: Collection[str]) -> int:
         return borrowed_bytes(weight for weight in graph.weights if weight.name not in resident)
@@ -81,7 +83,6 @@ class CudaBackend(GpuPlanning):
     def finish_loading(self) -> None:
         with as_device_errors(self.device):
             self._uploader.finish()
-            self._pinned.pin()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what repacking took: a graph's memory is apart from torch's other memory
 

@@ -10,11 +10,10 @@ before has been computed.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from math import prod
 from typing import Any
 
@@ -26,8 +25,6 @@ from motley.backends.cuda.values import Values
 from motley.errors import PlanError
 from motley.formats import PackedTensor
 from motley.graph import Tensor
-
-_log = logging.getLogger(__name__)
 
 _N_SETS = 2
 _PORTION = 32 << 20  # packed bytes that are copied and repacked together
@@ -53,29 +50,22 @@ class PinnedPages:
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
-        self._waiting: list[torch.Tensor] = []
-        pinned: list[int] = []  # addresses
-        kept: list[torch.Tensor] = []  # a mapping must not end before its pages are let go
-        self._pinned, self._kept = pinned, kept
-        weakref.finalize(self, _unpin, pinned, kept)
+        self._pinned: list[int] = []  # addresses
+        self._kept: list[torch.Tensor] = []  # a mapping must not end before its pages are let go
+        weakref.finalize(self, _unpin, self._pinned, self._kept)
 
-    def add(self, data: torch.Tensor) -> None:
-        """Note a tensor in a mapped file for `pin`."""
-        if self._is_gpu:
-            self._waiting.append(data)
-
-    def pin(self) -> None:
-        """Pin the pages of the tensors that were added. If the system refuses it, copies are slower."""
-        self._kept.extend(self._waiting)
-        ranges, self._waiting = page_ranges(self._waiting), []
-        for start, stop in ranges:
-            error = int(torch.cuda.cudart().cudaHostRegister(start, stop - start, _READ_ONLY | _PORTABLE))  # type: ignore[no-untyped-call]
-            if error:
-                _log.warning(
-                    "pages of the model file cannot be pinned (error %d): prompts will be slow", error
-                )
-                return
+    def pin(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Pin the pages of tensors in mapped files; False: the system refuses it, or the GPU has no way to do it."""
+        if not self._is_gpu:
+            return True
+        self._kept.extend(tensors)
+        for start, stop in page_ranges(tensors):
+            error = torch.cuda.cudart().cudaHostRegister(start, stop - start, _READ_ONLY | _PORTABLE)  # type: ignore[no-untyped-call]
+            if int(error):
+                _unpin(self._pinned, self._kept)
+                return False
             self._pinned.append(start)
+        return True
 
 
 def page_ranges(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
@@ -92,9 +82,11 @@ def page_ranges(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return ranges
 
 
-def _unpin(addresses: Sequence[int], kept: list[torch.Tensor]) -> None:
+def _unpin(addresses: list[int], kept: list[torch.Tensor]) -> None:
     for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        with suppress(Exception):  # at the process's end, the driver may be gone
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    addresses.clear()
     kept.clear()
 
 
@@ -167,7 +159,9 @@ class Borrowing:
         self._held[number] = None
         self._open()
         for lane in self._lanes:
-            if self._computed[number] is not None:
+            if self._computed[number] is None:  # the set's memory may have been in use for something else
+                lane.wait_stream(torch.cuda.current_stream(self._device))
+            else:
                 lane.wait_event(self._computed[number])
         turn = 0
         for name in names:
