@@ -37,6 +37,7 @@ from motley.backends.cuda.kernels.matmul import matmul
 from motley.backends.cuda.kernels.matvec import matvec
 from motley.backends.cuda.kernels.norm import rms_norm
 from motley.backends.cuda.kernels.prefill import max_span_rows, prefill
+from motley.backends.cuda.kernels.repack import repack
 from motley.backends.cuda.kernels.rope_and_store import HeadNorms, RopeTable, rope_and_store
 from motley.backends.cuda.kernels.route import local_ids, route, route_and_weigh, route_weights
 from motley.backends.cuda.kernels.router import norm_and_logits
@@ -186,6 +187,11 @@ def product_cases(kind: str) -> Iterator[Case]:
     yield f"unpack_rows({kind})", partial(unpack_rows, weight, ids, torch.empty(4, COLUMNS))
 
 
+def repacking_cases() -> Iterator[Case]:
+    packed = PackedTensor.pack(torch.randn(8, COLUMNS), get_format("Q4_K"))
+    yield "repack", partial(repack, packed.data, to_planes(packed))
+
+
 def sampling_cases() -> Iterator[Case]:
     sampler, settings = DeviceSampler(torch.device("cpu")), [RowSettings(0.8, 40)] * 2
     yield "sample", partial(sampler.launch, torch.zeros(2, 128256), settings, [0, 1], {1: {3: (1, 0.5)}})
@@ -287,6 +293,7 @@ def cases(caches: list[tuple[str, str, int]], weights: list[str]) -> Iterator[Ca
         yield from attention_cases(*cache)
     yield from piece_cases()
     yield from combine_cases()
+    yield from repacking_cases()
     yield from sampling_cases()
     for form in (INT8, HALVES, PLAIN):
         yield from row_cases(form)

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from motley.backends.cuda.borrowing import Borrowing, borrowed_bytes, page_ranges
+from motley.backends.cuda.kernels.repack import repack
 from motley.backends.cuda.planes import WeightPlanes, to_planes
 from motley.backends.cuda.values import Values
 from motley.errors import PlanError
@@ -107,3 +108,19 @@ def test_memory_for_two_sets_is_counted() -> None:
 
     assert borrowed_bytes([]) == 0
     assert borrowed_bytes(weights(2)) == borrowed_bytes(weights(9)) > 2 * 3 * (2 * 4 * 256 // 32) * 20
+
+
+@pytest.mark.parametrize(("n_rows", "n_columns"), [(1, 256), (3, 512), (40, 768)])
+def test_repacking_in_one_pass_makes_the_same_planes(n_rows: int, n_columns: int) -> None:
+    values = torch.randn(n_rows, n_columns, generator=torch.Generator().manual_seed(n_rows)) * 100
+    packed = PackedTensor.pack(values, get_format("Q4_K"))
+    blocks = packed.data.view(-1, 144)
+    blocks[0] = torch.arange(144, dtype=torch.uint8) + 100  # any bits, and scales beyond float16
+    blocks[0, :4] = torch.tensor([0xFF, 0x7B, 0xFF, 0xFB], dtype=torch.uint8)
+    expected = to_planes(packed)
+    assert expected.scale is not None
+    found = WeightPlanes(
+        "Q4_K", n_columns, torch.empty_like(expected.codes), torch.empty_like(expected.scale)
+    )
+    repack(packed.data, found)
+    assert same(parts(found), parts(expected))

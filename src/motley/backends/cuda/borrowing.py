@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from motley.backends.cuda.compiling import is_recording
+from motley.backends.cuda.kernels.repack import can_repack, repack
 from motley.backends.cuda.planes import WeightPlanes, plane_bytes, to_planes
 from motley.backends.cuda.values import Values
 from motley.errors import PlanError
@@ -178,7 +179,11 @@ class Borrowing:
 
     def _copy(self, portion: PackedTensor, planes: WeightPlanes, start: int) -> None:
         there = PackedTensor(portion.data.to(self._device, non_blocking=True), portion.format)
-        made, stop = to_planes(there), start + len(portion.data)
+        stop = start + len(portion.data)
+        if can_repack(portion.format.name):
+            repack(there.data, planes.rows(start, stop))
+            return
+        made = to_planes(there)
         if made.kind != planes.kind:
             raise PlanError(
                 f"{portion.format.name} experts with values beyond float16 cannot be copied for a batch",
