@@ -327,7 +327,7 @@ def _plan(crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options) 
             options.n_ctx, lambda n_ctx: split_over(crew, n_ctx), params, backends, cache, **sizes
         )
 
-    lending = settle_lending(settled, backends, split_over(settled, options.n_ctx or 1))
+    lending = settle_lending(settled, backends, lambda: split_over(settled, options.n_ctx or 1))
     try:
         context, settled = context_of(lending), lending
     except (DeviceError, CacheError):  # the GPU has no memory for borrowed weights

@@ -39,7 +39,7 @@ def split_of(crew: Crew) -> ModelSplit:
 
 def settled(backends: list[Backend] | None = None, **options: Any) -> Crew:
     crew = make_crew(**({"devices": "cpu,cpu", "n_cpu_moe": 4} | options))
-    return settle_lending(crew, backends or [Borrower(), ReferenceBackend()], split_of(crew))
+    return settle_lending(crew, backends or [Borrower(), ReferenceBackend()], lambda: split_of(crew))
 
 
 def n_experts(split: ModelSplit, device: int, shape: BatchShape) -> int:

@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,9 +36,10 @@ _VARIABLE = "MOTLEY_BORROW_ROWS"  # another number; 0: never
 _SPARE_BYTES = 4 << 30  # of the host, beside the experts and the pages of their file
 
 
-def settle_lending(crew: Crew, backends: Sequence[Backend], split: ModelSplit) -> Crew:
+def settle_lending(crew: Crew, backends: Sequence[Backend], split_of: Callable[[], ModelSplit]) -> Crew:
     """The crew in which its only device with a share borrows the experts of its CPU, if that is possible: both devices
-    are in this process, and the host has memory for the file's pages beside the CPU's repacked experts.
+    are in this process, and the host has memory for the file's pages beside the CPU's repacked experts. `split_of()`:
+    the model's split over the crew.
     """
     apart = crew.apart
     n_rows = _min_rows()
@@ -47,7 +48,7 @@ def settle_lending(crew: Crew, backends: Sequence[Backend], split: ModelSplit) -
     sharing = [device for device, share in enumerate(crew.shares) if share]
     if len(sharing) != 1 or sharing[0] == apart.owner:
         return crew
-    owned = split.share(apart.owner, BatchShape(1, 1), lends=False).graph.weights
+    owned = split_of().share(apart.owner, BatchShape(1, 1), lends=False).graph.weights
     memory = host_bytes()
     if memory is not None and 2 * sum(map(packed_bytes, owned)) + _SPARE_BYTES > memory:
         return crew
