@@ -24,6 +24,11 @@ from motley.runtime.lending import MIN_ROWS, lent_weights, settle_lending
 FEW, MANY = BatchShape(MIN_ROWS - 1, 1), BatchShape(MIN_ROWS, 1)
 
 
+@pytest.fixture(autouse=True)
+def borrow_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTLEY_BORROW_ROWS", str(MIN_ROWS))
+
+
 class Borrower(ReferenceBackend):
     def can_borrow(self, weight: Tensor) -> bool:
         return True
@@ -100,6 +105,8 @@ def test_the_number_of_rows_can_be_given(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (apart.borrower, apart.min_rows) == (0, 7)
     assert apart.lent.shares == (Fraction(1), Fraction(0))
     monkeypatch.setenv("MOTLEY_BORROW_ROWS", "0")
+    assert settled() == make_crew("cpu,cpu", n_cpu_moe=4)
+    monkeypatch.delenv("MOTLEY_BORROW_ROWS")
     assert settled() == make_crew("cpu,cpu", n_cpu_moe=4)
     monkeypatch.setenv("MOTLEY_BORROW_ROWS", "many")
     with pytest.raises(ConfigError, match="'many'"):
