@@ -24,6 +24,7 @@ _MAX_PLACES = 8
 _MAX_MATCH = 32  # tokens: a longer match is not better
 _PORTION = 4096  # tokens that are indexed in one step, about a millisecond
 _NO_DRAFT = Draft((), "lookup")
+ONLY_LOOKUP = ("lookup",)  # the drafters of most requests
 _GRADES = (4, 6, 12, 24)  # matches of at least so many tokens have grade 1, 2, 3, 4
 
 
@@ -46,6 +47,17 @@ class Lookup:
 
     def may_draft(self, request: Request) -> bool:
         return bool(_look_up([request], 1))
+
+    def finds_nothing(self, requests: Sequence[Request]) -> bool:
+        """Whether all requests draft by looking up only, and none finds anything: mostly so, and one call tells."""
+        indexes, answers = [], []
+        for request in requests:
+            index = request.memory.get(self.name)
+            if index is None or request.speculation.drafters != ONLY_LOOKUP or isinstance(index, TextIndex):
+                return False
+            indexes.append(index)
+            answers.append(request.generated)
+        return not look_up(indexes, answers, 1)
 
 
 def _look_up(requests: Sequence[Request], n_max: int) -> list[tuple[int, Sequence[int], int]]:

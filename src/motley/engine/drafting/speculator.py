@@ -11,7 +11,7 @@ from motley.engine.drafting.choice import read_choice
 from motley.engine.drafting.control import AdaptiveControl, Control
 from motley.engine.drafting.draft import Ask, Draft, Drafter, Learner, TreeDrafter, Watcher
 from motley.engine.drafting.forced import Forced
-from motley.engine.drafting.lookup import Lookup
+from motley.engine.drafting.lookup import ONLY_LOOKUP, Lookup
 from motley.engine.request import Request, Speculation
 from motley.engine.scheduler import Scheduler
 from motley.engine.trees import MAX_ROWS, Parents
@@ -19,7 +19,6 @@ from motley.engine.trees import MAX_ROWS, Parents
 _log = logging.getLogger("motley")
 _MAX_ROWS = 64  # of logits in a step
 _MAX_VAIN, _REST = 32, 4  # steps without a draft that pays; then drafters are asked in every fourth step
-_ONLY_LOOKUP = (Lookup.name,)
 _MAX_REQUESTS = 32  # with more, a step has rows enough, and looking for drafts takes longer than they save
 
 
@@ -49,6 +48,7 @@ class Speculator:
         self._control = control or AdaptiveControl({d.name: d.priors for d in drafters}, bucket, plan_seconds)
         self._learners = {each.name: each for each in drafters if isinstance(each, Learner)}
         self._watchers = {each.name: each for each in drafters if isinstance(each, Watcher)}
+        self._lookup = next((each for each in drafters if isinstance(each, Lookup)), None)
         self._trees = {each.name for each in drafters if isinstance(each, TreeDrafter) and each.has_trees}
         self._costly = frozenset(drafter.name for drafter in drafters if not drafter.is_free)
         self._n_vocab = n_vocab
@@ -75,6 +75,8 @@ class Speculator:
         if not self._drafters or len(running) > _MAX_REQUESTS:
             return {}
         # Every step comes here, mostly in vain, so requests without drafts must cost some microseconds only.
+        if self._lookup is not None and running and self._lookup.finds_nothing(running):
+            return {}
         asking = []
         names: set[str] = set()
         for request in running:
@@ -104,7 +106,7 @@ class Speculator:
         if found:
             drafts = self._control.allot(found, _n_rows(scheduler), self._room(scheduler))
         for request, *_ in asking:
-            if request in found or request.speculation.drafters != _ONLY_LOOKUP:
+            if request in found or request.speculation.drafters != ONLY_LOOKUP:
                 self._rest(request, request in drafts)
         return drafts
 
@@ -157,6 +159,7 @@ class Speculator:
     def _leave_out(self, name: str, error: BaseException) -> None:
         """Goes on without a drafter that has failed."""
         self._drafters = [other for other in self._drafters if other.name != name]
+        self._lookup = None if name == Lookup.name else self._lookup
         self._watchers.pop(name, None)
         _log.warning("drafter %s failed and is not used any more", name, exc_info=error)
 
