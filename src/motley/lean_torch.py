@@ -17,7 +17,7 @@ from typing import Any
 
 _SHAPES = "torch._meta_registrations"  # torch imports it last, and uses nothing of it
 _COMPILER = "torch._dynamo"
-_TRIED = ("2.13.",)  # versions of torch: in others, parts may need each other while they are imported
+_TRIED = ("2.11.", "2.13.")  # versions of torch: in others, parts may need each other while they are imported
 
 
 def defer() -> None:

@@ -6,7 +6,7 @@ Here the CPU plays the GPU: its chooser also gives the tokens as a tensor, and t
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,15 @@ def load(path: Path, *, chains: bool, **options: Any) -> LLM:
     return llm
 
 
-def serve(own: Engine, rng: random.Random) -> list[tuple[int, ...]]:
+def serve(
+    own: Engine, rng: random.Random, n_vocab: int = 500, after_step: Callable[[], None] = lambda: None
+) -> list[tuple[int, ...]]:
     """The answers to all requests that were not cancelled; they come, stop, and are cancelled at random."""
     requests: list[Request] = []
     cancelled: set[int] = set()
     for step in range(100):
         if step < 70 and rng.random() < 0.3:
-            prompt = [1, *(rng.randrange(3, 500) for _ in range(rng.randint(1, 70)))]
+            prompt = [1, *(rng.randrange(3, n_vocab) for _ in range(rng.randint(1, 70)))]
             params = SamplingParams(
                 max_tokens=rng.randint(1, 50),
                 temperature=rng.choice([0.0, 0.8]),
@@ -74,8 +76,10 @@ def serve(own: Engine, rng: random.Random) -> list[tuple[int, ...]]:
             own.scheduler.preempt()
         if own.scheduler.has_work:
             own.step()
+            after_step()
     while own.scheduler.has_work:
         own.step()
+    assert not any(request.n_retries for request in requests)
     return [tuple(r.generated) for number, r in enumerate(requests) if number not in cancelled]
 
 
@@ -89,6 +93,51 @@ def test_answers_are_those_of_an_engine_that_waits_for_tokens(
     assert answers[0] == answers[1]
     assert chained  # it did happen
     ahead._loaded.cache.check_integrity()
+
+
+STATES: dict[str, Any] = {
+    "backend": "reference",
+    "cache_type_k": "f32",
+    "cache_type_v": "f32",
+    "kv_block_size": 16,
+    "spec": "off",
+}
+
+
+@pytest.mark.parametrize("seed", first(1, (2, 0, 1)))
+def test_states_do_not_include_tokens_that_turn_out_not_to_be_there(
+    shared: Path, seed: int, chained: list[int]
+) -> None:
+    """Requests stop, and are cancelled, while the GPU computes one more token of them."""
+    path = shared / "golden" / "qwen3next" / "model.gguf"
+    ahead, waiting = load(path, chains=True, **STATES), load(path, chains=False, **STATES)
+    answers = []
+    for llm in (ahead, waiting):
+        engine, check = llm._loaded.engine, llm._loaded.cache.check_integrity
+        found = serve(engine, random.Random(seed), n_vocab=256, after_step=check)
+        for tokens in found[:6]:  # continues at the states that the answers have left
+            request = engine.add(
+                [*tokens, 7, 9], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+            )
+            while engine.scheduler.has_work:
+                engine.step()
+            found.append(tuple(request.generated))
+        answers.append(found)
+    assert answers[0] == answers[1]
+    assert chained
+
+
+def test_a_second_turn_continues_at_the_state_of_the_first(shared: Path, chained: list[int]) -> None:
+    with load(shared / "golden" / "qwen3next" / "model.gguf", chains=True, **STATES) as llm:
+        first_turn = llm.generate([3, 50, 60], max_tokens=20, temperature=0, ignore_eos=True)
+        text = [3, 50, 60, *first_turn.tokens]
+        second = llm.generate([*text, 7, 9], max_tokens=8, temperature=0, ignore_eos=True)
+        # The last token was never computed; one more may have been pending.
+        assert second.timings.cached_tokens >= len(text) - 2
+        assert chained
+    with load(shared / "golden" / "qwen3next" / "model.gguf", chains=False, **STATES) as llm:
+        expected = llm.generate([*text, 7, 9], max_tokens=8, temperature=0, ignore_eos=True)
+    assert second.tokens == expected.tokens
 
 
 def test_decoding_never_waits_for_the_host(bundled: Path, chained: list[int]) -> None:

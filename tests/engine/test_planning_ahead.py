@@ -44,7 +44,7 @@ def test_answers_are_those_of_an_engine_that_plans_nothing_ahead(
     """Requests come, stop early, are cancelled and preempted at random, with and without planning ahead."""
     options = {"kv_cache_tokens": 256, "kv_block_size": 16, "kv_cache_demand_paged": paging}
     seeing, blind = load(path, **options), load(path, **options)
-    monkeypatch.setattr(blind._loaded.engine.scheduler, "plan_ahead", lambda: None)
+    monkeypatch.setattr(blind._loaded.engine.scheduler, "plan_ahead", lambda **_: None)
     answers = [serve(llm._loaded.engine, random.Random(seed)) for llm in (seeing, blind)]
     assert answers[0] == answers[1]
     seeing._loaded.cache.check_integrity()

@@ -103,7 +103,7 @@ def test_many_requests_with_copies_of_matrices_answer_as_without(
 
 def test_planning_ahead_is_not_seen_in_answers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     seeing, blind = (load(cache_type_k="q4_0", cache_type_v="q4_0") for _ in range(2))
-    monkeypatch.setattr(blind._loaded.engine.scheduler, "plan_ahead", lambda: None)
+    monkeypatch.setattr(blind._loaded.engine.scheduler, "plan_ahead", lambda **_: None)
     prompts = [TEXT[: 12 + 9 * i] for i in range(7)]
     answers = [[s.finish().tokens for s in streams(llm, prompts)] for llm in (seeing, blind)]
     assert answers[0] == answers[1]

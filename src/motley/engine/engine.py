@@ -273,8 +273,10 @@ class Engine:
             tokens = self._choose_rows(ready, first_rows(step, ready), logits)
             return step, ready, tokens, logits
         chosen = self._chooser.choose(logits, [row_of(r) for r in ready])
-        self._ahead = self._plan_ahead(is_computing=chosen.on_device is not None)
-        self._begin_ahead(chosen, ready)
+        chains = self._can_chain(chosen, ready)
+        self._ahead = self._plan_ahead(is_computing=chosen.on_device is not None, is_uncertain=chains)
+        if chains:
+            self._begin_ahead(chosen, ready)
         return step, ready, chosen_of(chosen), logits
 
     def _learn(self, step: Step, ready: Sequence[Request], logits: torch.Tensor) -> None:
@@ -329,16 +331,22 @@ class Engine:
             return Chosen([self._foretold[row] for row in rows], {})
         return chosen_of(self._chooser.choose(logits[rows], [row_of(request) for request in requests]))
 
+    def _can_chain(self, chosen: Pending, ready: Sequence[Request]) -> bool:
+        """Whether the next step may begin with tokens that only the GPU has yet.
+
+        Not if a draft is likely: it needs the tokens, and may be worth more than the time that the host takes.
+        """
+        return chosen.on_device is not None and self.runner.can_chain and not self.speculator.may_draft(ready)
+
     def _begin_ahead(self, chosen: Pending, ready: Sequence[Request]) -> None:
         """Launches the look-ahead step with tokens that only the GPU has yet, so that it does not wait for the host."""
         ahead = self._ahead
-        if ahead is None or ahead.batch is None or chosen.on_device is None or not self.runner.can_chain:
+        if ahead is None or ahead.batch is None or chosen.on_device is None:
             return
-        if self.speculator.may_draft(ready):
-            return  # a draft needs the tokens: it may be worth more than the time that the host takes
         if [request for request, _ in ahead.step.work] == list(ready):  # one row each, in the same order
             self._ahead = None
             logits = self.runner.run(ahead.batch, chosen.on_device, ())
+            self.scheduler.note_begun(ahead.step)
             self._running = _Running(ahead.step, logits, self.runner.n_runs)
 
     def _take_running(self) -> _Running | None:
@@ -402,12 +410,13 @@ class Engine:
                 return _Planned(step, None, steady)
         return _Planned(step, batch)
 
-    def _plan_ahead(self, *, is_computing: bool) -> _Planned | None:
+    def _plan_ahead(self, *, is_computing: bool, is_uncertain: bool) -> _Planned | None:
         """The look-ahead plan: the step expected after the one that has just been launched. None: no plan.
 
-        `is_computing`: a GPU is, so that there is time to place the step as well.
+        `is_computing`: a GPU is, so that there is time to place the step as well. `is_uncertain`: it is to be launched
+        before its tokens are known.
         """
-        step = self.scheduler.plan_ahead()
+        step = self.scheduler.plan_ahead(is_uncertain=is_uncertain)
         return None if step is None else _Planned(step, self._place(step) if is_computing else None)
 
     def _place(self, step: Step) -> PlacedBatch:

@@ -220,12 +220,15 @@ class Scheduler:
         while not self._admit(step, request, self.n_batch) and self.running:
             self._preempt(step, self.running[-1])
 
-    def plan_ahead(self) -> Step | None:
+    def plan_ahead(self, *, is_uncertain: bool = False) -> Step | None:
         """The look-ahead plan: the next step if each request of the current step gets one token and no request changes.
 
         Reserves its slots; if the plan is not used, the next schedule uses them. None if the assumption is certainly
-        wrong, or if blocks would have to be copied.
+        wrong, or if blocks would have to be copied. `is_uncertain`: the step may run although a request turns out to
+        have ended; recurrent states then include all tokens but the step's own.
         """
+        if is_uncertain and not self.cache.max_uncertain:
+            return None
         if self.waiting or self._suspects or len(self.running) > self.n_batch:
             return None
         if any(request.n_pending or not request.continues for request in self.running):
@@ -237,7 +240,8 @@ class Scheduler:
             assert request.sequence is not None
             self._touched[request] = None
             self.cache.advance(request.sequence, request.n_computed)
-            if self.cache.reserve(request.sequence, 1, may_copy=False) is None:
+            n_uncertain = int(is_uncertain)
+            if self.cache.reserve(request.sequence, 1, n_uncertain=n_uncertain, may_copy=False) is None:
                 return None
             step.add(request, 1, ())
         return step
@@ -249,6 +253,12 @@ class Scheduler:
             and not self._suspects
             and (not self.waiting or len(self.running) >= self.n_parallel)
         )
+
+    def note_begun(self, step: Step) -> None:
+        """Records that a step was launched whose tokens are not known yet."""
+        for request, _ in step.work:
+            assert request.sequence is not None
+            self.cache.note_begun(request.sequence)
 
     def is_next(self, planned: Step) -> bool:
         """Whether `planned` is still valid: the assumptions of `plan_ahead` hold."""

@@ -115,6 +115,10 @@ class CacheGroup(ABC, Generic[Table]):
     def commit(self, table: Table, n_tokens: int) -> None:
         """What was reserved has run, as far as `n_tokens`."""
 
+    def note_begun(self, table: Table, n_tokens: int) -> None:
+        """The reserved batch was launched, and runs even if its tokens, all after `n_tokens`, are rejected."""
+        return
+
     @abstractmethod
     def drop_unseen(self, table: Table, position: int) -> None:
         """Give up what no query at `position` or later sees."""

@@ -199,7 +199,7 @@ class CacheManager:
         The last `n_uncertain` of them may be left out of the `commit`, or truncated before the next `reserve`.
         """
         assert n_new >= 1, n_new
-        assert 0 <= n_uncertain < n_new, (n_new, n_uncertain)
+        assert 0 <= n_uncertain <= n_new, (n_new, n_uncertain)
         sequence = self._sequences[seq]
         n_tokens = sequence.n_tokens
         n_slots = max(sequence.n_slots, n_tokens + n_new)
@@ -218,6 +218,14 @@ class CacheManager:
             for group, table in pairs
             for copy in group.extend(table, n_tokens, n_slots, n_new, n_uncertain)
         ]
+
+    def note_begun(self, seq: int) -> None:
+        """Record that the reserved batch, whose tokens are all uncertain, was launched: it will run, whatever becomes
+        of them. Earlier tokens that it adds to states are in the states from now on.
+        """
+        sequence = self._sequences[seq]
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            group.note_begun(table, sequence.n_tokens)
 
     def commit(self, seq: int, tokens: Sequence[int]) -> None:
         """Record the next tokens, whose K/V now stand in reserved slots, and let others find them."""

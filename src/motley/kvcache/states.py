@@ -197,6 +197,9 @@ class StateGroup(CacheGroup[StateTable]):
         table.slot, table.n_folded, table.ring = table.next_slot, table.next_folded, table.next_ring
         table.next_slot = table.next_ring = NO_SLOT
 
+    def note_begun(self, table: StateTable, n_tokens: int) -> None:
+        self.commit(table, n_tokens)
+
     def drop_unseen(self, table: StateTable, position: int) -> None:
         return
 

@@ -187,11 +187,8 @@ class Runner:
     def can_chain(self) -> bool:
         """Whether a batch can be launched before the host knows its tokens: all work is on one GPU, in one order.
 
-        False if the cache is demand-paged: a batch in flight may still write for a request that has ended. False for
-        models with states: they would include a token that may not be there.
+        False if the cache is demand-paged: a batch in flight may still write for a request that has ended.
         """
-        if self._has_states:
-            return False
         gpus = {backend.device for backend in self._backends}
         is_one_gpu = len(gpus) == 1 and all(gpu.type == "cuda" for gpu in gpus)
         return is_one_gpu and not self._is_demand_paged and self._hosts is None

@@ -43,6 +43,7 @@ _PROMPT_ROWS = (32, 64, 128, 256)
 _LARGE = 2**15  # rows of a matrix over the vocabulary, which prompts are not multiplied by
 _NARROW = 32  # columns; what has fewer is no matrix of a product (a convolution)
 _FEW_ROWS = _DRAFT_ROWS[-1]  # a sequence with more rows in a batch is a prompt
+_BESIDE_ROWS = (1, 4, 16, 64)  # requests that decode beside a prompt: of many, contexts are split less
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,9 @@ def rehearsals(n_batch: int, n_parallel: int) -> Iterator[tuple[BatchShape, int]
     decodes = [n for n in _DECODE_ROWS if n <= min(n_parallel, n_batch)]
     yield from ((BatchShape(n, n), 1) for n in dict.fromkeys([*decodes, min(n_parallel, n_batch)]))
     yield from ((BatchShape(n, n), n) for n in _DRAFT_ROWS if n <= n_batch)
-    if n_batch > _FEW_ROWS + 1 and n_parallel > 1:  # a prompt in one batch with a decoding request
-        yield BatchShape(_FEW_ROWS + 2, 2), _FEW_ROWS + 1
+    for n in _BESIDE_ROWS:  # a prompt in one batch with requests that decode
+        if n < n_parallel and _FEW_ROWS + 1 + n <= n_batch:
+            yield BatchShape(_FEW_ROWS + 1 + n, 1 + n), _FEW_ROWS + 1
 
 
 def inert_batch(

@@ -147,8 +147,11 @@ def piece_cases() -> Iterator[Case]:
 def combine_cases() -> Iterator[Case]:
     numbers = torch.zeros(4, dtype=torch.int32)
     tables = Tables(numbers.view(1, 4), numbers[:1], numbers[:1], numbers[:1])
-    for form, dim, n_splits in ((INT8, 128, 128), (PLAIN, 64, 16), (PLAIN, 80, 16)):
-        shares, rows = Shares.empty(1, 4, n_splits, dim, "cpu"), Rows.empty(form, 1, 4 * dim, "cpu")
+    for form, dim, n_splits in ((INT8, 128, 128), (PLAIN, 64, 16), (PLAIN, 80, 16), (HALVES, 128, 16)):
+        shares, rows = (
+            Shares.empty(1, 4, n_splits, dim, "cpu"),
+            Rows.empty(form, 1, 4 * dim, "cpu", fixed=32),
+        )
         launch = partial(combine, shares, tables, BLOCK, rows, rotate=dim != 80)
         yield f"combine({form}, {dim})", launch
         if form == INT8:
@@ -157,9 +160,10 @@ def combine_cases() -> Iterator[Case]:
 
 def row_cases(form: str) -> Iterator[Case]:
     x, out = torch.empty(2, COLUMNS), Rows.empty(form, 2, COLUMNS, "cpu")
+    normed = Rows.empty(form, 2, COLUMNS, "cpu", fixed=16)
     ids = torch.zeros(2, dtype=torch.int32) if form == PLAIN else None
     yield f"convert({form})", partial(convert, x, out)
-    yield f"rms_norm({form})", partial(rms_norm, x, torch.empty(COLUMNS), 1e-5, out, ids)
+    yield f"rms_norm({form})", partial(rms_norm, x, torch.empty(COLUMNS), 1e-5, normed, ids)
     for function in GATE_FUNCTIONS:
         yield f"gated({form}, {function})", partial(gated, torch.empty(2, 2 * COLUMNS), function, out)
 

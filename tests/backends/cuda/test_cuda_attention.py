@@ -13,9 +13,9 @@ from motley.backends.cuda.kernels.bundles import attend_bundles
 from motley.backends.cuda.kernels.bundles import tuning_of as bundle_tuning_of
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.gate import gated
-from motley.backends.cuda.kernels.norm import rms_norm
+from motley.backends.cuda.kernels.norm import rms_norm, scale_of
 from motley.backends.cuda.kernels.rope_and_store import RopeTable, rope_and_store
-from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
+from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows
 from motley.backends.cuda.kernels.seen_rows import seen_of_chains
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.graph.ops import Activation, Attention, Hadamard, RmsNorm, Rope
@@ -80,6 +80,11 @@ def test_decode_attention_over_shuffled_blocks(k_kind: str, v_kind: str, window:
     expected = Attention(0.2, window).reference([q, layer, sinks])
     out = combine(shares, device_tables, BLOCK, rows, rotate=False, window=window, sinks=sinks)
     assert float((out.values.view(q.shape) - expected).norm() / expected.norm()) < 2e-3
+    halves = Rows.empty(HALVES, 2, KV_HEADS * GROUP * DIM, "cpu", fixed=32)
+    out = combine(shares, device_tables, BLOCK, halves, rotate=False, window=window, sinks=sinks)
+    assert float((out.unpack().view(q.shape) - expected).norm() / expected.norm()) < 2e-3
+    totals = out.values.float().unflatten(1, (32, -1)).sum(1)
+    assert torch.allclose(out.total.float(), totals, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("dim", [160, 256])
@@ -257,6 +262,18 @@ def test_norm_of_chosen_rows() -> None:
     assert torch.allclose(out.values, RmsNorm(1e-5).reference([x, weight])[[2, 0]], atol=1e-5)
     out = rms_norm(x, weight, 1e-5, Rows.empty(INT8, 3, 96, "cpu"))
     assert torch.allclose(out.unpack(), RmsNorm(1e-5).reference([x, weight]), atol=2e-2)
+
+
+def test_halves_of_a_norm_do_not_overflow() -> None:
+    x, weight = torch.randn(2, 96), torch.full((96,), 60000.0)
+    x[1] = 0
+    x[1, 5] = 1e30  # the largest value that a norm has: sqrt(96) times the weight
+    out = rms_norm(x, weight, 1e-5, Rows.empty(HALVES, 2, 96, "cpu", fixed=scale_of(96)))
+    expected = RmsNorm(1e-5).reference([x, weight])
+    assert expected.abs().max() > 65504
+    assert torch.allclose(out.unpack(), expected, rtol=1e-3, atol=1.0)
+    assert torch.equal(out.scale, torch.full((2,), out.fixed))
+    assert [scale_of(n) for n in (1, 4, 5, 4096, 4097, 14336)] == [1, 2, 4, 64, 128, 128]
 
 
 @pytest.mark.parametrize("function", ["silu", "gelu_tanh"])

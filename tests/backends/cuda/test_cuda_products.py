@@ -190,9 +190,10 @@ def test_a_matrix_of_which_a_device_has_no_columns() -> None:
 def test_many_rows_go_through_unpacked_weights() -> None:
     torch.manual_seed(1)
     weight, x, residual = packed("Q6_K", 5), torch.randn(3, 256), torch.randn(3, 5)
-    rows = convert(x, Rows.empty(HALVES, 3, 256, "cpu"))
-    out = unpacked_product(unpacked(to_planes(weight)), rows, residual)
-    assert error(out, x @ weight.unpack().T + residual) < 2e-3
+    for fixed in (0, 16):  # each row's own scale, and one for all
+        rows = convert(x, Rows.empty(HALVES, 3, 256, "cpu", fixed))
+        out = unpacked_product(unpacked(to_planes(weight)), rows, torch.empty(3, 5), residual)
+        assert error(out, x @ weight.unpack().T + residual) < 2e-3
 
 
 def test_copies_are_made_once_where_memory_is_spare(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from motley.backends.cuda.kernels.attention import Shares
 from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.prefill import prefill
 from motley.backends.cuda.kernels.rope_and_store import HeadNorms, RopeTable, has_whole_rows, rope_and_store
-from motley.backends.cuda.kernels.rows import INT8, PLAIN, Rows
+from motley.backends.cuda.kernels.rows import HALVES, PLAIN, Rows
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.staging import Place
 from motley.backends.cuda.values import Values
@@ -20,6 +20,8 @@ from motley.backends.paged import PagedLayer
 from motley.plan import AttentionBlock
 
 _FEW_HEADS = 16  # bundles times KV heads for which the GPU has programs to spare
+_WIDE_KINDS = ("f32", "bf16")  # of caches whose values float16 may not hold
+_SCALE = 32  # of results as halves: totals of 32 values that float16 holds do not overflow, either
 
 
 class Attending:
@@ -41,7 +43,7 @@ class Attending:
         self._sinks = sinks
         self._norms = norms
         self._rope = rope
-        self._form = INT8 if form == INT8 else PLAIN
+        self._form = form
         self._layer: PagedLayer | None = None
         self._keys: CachePlanes
         self._values: CachePlanes
@@ -64,7 +66,9 @@ class Attending:
             norms=self._norms,
         )  # fmt: skip
         if place.is_decode:
-            rows = Rows.empty(self._form, q.shape[0], q.shape[1] * q.shape[2], self._device)
+            # A result is a mean of cached values: where float16 holds these, it holds the result.
+            form = PLAIN if self._form == HALVES and self._values.kind in _WIDE_KINDS else self._form
+            rows = Rows.empty(form, q.shape[0], q.shape[1] * q.shape[2], self._device, fixed=_SCALE)
             values.put(out, self._decode(rotated, layer, place, rows))
         else:
             values.put(out, self._mixed(rotated, layer, place))

@@ -46,9 +46,17 @@ def library_product(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tenso
     return out if residual is None else out + residual
 
 
-def unpacked_product(dense: torch.Tensor, x: Rows, residual: torch.Tensor | None) -> torch.Tensor:
-    """`dense`: a matrix as `unpacked` gives it."""
-    return scale_rows(F.linear(x.values, dense), x.scale, residual)
+def unpacked_product(
+    dense: torch.Tensor, x: Rows, out: torch.Tensor, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """`dense`: a matrix as `unpacked` gives it. `out` is written to if all rows have one scale, and then returned."""
+    if not x.fixed:
+        return scale_rows(F.linear(x.values, dense), x.scale, residual)
+    if not dense.is_cuda:  # where kernels are interpreted: the library has float32 results on GPUs only
+        product = F.linear(x.values, dense).float() * x.fixed
+        return product if residual is None else product + residual
+    added, beta = (out, 0.0) if residual is None else (residual, 1.0)
+    return torch.addmm(added, x.values, dense.T, torch.float32, beta=beta, alpha=x.fixed, out=out)
 
 
 def unpacked(weight: WeightPlanes) -> torch.Tensor:

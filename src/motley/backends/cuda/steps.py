@@ -17,7 +17,7 @@ from motley.backends.cuda.kernels.causal_conv import causal_conv
 from motley.backends.cuda.kernels.delta_net import Gates, delta_net
 from motley.backends.cuda.kernels.gate import gated
 from motley.backends.cuda.kernels.gated_norm import gated_norm
-from motley.backends.cuda.kernels.norm import rms_norm
+from motley.backends.cuda.kernels.norm import rms_norm, scale_of
 from motley.backends.cuda.kernels.rope_and_store import HeadNorms, RopeTable
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_rows
@@ -144,8 +144,9 @@ class Steps:
         assert isinstance(weight, PackedTensor), f"{node.name} is a matrix, which only products read"
         return weight.to(self._device)
 
-    def _rows_for(self, node: Tensor) -> Rows:
-        return Rows.empty(self._forms.get(node, PLAIN), node.shape[0], node.shape[1], self._device)
+    def _rows_for(self, node: Tensor, fixed: int = 0) -> Rows:
+        form = self._forms.get(node, PLAIN)
+        return Rows.empty(form, node.shape[0], node.shape[1], self._device, fixed)
 
     def _embed(self, stage: Single) -> Step:
         """Rows of a packed table."""
@@ -169,7 +170,8 @@ class Steps:
 
         def step(values: Values) -> None:
             chosen = None if ids is None else values.plain(ids)
-            values.put(out, rms_norm(values.plain(x).contiguous(), scale, eps, self._rows_for(out), chosen))
+            rows = self._rows_for(out, fixed=scale_of(out.shape[1]))
+            values.put(out, rms_norm(values.plain(x).contiguous(), scale, eps, rows, chosen))
 
         return step
 
@@ -192,7 +194,7 @@ class Steps:
                     matmul_kernel.matmul(matrix, values.rows(x, HALVES), out, residual)
                 else:
                     dense = unpacked(matrix) if copy is None else copy
-                    out = unpacked_product(dense, values.rows(x, HALVES), residual)
+                    out = unpacked_product(dense, values.rows(x, HALVES), out, residual)
             for node, part in zip(stage.outputs, torch.split(out, sizes, 1), strict=True):
                 values.put(node, part)
 

@@ -37,7 +37,7 @@ MAX_KERNEL_ROWS = (
 )
 PIECE_SIZES = (16384, 8192, 4096, 2048)  # tokens of a context that the library's attention takes at once
 MIN_PIECE_ROWS, MIN_PIECE_CONTEXT = 512, 4096  # of a sequence in a batch, and before it: measured on an H200
-MIN_COPY_ROWS = 65  # from which a product with a matrix's float16 copy is faster than with packed weights
+MIN_COPY_ROWS = 33  # from which a product with a matrix's float16 copy is faster than with packed weights
 EXPERT_FUNCTIONS = ("silu", "clamped_swiglu")
 CACHE_KINDS = ("f32", "f16", "bf16", *(name.lower() for name in QUANTIZERS))
 

@@ -3,7 +3,7 @@
 With sinks, the sum has one more addend for each head, 2^(sink - peak), which has no value.
 With `rotate`, the result is rotated back by the Hadamard matrix, of the whole head or of runs of it: quantized values
 are stored rotated.
-The output is INT8 (for a product with one row) or PLAIN. Reference: the last steps of graph.ops.Attention.
+The output is INT8, PLAIN, or HALVES of a fixed scale. Reference: the last steps of graph.ops.Attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _combine(
     shares, peaks, sums, sinks, bundle_table, bundle_position, bundle_row, bundle_count, firsts, values, scale, total,
     window, n_splits, min_blocks, most_rows,
     DIM: tl.constexpr, ROTATION: tl.constexpr, LOG_ROTATION: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
-    HEADS: tl.constexpr, ROTATE: tl.constexpr, FORM: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HEADS: tl.constexpr, ROTATE: tl.constexpr, FORM: tl.constexpr, FIXED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
     bundle, i, head = tl.program_id(0) // most_rows, tl.program_id(0) % most_rows, tl.program_id(1)
@@ -62,7 +62,7 @@ def _combine(
     else:
         tile = tl.arange(0, D // 32)
         b = tl.where(tile < DIM // 32, head * (DIM // 32) + tile, HEADS * DIM // 32)
-        store_rows(tl.reshape(x, [D // 32, 32]), values, scale, total, row, b, HEADS * DIM // 32, FORM)
+        store_rows(tl.reshape(x, [D // 32, 32]), values, scale, total, row, b, HEADS * DIM // 32, FORM, FIXED)
 
 
 def combine(
@@ -79,7 +79,7 @@ def combine(
     """→ out (rows, heads · dim). `rotation`: the size of the rotation, where it is not the head's. `sinks`: (heads,)"""
     n_rows, n_heads, n_splits, dim = shares.values.shape
     most_rows = tables.most_rows
-    assert out.form != HALVES, "a program has one head, not the whole row"
+    assert out.form != HALVES or out.fixed, "a program has one head, not the whole row"
     assert (out.n_rows, out.n_columns) == (n_rows, n_heads * dim)
     rotation = (rotation or dim) if rotate else 1
     assert dim % rotation == rotation & (rotation - 1) == 0, "only powers of two have a Hadamard matrix"
@@ -99,7 +99,7 @@ def combine(
         out.bytes_or_values, out.scale, out.total, window or 2**30, n_splits, shares.min_blocks, most_rows,
         DIM=dim, ROTATION=rotation, LOG_ROTATION=rotation.bit_length() - 1, BS=block_size,
         SPLITS=n_at_once,
-        HEADS=n_heads, ROTATE=rotate, FORM=out.form, HAS_SINKS=sinks is not None, num_warps=n_warps,
-        **overlapping(),
+        HEADS=n_heads, ROTATE=rotate, FORM=out.form, FIXED=out.fixed, HAS_SINKS=sinks is not None,
+        num_warps=n_warps, **overlapping(),
     )  # fmt: skip
     return out

@@ -1,6 +1,6 @@
 """Root mean square norm: out = x / sqrt(mean(x²) + eps) · weight, in any form of `rows`.
 
-Reference: graph.ops.RmsNorm.
+No value is larger than sqrt(columns) times its weight, so that halves have a fixed scale. Reference: graph.ops.RmsNorm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from motley.backends.cuda.kernels.rows import Rows, store_rows
 @triton.jit
 def _rms_norm(
     x, weight, values, scale, total, row_ids, eps, BLOCKS: tl.constexpr, BB: tl.constexpr, FORM: tl.constexpr,
-    CHOOSES: tl.constexpr,
+    FIXED: tl.constexpr, CHOOSES: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
     row, b = tl.program_id(0).to(tl.int64), tl.arange(0, BB)
@@ -29,7 +29,12 @@ def _rms_norm(
     v = tl.load(x + source * BLOCKS * 32 + k, inside, other=0.0)
     mean = tl.sum(tl.sum(v * v, 1), 0) / (BLOCKS * 32)
     v = v * tl.rsqrt(mean + eps) * scales
-    store_rows(v, values, scale, total, row, b, BLOCKS, FORM)
+    store_rows(v, values, scale, total, row, b, BLOCKS, FORM, FIXED)
+
+
+def scale_of(n_columns: int) -> int:
+    """The power of two from sqrt(columns) on: after division by it, only a weight above 65,504 could overflow."""
+    return 1 << ((n_columns - 1).bit_length() + 1 >> 1)
 
 
 def rms_norm(
@@ -43,7 +48,7 @@ def rms_norm(
     blocks = triton.next_power_of_2(n_blocks)
     _rms_norm[(out.n_rows,)](
         x, weight, out.bytes_or_values, out.scale, out.total, x if row_ids is None else row_ids, eps,
-        BLOCKS=n_blocks, BB=blocks, FORM=out.form, CHOOSES=row_ids is not None,
+        BLOCKS=n_blocks, BB=blocks, FORM=out.form, FIXED=out.fixed, CHOOSES=row_ids is not None,
         num_warps=max(1, min(16, blocks // 8)), **overlapping(),
     )  # fmt: skip
     return out

@@ -4,9 +4,10 @@ INT8     codes c = round(x / s) per 32 values, scale s = max|x| / 127, total t =
          NaN or an infinity have the scale NaN, so that every product with them is NaN: damage shows. The totals serve
          weights with a minimum or an unsigned code: Σ (c_w - 8) · x = Σ c_w · x - 8 · Σ x. Word w of all blocks comes
          before word w + 1 of any, as in the weights' planes.
-HALVES   float16 after division by the row's largest magnitude, so that no model's outliers overflow; value i of all
-         blocks of 32 before value i + 1 of any (`matmul`, and products with weights unpacked in that order). Totals of
-         blocks serve the same weights as above.
+HALVES   float16 after division by the row's largest magnitude, so that no model's outliers overflow, or by a number
+         that is the same for all rows (`fixed`) where it is known that none can; value i of all blocks of 32 before
+         value i + 1 of any (`matmul`, and products with weights unpacked in that order). Totals of blocks serve the
+         same weights as above. With a fixed number a product needs no other pass over its result.
 PLAIN    float32, as they are.
 
 Reference: `Rows.unpack`, which undoes it.
@@ -33,9 +34,11 @@ class Rows:
     values: torch.Tensor  # int32 words (rows, columns / 4), float16 or float32 (rows, columns)
     scale: torch.Tensor  # float32: INT8 (rows, columns / 32), HALVES (rows,), PLAIN empty
     total: torch.Tensor  # (rows, columns / 32): INT8 float32, HALVES float16; otherwise empty
+    fixed: int = 0  # HALVES: the scale of all rows; 0: each row has its own
 
     @staticmethod
-    def empty(form: str, n_rows: int, n_columns: int, device: torch.device | str) -> Rows:
+    def empty(form: str, n_rows: int, n_columns: int, device: torch.device | str, fixed: int = 0) -> Rows:
+        """`fixed` is for HALVES; other forms have no use for it."""
         assert form == PLAIN or n_columns % 32 == 0, "rows are whole blocks of 32"
         none = torch.empty(0, device=device)
         if form == INT8:
@@ -45,7 +48,7 @@ class Rows:
         if form == HALVES:
             values = torch.empty(n_rows, n_columns, dtype=torch.float16, device=device)
             total = torch.empty(n_rows, n_columns // 32, dtype=torch.float16, device=device)
-            return Rows(form, values, torch.empty(n_rows, device=device), total)
+            return Rows(form, values, torch.empty(n_rows, device=device), total, fixed)
         return Rows(form, torch.empty(n_rows, n_columns, device=device), none, none)
 
     @property
@@ -81,8 +84,13 @@ def nan_if_damaged(scale, x):
 
 
 @triton.jit
-def store_rows(x, values, scale, total, row, b, BLOCKS: tl.constexpr, FORM: tl.constexpr):
-    """Store x (blocks, 32) float32 as blocks `b` of `row`. HALVES: x must be the whole row, zero outside of it."""
+def store_rows(
+    x, values, scale, total, row, b, BLOCKS: tl.constexpr, FORM: tl.constexpr, FIXED: tl.constexpr = 0
+):
+    """Store x (blocks, 32) float32 as blocks `b` of `row`.
+
+    HALVES without a fixed scale: x must be the whole row, zero outside of it.
+    """
     inside, i = b < BLOCKS, tl.arange(0, 32)[None, :]
     start = row * BLOCKS * 32
     if FORM == "int8":
@@ -94,7 +102,10 @@ def store_rows(x, values, scale, total, row, b, BLOCKS: tl.constexpr, FORM: tl.c
         tl.store(scale + row * BLOCKS + b, s, inside)
         tl.store(total + row * BLOCKS + b, s * tl.sum(c, 1), inside)
     elif FORM == "halves":
-        s = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
+        if FIXED > 0:
+            s = tl.full([], FIXED, tl.float32)
+        else:
+            s = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
         h = (x / s).to(tl.float16)
         tl.store(values + start + i * BLOCKS + b[:, None], h, inside[:, None])
         tl.store(scale + row, s)
@@ -104,13 +115,15 @@ def store_rows(x, values, scale, total, row, b, BLOCKS: tl.constexpr, FORM: tl.c
 
 
 @triton.jit
-def _convert(x, values, scale, total, BLOCKS: tl.constexpr, BB: tl.constexpr, FORM: tl.constexpr):
+def _convert(
+    x, values, scale, total, BLOCKS: tl.constexpr, BB: tl.constexpr, FORM: tl.constexpr, FIXED: tl.constexpr
+):
     let_next_start()
     wait()
     row, b = tl.program_id(0).to(tl.int64), tl.program_id(1) * BB + tl.arange(0, BB)
     flat = (row * BLOCKS + b)[:, None] * 32 + tl.arange(0, 32)[None, :]
     v = tl.load(x + flat, (b < BLOCKS)[:, None], other=0.0)
-    store_rows(v, values, scale, total, row, b, BLOCKS, FORM)
+    store_rows(v, values, scale, total, row, b, BLOCKS, FORM, FIXED)
 
 
 def tile_of(form: str, n_blocks: int) -> tuple[int, int]:
@@ -128,6 +141,6 @@ def convert(x: torch.Tensor, out: Rows) -> Rows:
     blocks, warps = tile_of(out.form, n_blocks)
     _convert[(out.n_rows, triton.cdiv(n_blocks, blocks))](
         x, out.bytes_or_values, out.scale, out.total,
-        BLOCKS=n_blocks, BB=blocks, FORM=out.form, num_warps=warps, **overlapping(),
+        BLOCKS=n_blocks, BB=blocks, FORM=out.form, FIXED=out.fixed, num_warps=warps, **overlapping(),
     )  # fmt: skip
     return out
