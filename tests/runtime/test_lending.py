@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from motley.backends import Backend, ReferenceBackend
 from motley.bundled import bundled_experts_path
-from motley.errors import ConfigError
+from motley.errors import ConfigError, DeviceError
 from motley.formats import PackedTensor
 from motley.gguf import read_spec
 from motley.graph import Tensor
@@ -20,13 +21,14 @@ from motley.models import BatchShape, GraphOptions, read_params
 from motley.runtime import Crew, ModelSplit, lending, make_crew
 from motley.runtime.budget import device_needs
 from motley.runtime.lending import MIN_ROWS, lent_weights, settle_lending
+from motley.runtime.worker import Worker
 
 FEW, MANY = BatchShape(MIN_ROWS - 1, 1), BatchShape(MIN_ROWS, 1)
 
 
 @pytest.fixture(autouse=True)
 def borrow_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOTLEY_BORROW_ROWS", str(MIN_ROWS))
+    monkeypatch.delenv("MOTLEY_BORROW_ROWS", raising=False)
 
 
 class Borrower(ReferenceBackend):
@@ -106,8 +108,6 @@ def test_the_number_of_rows_can_be_given(monkeypatch: pytest.MonkeyPatch) -> Non
     assert apart.lent.shares == (Fraction(1), Fraction(0))
     monkeypatch.setenv("MOTLEY_BORROW_ROWS", "0")
     assert settled() == make_crew("cpu,cpu", n_cpu_moe=4)
-    monkeypatch.delenv("MOTLEY_BORROW_ROWS")
-    assert settled() == make_crew("cpu,cpu", n_cpu_moe=4)
     monkeypatch.setenv("MOTLEY_BORROW_ROWS", "many")
     with pytest.raises(ConfigError, match="'many'"):
         settled()
@@ -135,3 +135,25 @@ def test_what_a_device_borrows_is_all_that_it_lacks() -> None:
     assert sorted([*own, *lent]) == sorted(node.name for node in split.share(0, MANY).graph.weights)
     for name, weight in lent.items():
         assert weight.unpack().equal(split.spec.tensor(name).unpack())
+
+
+def test_after_a_failure_nothing_is_lent_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's part of it: its plans with borrowed experts are forgotten."""
+    split = split_of(settled())
+    worker = object.__new__(Worker)
+    worker._split = split
+    worker._link = None
+    worker._rendezvous = None
+    steps = OrderedDict.fromkeys([FEW, MANY], cast(Any, None))
+    worker._steps = steps
+
+    def fail(*_: object) -> None:
+        raise DeviceError("no more memory")
+
+    monkeypatch.setattr(Worker, "_run", fail)
+    monkeypatch.setattr(Worker, "prepare", lambda self, shape: None)
+    for shape, left in ((FEW, [FEW, MANY]), (MANY, [FEW])):
+        with pytest.raises(DeviceError, match="no more memory"):
+            worker.run(shape, cast(Any, None), {}, ())
+        assert list(steps) == left
+    assert not split.is_lent(MANY)

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 # Rows from which copying costs less. Measured with Qwen3-30B-A3B's experts on 15 cores: 21 ms a layer for 512 rows, of
 # which 4 ms are the bytes; copying takes 6 ms by PCIe 5 (55 GB/s).
 MIN_ROWS = 96
-_VARIABLE = "MOTLEY_BORROW_ROWS"  # that number of rows, or another one; 0, the default: never
+_VARIABLE = "MOTLEY_BORROW_ROWS"  # another number of rows; 0: never
 _SPARE_BYTES = 4 << 30  # of the host, beside the experts and the pages of their file
 
 
@@ -65,7 +65,7 @@ def _is_cut(op: object) -> bool:
 
 
 def _min_rows() -> int:
-    text = os.environ.get(_VARIABLE, "0")
+    text = os.environ.get(_VARIABLE, str(MIN_ROWS))
     if not text.isdecimal():
         raise ConfigError(f"{_VARIABLE} is {text!r}", hint="give a number of rows; 0: never")
     return int(text)

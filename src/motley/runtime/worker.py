@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from motley.runtime.rendezvous_line import RendezvousLine
 from motley.runtime.splitting import ModelSplit
 
 _FEW_TOKENS = 8  # of a batch whose collectives are too short for torch's threads
+_log = logging.getLogger(__name__)
+
 _MAX_STEPS = 64  # batch shapes whose steps are kept; the least recently used is evicted
 
 Planes = Mapping[str, torch.Tensor]
@@ -83,6 +86,7 @@ class Worker:
         """`backends`: by the device's number in the crew. `n_threads`: of all devices of this process. `link`: to the
         other processes of the crew, if there are any.
         """
+        self._split = split
         self.members = tuple(backends)
         self._rendezvous: Rendezvous | None = None  # with other processes
         self._link = link
@@ -141,10 +145,19 @@ class Worker:
         try:
             return self._run(step, batch, inputs, copies)
         except Exception as error:
+            if self._split.is_lent(shape):
+                self._stop_lending(error)
             aborted = () if self._rendezvous is None else self._rendezvous.aborted_error
             if isinstance(error, aborted) or isinstance(error.__cause__, aborted):
                 raise PeerLostError("another process has ended or failed") from error
             raise
+
+    def _stop_lending(self, error: Exception) -> None:
+        """After a batch with borrowed experts has failed: from now on, the devices that have experts compute them."""
+        _log.warning("a batch with borrowed experts failed, there will be no others: %s", error)
+        for shape in [shape for shape in self._steps if self._split.is_lent(shape)]:
+            del self._steps[shape]
+        self._split.stop_lending()
 
     def _run(
         self,
