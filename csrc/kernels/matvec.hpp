@@ -3,7 +3,7 @@
 //     y[row] = Σ over steps  scale[row] · dx · Σ code·xcode  -  minimum[row] · Σ x
 //
 // Memory bandwidth limits this kernel. Each group is one stream: a thread reads `n` streams in turn, kVisit columns at
-// a time, and may prefetch each stream. The fastest parameters are measured (ReadPattern). Weights are decoded once, into
+// a time, and may prefetch each stream. The fastest parameters for one token are measured (ReadPattern). Weights are decoded once, into
 // registers, and used for all tokens. A token's sums are added in the same order for any number of tokens, here and in
 // tile.hpp, so its result has the same bits in every batch.
 #pragma once
@@ -14,6 +14,7 @@ namespace motley::MOTLEY_ISA {
 
 constexpr int64_t kVisit = 256;     // columns
 constexpr int kFarAhead = 4 << 10;  // bytes: prefetches from this distance on go to the second-level cache
+constexpr int kFewAhead = 8 << 10;  // bytes: with several tokens; the processor's own prefetching stops while they are multiplied
 
 template <int Bytes>
 [[gnu::always_inline]] inline void fetch_at_distance(const uint8_t* p, int ahead) {
@@ -97,7 +98,7 @@ template <int Tokens>
 inline void matvec(const MatMulPart& part, int64_t first_group, int n, const FewRows& x, int64_t n_columns, f32v* y) {
     const int64_t stride = group_bytes(part.format, n_columns);
     const uint8_t* groups = part.weight + first_group * stride;
-    const int ahead = part.pattern.fetch_ahead;
+    const int ahead = Tokens > 1 ? kFewAhead : part.pattern.fetch_ahead;
     for (int i = 0; i < n * Tokens; i++) y[i] = f32v{};
     if (is_rows(part.format))
         matvec_rows<Tokens>(groups, stride / kGroup, n, x, n_columns, y);
