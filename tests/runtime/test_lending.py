@@ -84,7 +84,7 @@ def test_memory_is_that_of_own_weights_and_of_copies() -> None:
         {"tensor_split": (0, 1), "expert_split": (0, 1)},
         {"backends": [ReferenceBackend(), ReferenceBackend()]},
     ],
-    ids=str,
+    ids=lambda options: ",".join(options),
 )
 def test_other_crews_lend_nothing(options: dict[str, Any]) -> None:
     apart = settled(**options).apart
