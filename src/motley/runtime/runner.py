@@ -147,7 +147,9 @@ class Runner:
         `settings`: of each row, as for `choose_rows`. None: this runner has no native call for it.
         """
         shape = batch.shape
-        if not self._takes_lists or self._has_states or shape.wants_hidden or shape.keeps_hidden:
+        if self._hosts is not None or not self._takes_lists or self._has_states:
+            return None
+        if shape.wants_hidden or shape.keeps_hidden:
             return None
         assert shape.n_tokens == shape.n_outputs == len(settings), "one row for each sequence"
         inputs: dict[str, Numbers] = {"tokens": [0] * shape.n_tokens, **batch.inputs}
