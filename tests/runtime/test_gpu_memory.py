@@ -155,7 +155,13 @@ def test_half_of_the_spare_memory_is_used_for_copies() -> None:
     matrices = [w for w in graph.weights if len(w.shape) == 2 and w.name != "token_embd.weight"]
     assert n_bytes >= 2 * sum(weight.n_values for weight in matrices)
     backend = CudaBackend("cpu")
-    cases = ((-5, 128, False), (2 * n_bytes - 2, 128, False), (2 * n_bytes, 128, True), (2**40, 64, False))
+    cases = (
+        (-5, 128, False),
+        (2 * n_bytes - 2, 128, False),
+        (2 * n_bytes, 128, True),
+        (2**40, 32, False),
+        (2**40, 33, True),
+    )
     for spare, max_decodes, is_kept in cases:
         backend.offer_spare(spare, graph, max_decodes)
         assert backend.kernel_variant is is_kept
