@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 
-from motley.backends import look_up, new_text_index
 from motley.engine.drafting.draft import Ask, Draft
 from motley.engine.request import Request
 
@@ -57,11 +56,15 @@ class Lookup:
                 return False
             indexes.append(index)
             answers.append(request.generated)
+        from motley.backends import look_up  # here: it imports torch, which a server's front must not
+
         return not look_up(indexes, answers, 1)
 
 
 def _look_up(requests: Sequence[Request], n_max: int) -> list[tuple[int, Sequence[int], int]]:
     """(row, up to `n_max` tokens that may follow, length of the match) of requests that have any."""
+    from motley.backends import look_up, new_text_index  # see above
+
     indexes = []
     for request in requests:
         index = request.memory.get(Lookup.name)
