@@ -90,7 +90,7 @@ def test_answers_are_those_of_an_engine_that_repeats_nothing(
     with load(bundled, **CREWS[crew]) as llm:
         answers = serve(llm._loaded.engine, random.Random(seed))
     n_steady = len(counted)
-    assert n_steady > 20
+    assert n_steady > 5
     monkeypatch.setattr(Runner, "steady", lambda *_: None)
     with load(bundled, **CREWS[crew]) as llm:
         assert serve(llm._loaded.engine, random.Random(seed)) == answers
