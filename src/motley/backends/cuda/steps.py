@@ -96,7 +96,7 @@ class Steps:
         match stage:
             case Norm():
                 return self._norm(stage)
-            case Linear() if not stage.x.shape[0]:  # nobody asks for logits of this batch
+            case Linear() if not stage.x.shape[0]:  # a part of a prompt before its last: no logits
                 return self._nothing(*stage.outputs)
             case Linear():
                 return self._linear(stage)
