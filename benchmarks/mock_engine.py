@@ -1,8 +1,9 @@
 """An engine process without a model, for the server's tests and benchmarks: it speaks the wire protocol, and every step
 gives each request one token.
 
-Started by the server's front in place of the engine process: `mock_engine.py [--steps-per-second N] SOCKET`. A prompt
-may be an order: token 7 alone ends the process at once, token 8 after the next step, token 9 at the first start only
+Started by the server's front in place of the engine process: `mock_engine.py [--steps-per-second N] SOCKET`. With
+`--step-ms 1:2,64:7` a step takes 2 ms with one request and 7 ms with 64, and in between what lies between. A prompt may
+be an order: token 7 alone ends the process at once, token 8 after the next step, token 9 at the first start only
 (a file named by MOCK_DIED remembers it).
 """
 
@@ -14,24 +15,28 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from motley.server.wire import Channel
 
 N_CTX = 4096
+_ASLEEP = 0.001  # seconds between two steps: the second one did not follow at once
 PIECES = [" the", " fox", " sat", " on", " a", " red", " kite", "."]
 
 
 class MockEngine:
     """All requests advance by one token a step."""
 
-    def __init__(self, channel: Channel, steps_per_second: float) -> None:
+    def __init__(self, channel: Channel, step_seconds: Callable[[int], float]) -> None:
+        """`step_seconds`: of a step with so many requests."""
         self._channel = channel
-        self._pause = 1 / steps_per_second if steps_per_second else 0.0
+        self._step_seconds = step_seconds
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._requests: dict[int, dict[str, Any]] = {}
         self._n_steps = 0
+        self._ended = 0.0  # when the latest step did, or will
 
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
@@ -39,8 +44,6 @@ class MockEngine:
             while not (self._requests and self._inbox.empty()):
                 self._handle(self._inbox.get())
             self._step()
-            if self._pause:
-                time.sleep(self._pause)
 
     def _read(self) -> None:
         for message in self._channel.receive():
@@ -50,14 +53,14 @@ class MockEngine:
     def _handle(self, message: dict[str, Any]) -> None:
         match message["op"]:
             case "add":
-                tokens = message["tokens"]
-                if tokens == [7]:
-                    os._exit(9)
-                if tokens == [9] and not (mark := Path(os.environ["MOCK_DIED"])).exists():
-                    mark.touch()
-                    os._exit(9)
-                self._channel.send({"op": "accepted", "id": message["id"]})
-                self._requests[message["id"]] = message | {"n": 0}
+                for job in message["jobs"]:
+                    if job["tokens"] == [7]:
+                        os._exit(9)
+                    if job["tokens"] == [9] and not (mark := Path(os.environ["MOCK_DIED"])).exists():
+                        mark.touch()
+                        os._exit(9)
+                    self._requests[job["id"]] = job | {"n": 0}
+                self._channel.send({"op": "accepted", "ids": [job["id"] for job in message["jobs"]]})
             case "cancel":
                 if message["id"] in self._requests:
                     end = self._end(message["id"], "cancelled")
@@ -68,6 +71,10 @@ class MockEngine:
                 os._exit(0)
 
     def _step(self) -> None:
+        """Takes its seconds, this function's own time included: a device computes while its host prepares."""
+        now = time.perf_counter()
+        began = self._ended if now - self._ended < _ASLEEP else now
+        self._ended = began + self._step_seconds(len(self._requests))
         self._n_steps += 1
         pieces, ends, dies = [], [], False
         for number, request in list(self._requests.items()):
@@ -79,6 +86,8 @@ class MockEngine:
         message: dict[str, Any] = {"op": "step", "pieces": pieces, "ends": ends}
         if ends:
             message["stats"] = self._stats()
+        if (pause := self._ended - time.perf_counter()) > 0:
+            time.sleep(pause)
         self._channel.send(message)
         if dies:
             self._channel.drain(1.0)
@@ -107,14 +116,31 @@ class MockEngine:
         return {"n_running": len(self._requests), "n_waiting": 0, "n_steps": self._n_steps, "cache": {}}
 
 
+def interpolated(points: str) -> Callable[[int], float]:
+    """Seconds of a step by its rows, from `ROWS:MILLISECONDS,…` in ascending order."""
+    known = [(int(rows), float(ms) / 1e3) for rows, ms in (point.split(":") for point in points.split(","))]
+
+    def seconds(n_rows: int) -> float:
+        (rows, time_at), *rest = known
+        for next_rows, next_time in rest:
+            if n_rows <= next_rows:
+                return time_at + (next_time - time_at) * max(0, n_rows - rows) / (next_rows - rows)
+            rows, time_at = next_rows, next_time
+        return time_at
+
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps-per-second", type=float, default=0.0)
+    parser.add_argument("--step-ms", default="")
     parser.add_argument("--parallel", type=int, default=4)
     parser.add_argument("socket", type=int)
     options = parser.parse_args()
     channel = Channel(socket.socket(fileno=options.socket))
-    engine = MockEngine(channel, options.steps_per_second)
+    pause = 1 / options.steps_per_second if options.steps_per_second else 0.0
+    engine = MockEngine(channel, interpolated(options.step_ms) if options.step_ms else lambda _: pause)
     info = {
         "n_ctx": N_CTX,
         "n_parallel": options.parallel,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -122,80 +123,17 @@ class SamplingParams:
     samplers: tuple[str, ...] = SAMPLERS
 
     def __post_init__(self) -> None:
-        """Checks all values and converts every number to a plain float or int, whatever number type was passed."""
-        set_float(self, "temperature", low=0)
-        set_int(self, "top_k", low=0)
-        for name in ("top_p", "min_p", "typical_p"):
-            set_float(self, name, low=0, high=1)
-        set_float(self, "repeat_penalty", low=0, open_low=True)
-        set_int(self, "repeat_last_n", low=-1)
-        for name in ("frequency_penalty", "presence_penalty"):
-            set_float(self, name)
-            clamp(self, name, -MAX_BIAS, MAX_BIAS)
-        clamp(self, "repeat_penalty", 1e-6, 1e6)
-        if self.seed is not None:
-            set_int(self, "seed", low=0, high=_MAX_SEED)
-        if self.max_tokens is not None:
-            set_int(self, "max_tokens", low=1)
-        set_int(self, "n_keep", low=-1)
-        for name in ("n_expert_used", "n_layer_exit"):
-            if getattr(self, name) is not None:
-                set_int(self, name, low=1)
-        for name in ("regex", "grammar"):
-            if not isinstance(getattr(self, name), str | None):
-                raise rejected(name, getattr(self, name), "a string")
-        if not isinstance(self.json_schema, Mapping | bool | str | None):
-            raise rejected("json_schema", self.json_schema, "a mapping, or JSON text")
-        if self.logprobs is not None:
-            set_int(self, "logprobs", low=0, high=_MAX_LOGPROBS)
-        if self.draft_max is not None:
-            set_int(self, "draft_max", low=1, high=MAX_DRAFT)
-        if self.speculative is not None and not isinstance(self.speculative, str):
-            raise rejected(
-                "speculative", self.speculative, "text: off, auto, or drafters separated by commas"
-            )
-        self._check_limits()
-        self._check_samplers()
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise rejected(name, getattr(self, name), "true or false")
-        object.__setattr__(self, "logit_bias", checked_bias(self.logit_bias))
-        object.__setattr__(self, "stop", checked_strings("stop", self.stop))
-        triggers = checked_strings("grammar_triggers", self.grammar_triggers)
-        object.__setattr__(self, "grammar_triggers", triggers)
-        object.__setattr__(self, "stop_token_ids", checked_ids("stop_token_ids", self.stop_token_ids))
+        """Checks all values and converts every number to a plain float or int, whatever number type was passed.
 
-    def _check_limits(self) -> None:
-        set_int(self, "n", low=1, high=_MAX_CHOICES)
-        set_int(self, "min_tokens", low=0)
+        Defaults need no check: most requests set few values, and thousands of them come in a second.
+        """
+        defaults = SamplingParams.__dict__
+        for name, value in tuple(self.__dict__.items()):
+            if name not in defaults or value is not defaults[name]:
+                for check in _CHECKS[name]:
+                    check(self, name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise rejected("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
-        if self.max_seconds is not None:
-            set_float(self, "max_seconds", low=0, open_low=True)
-        salt = self.cache_salt
-        if not isinstance(salt, str | None) or len(salt or "") > _MAX_SALT:
-            raise rejected("cache_salt", salt, f"a string of at most {_MAX_SALT} characters")
-
-    def _check_samplers(self) -> None:
-        set_float(self, "top_n_sigma")
-        for name in ("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dry_base"):
-            set_float(self, name, low=0)
-        for name in ("xtc_probability", "xtc_threshold"):
-            set_float(self, name, low=0, high=1)
-        set_float(self, "dynatemp_range", low=0)
-        set_float(self, "dry_multiplier", low=0)
-        clamp(self, "dry_multiplier", 0, MAX_BIAS)
-        set_int(self, "mirostat", low=0, high=2)
-        set_int(self, "dry_allowed_length", low=0)
-        set_int(self, "dry_penalty_last_n", low=-1)
-        set_int(self, "min_keep", low=0)
-        breakers = checked_strings("dry_sequence_breakers", self.dry_sequence_breakers)
-        names = checked_strings("samplers", self.samplers)
-        order = tuple(_ALIASES.get(name, name) for name in names if name not in _IGNORED)
-        if unknown := [name for name in order if name not in SAMPLERS]:
-            raise rejected("samplers", unknown[0], f"some of {', '.join(SAMPLERS)}")
-        object.__setattr__(self, "dry_sequence_breakers", breakers)
-        object.__setattr__(self, "samplers", tuple(dict.fromkeys(order)))
 
     def choices(self) -> list[SamplingParams]:
         """The parameters of each of the `n` answers."""
@@ -231,6 +169,93 @@ class SamplingParams:
         if not (stops := tuple(stops)):
             return self
         return replace(self, stop=tuple(dict.fromkeys((*self.stop, *stops))))
+
+
+_Check = Callable[[SamplingParams, str], None]
+
+
+def _number(**limits: Any) -> _Check:
+    return partial(set_float, **limits)
+
+
+def _integer(**limits: Any) -> _Check:
+    return partial(set_int, **limits)
+
+
+def _within(low: float, high: float) -> _Check:
+    return lambda params, name: clamp(params, name, low, high)
+
+
+def _optional(check: _Check) -> _Check:
+    def check_given(params: SamplingParams, name: str) -> None:
+        if getattr(params, name) is not None:
+            check(params, name)
+
+    return check_given
+
+
+def _one_of(kinds: Any, allowed: str) -> _Check:
+    def check_kind(params: SamplingParams, name: str) -> None:
+        if not isinstance(value := getattr(params, name), kinds):
+            raise rejected(name, value, allowed)
+
+    return check_kind
+
+
+def _converted(convert: Callable[[str, Any], Any]) -> _Check:
+    """`convert` checks and returns a value."""
+    return lambda params, name: object.__setattr__(params, name, convert(name, getattr(params, name)))
+
+
+def _salt(name: str, salt: Any) -> Any:
+    if not isinstance(salt, str | None) or len(salt or "") > _MAX_SALT:
+        raise rejected(name, salt, f"a string of at most {_MAX_SALT} characters")
+    return salt
+
+
+def _sampler_names(name: str, given: Any) -> tuple[str, ...]:
+    names = checked_strings(name, given)
+    order = tuple(_ALIASES.get(each, each) for each in names if each not in _IGNORED)
+    if unknown := [each for each in order if each not in SAMPLERS]:
+        raise rejected(name, unknown[0], f"some of {', '.join(SAMPLERS)}")
+    return tuple(dict.fromkeys(order))
+
+
+_FRACTION, _FROM_ZERO, _COUNT = _number(low=0, high=1), _number(low=0), _integer(low=0)
+_FLAG = _one_of(bool, "true or false")
+_BIASED = _within(-MAX_BIAS, MAX_BIAS)
+
+# What is checked of a value that is not the default.
+_CHECKS: Mapping[str, tuple[_Check, ...]] = {
+    "temperature": (_FROM_ZERO,),
+    "top_k": (_COUNT,),
+    **dict.fromkeys(("top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold"), (_FRACTION,)),
+    "repeat_penalty": (_number(low=0, open_low=True), _within(1e-6, 1e6)),
+    **dict.fromkeys(("repeat_last_n", "n_keep", "dry_penalty_last_n"), (_integer(low=-1),)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (_number(), _BIASED)),
+    "logit_bias": (_converted(lambda name, bias: checked_bias(bias)),),
+    "seed": (_optional(_integer(low=0, high=_MAX_SEED)),),
+    **dict.fromkeys(("max_tokens", "n_expert_used", "n_layer_exit"), (_optional(_integer(low=1)),)),
+    **dict.fromkeys(("stop", "grammar_triggers", "dry_sequence_breakers"), (_converted(checked_strings),)),
+    "stop_token_ids": (_converted(checked_ids),),
+    **dict.fromkeys(_FLAGS, (_FLAG,)),
+    **dict.fromkeys(("regex", "grammar"), (_one_of(str | None, "a string"),)),
+    "json_schema": (_one_of(Mapping | bool | str | None, "a mapping, or JSON text"),),
+    "logprobs": (_optional(_integer(low=0, high=_MAX_LOGPROBS)),),
+    "speculative": (_one_of(str | None, "text: off, auto, or drafters separated by commas"),),
+    "draft_max": (_optional(_integer(low=1, high=MAX_DRAFT)),),
+    "n": (_integer(low=1, high=_MAX_CHOICES),),
+    **dict.fromkeys(("min_tokens", "dry_allowed_length", "min_keep"), (_COUNT,)),
+    "max_seconds": (_optional(_number(low=0, open_low=True)),),
+    "cache_salt": (_converted(_salt),),
+    "top_n_sigma": (_number(),),
+    **dict.fromkeys(
+        ("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dynatemp_range", "dry_base"), (_FROM_ZERO,)
+    ),
+    "mirostat": (_integer(low=0, high=2),),
+    "dry_multiplier": (_FROM_ZERO, _within(0, MAX_BIAS)),
+    "samplers": (_converted(_sampler_names),),
+}
 
 
 def _derived(seed: int, i: int) -> int:

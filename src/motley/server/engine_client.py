@@ -26,6 +26,7 @@ _log = logging.getLogger("motley.server")
 
 _SEND_BUFFER = 4 * 2**20  # bytes of the socket between the processes
 _STOP_SECONDS = 1.0  # for the engine to end by itself
+_GATHER_SECONDS = 0.001  # in which jobs are gathered into a message, if they come together
 
 LOADING, READY, DEAD = "loading", "ready", "dead"
 
@@ -80,6 +81,8 @@ class EngineClient:
         self._tickets: dict[int, Ticket] = {}
         self._touched: dict[Mailbox, None] = {}  # got something since `wake_readers`; an ordered set
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._unsent: list[Message] = []  # jobs
+        self._unsent_since = 0.0
         self._last_number = 0
         self._n_failed_starts = 0
         self._is_stopping = False
@@ -190,10 +193,14 @@ class EngineClient:
             raise ApiError(503, "the engine has ended", headers={"Retry-After": "1"})
 
     def _add(self, ticket: Ticket) -> None:
+        """Jobs that come in the same turn of the event loop share a message, which wakes the engine process once."""
         job = ticket.job
-        self._send(
+        now = time.monotonic()
+        if not self._unsent:
+            self._unsent_since = now
+            asyncio.get_running_loop().call_soon(self._send_jobs)
+        self._unsent.append(
             {
-                "op": "add",
                 "id": ticket.number,
                 "tokens": job.tokens,
                 "params": params_to_wire(job.params),
@@ -203,8 +210,19 @@ class EngineClient:
                 "leader": ticket.leader,
             }
         )
+        if now - self._unsent_since > _GATHER_SECONDS:
+            self._send_jobs()
+
+    def _send_jobs(self) -> None:
+        if self._unsent:
+            jobs, self._unsent = self._unsent, []
+            self._write({"op": "add", "jobs": jobs})
 
     def _send(self, message: Message) -> None:
+        self._send_jobs()  # a cancellation comes after its job
+        self._write(message)
+
+    def _write(self, message: Message) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode(message))
 
@@ -215,9 +233,10 @@ class EngineClient:
             case "step":
                 self._receive_step(message)
             case "accepted":
-                ticket = self._tickets.get(message["id"])
-                if ticket is not None and not ticket.accepted.done():
-                    ticket.accepted.set_result(None)
+                for number in message["ids"]:
+                    ticket = self._tickets.get(number)
+                    if ticket is not None and not ticket.accepted.done():
+                        ticket.accepted.set_result(None)
             case "rejected":
                 ticket = self._tickets.get(message["id"])
                 if ticket is not None:
@@ -275,6 +294,7 @@ class EngineClient:
         self._n_failed_starts = 0
         if len(self.slots.all) != info["n_parallel"]:
             self.slots.resize(info["n_parallel"])
+        self._unsent.clear()
         for ticket in self._tickets.values():  # of an engine before this one
             self._add(ticket)
         self.on_ready()

@@ -117,13 +117,14 @@ class Worker:
     def handle(self, message: Message) -> None:
         match message["op"]:
             case "add":
-                self._requests[message["id"]] = None
-                if (
-                    message["params"].keys() & _CONSTRAINTS
-                ):  # a grammar's compilation must not hold up the others
-                    self._calls.submit(self._add, message)
-                else:
-                    self._add(message)
+                self._requests |= dict.fromkeys((job["id"] for job in message["jobs"]), None)
+                ready: list[Message] = []
+                for job in message["jobs"]:
+                    if job["params"].keys() & _CONSTRAINTS:  # compiling a grammar must not hold up the others
+                        self._calls.submit(self._add, [job])
+                    else:
+                        ready.append(job)
+                self._add(ready)
             case "cancel":
                 with self._lock:
                     request = self._requests.pop(message["id"], None)
@@ -132,27 +133,39 @@ class Worker:
             case "call":
                 self._calls.submit(self._call, message)
 
-    def _add(self, message: Message) -> None:
-        number = message["id"]
-        try:
-            params = params_from_wire(message["params"])
-            request = self._llm.engine.new_request(
-                message["tokens"],
-                params,
-                continues_prompt=message["continues"],
-                shows_special=message["special"],
-                leader=self._requests.get(message["leader"]),
-            )
-            self._collector.attach(number, request, tells_progress=message["progress"])
-            with self._lock:
-                is_cancelled = number not in self._requests
-                self._requests[number] = request
-            self._channel.send({"op": "accepted", "id": number})
+    def _add(self, jobs: list[Message]) -> None:
+        """Makes requests, and submits them together: a step takes all that are there."""
+        made: dict[int, Request] = {}
+        for job in jobs:
+            leader = made.get(job["leader"]) or self._requests.get(job["leader"])
+            if (request := self._made(job, leader)) is not None:
+                made[job["id"]] = request
+        if not made:
+            return
+        self._channel.send({"op": "accepted", "ids": list(made)})
+        with self._lock:
+            cancelled = [number for number in made if number not in self._requests]  # while it was made
+            self._requests |= made
+        for request in made.values():
             self._llm.service.submit(request)
-            if is_cancelled:  # while its grammar was compiled
-                self._llm.service.cancel(request)
+        for number in cancelled:
+            self._llm.service.cancel(made[number])
+
+    def _made(self, job: Message, leader: Request | None) -> Request | None:
+        """A request, not submitted; None: it was refused, and the front was told."""
+        try:
+            request = self._llm.engine.new_request(
+                job["tokens"],
+                params_from_wire(job["params"]),
+                continues_prompt=job["continues"],
+                shows_special=job["special"],
+                leader=leader,
+            )
+            self._collector.attach(job["id"], request, tells_progress=job["progress"])
         except Exception as error:  # of this request only
-            self._channel.send({"op": "rejected", "id": number, "error": describe_error(error)})
+            self._channel.send({"op": "rejected", "id": job["id"], "error": describe_error(error)})
+            return None
+        return request
 
     def _after_turn(self) -> None:
         """Engine thread."""

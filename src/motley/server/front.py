@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive
 
 from motley import __version__
 from motley.errors import MotleyError
@@ -27,6 +25,7 @@ from motley.server.jobs import End
 from motley.server.metrics import Metrics
 from motley.server.model import FrontModel
 from motley.server.replies import JSON, error_reply
+from motley.server.routes import Endpoint, Routes
 from motley.server.security import Guard
 from motley.server.settings import ServerSettings
 
@@ -80,7 +79,7 @@ class Front:
     async def body(self, request: Request) -> Fields:
         """The JSON object of a request."""
         try:
-            data = await request.body()
+            data = await _received(request.receive)
             values = orjson.loads(data) if data else {}
         except (orjson.JSONDecodeError, RecursionError) as error:
             raise invalid(f"the body is not valid JSON: {error}") from None
@@ -119,19 +118,29 @@ def make_app(front: Front) -> ASGIApp:
     """The application, with everything that a request must pass first."""
     from motley.server.api import ROUTES
 
-    routes = [
-        Route(path, _endpoint(front, handle), methods=[method])
-        for method, paths, handle in ROUTES
-        for path in paths
-    ]
+    routes = Routes()
+    for method, paths, handle in ROUTES:
+        for path in paths:
+            routes.add(method, path, _endpoint(front, handle))
     page = _page_files() if front.settings.has_page else {}
     for path, file in page.items():
-        routes.append(Route(path, _file_endpoint(file), methods=["GET"]))
-    app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found})
-    return Guard(app, front.settings, is_public=page.__contains__)
+        routes.add("GET", path, _file_endpoint(file))
+    return Guard(routes, front.settings, is_public=page.__contains__)
 
 
-def _endpoint(front: Front, handle: Handle) -> Callable[[Request], Awaitable[Response]]:
+async def _received(receive: Receive) -> bytes:
+    """The body of a request."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _endpoint(front: Front, handle: Handle) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         try:
             return await handle(front, request)
@@ -150,19 +159,13 @@ def _endpoint(front: Front, handle: Handle) -> Callable[[Request], Awaitable[Res
     return endpoint
 
 
-async def _not_found(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    kind = "not found" if status == 404 else "not allowed"
-    return error_reply(ApiError(status, f"{request.method} {request.url.path} is {kind}"))
-
-
 def _page_files() -> dict[str, Path]:
     """The files of the page, by path; `/` is its index, and `/docs` shows the description of the API."""
     files = {f"/{file.name}": file for file in sorted(PAGE.glob("*")) if file.is_file()}
     return files | {"/": files["/index.html"], "/docs": files["/docs.html"]}
 
 
-def _file_endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:
+def _file_endpoint(file: Path) -> Endpoint:
     kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
 
     async def endpoint(request: Request) -> Response:

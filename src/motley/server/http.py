@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
@@ -15,23 +17,77 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from motley.server.settings import Limits
 from motley.server.streams import BODY
 
+_HEAD_SECONDS = 0.1  # that the head of a stream may wait for its first chunk
+
+
+class CorkedTransport:
+    """A transport whose writes can be held back, so that the head of a reply and its first chunk are one packet."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._held: list[bytes] | None = None
+        self.write: Callable[[bytes], None] = transport.write  # no call of ours in between, for each token
+
+    def cork(self) -> None:
+        """Holds back what is written from now on, until `uncork` or the end of the connection."""
+        self._held = []
+        self.write = self._held.append
+
+    def uncork(self) -> None:
+        """Writes what was held back."""
+        if self._held is not None:
+            held, self._held = b"".join(self._held), None
+            self.write = self._transport.write
+            if held:
+                self._transport.write(held)
+
+    def close(self) -> None:
+        self.uncork()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
 
 class ChunkedBody:
     """The body of a streamed reply, in chunks. uvicorn's `send` must have begun the reply, and must end it."""
 
-    __slots__ = ("_flow", "_transport")
+    __slots__ = ("_flow", "_late", "_loop", "_transport", "has_left", "on_left")
 
-    def __init__(self, protocol: HttpToolsProtocol) -> None:
+    def __init__(self, protocol: HttpToolsProtocol, transport: CorkedTransport) -> None:
+        self.has_left = False
+        self.on_left: Callable[[], None] | None = None
         self._flow = protocol.flow
-        self._transport = protocol.transport
+        self._loop = protocol.loop
+        self._transport = transport
+        self._late: asyncio.TimerHandle | None = None
+
+    def hold_head(self) -> None:
+        """The reply's head waits for the first chunk, or for some tenths of a second: each packet wakes the client."""
+        self._transport.cork()
+        self._late = self._loop.call_later(_HEAD_SECONDS, self._transport.uncork)
+
+    def release_head(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+            self._transport.uncork()
 
     def write(self, data: bytes) -> bool:
         """False: the connection's buffer is full; `drain` before the next write."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if self._late is not None:
+            self.release_head()
         return not self._flow.write_paused
 
     async def drain(self) -> None:
         await self._flow.drain()
+
+    def leave(self) -> None:
+        """The client has left."""
+        self.has_left = True
+        if self.on_left is not None:
+            self.on_left()
 
 
 def protocol_with(limits: Limits) -> type[HttpToolsProtocol]:
@@ -39,11 +95,14 @@ def protocol_with(limits: Limits) -> type[HttpToolsProtocol]:
 
     class LimitedProtocol(HttpToolsProtocol):
         _n_head = 0
+        _corked: CorkedTransport
         _waiting: asyncio.TimerHandle | None = None  # for the head of a request
         _blocked: asyncio.TimerHandle | None = None  # for the reader
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+            self._bodies: deque[ChunkedBody] = deque()  # of replies that are not complete
+            self._corked = CorkedTransport(transport)
+            super().connection_made(cast(asyncio.Transport, self._corked))
             # A writer learns at once that the reader is behind: what comes meanwhile is then written together.
             transport.set_write_buffer_limits(high=0)
             self._wait_for_head()
@@ -52,6 +111,8 @@ def protocol_with(limits: Limits) -> type[HttpToolsProtocol]:
             self._stop_waiting()
             self._unblock()
             super().connection_lost(exc)
+            for body in self._bodies:
+                body.leave()
 
         def pause_writing(self) -> None:
             """The reader is behind. Closing would wait until it has taken the rest, so it is dropped in the end."""
@@ -77,7 +138,13 @@ def protocol_with(limits: Limits) -> type[HttpToolsProtocol]:
             self._n_head = 0
             self._wait_for_head()
             super().on_message_begin()
-            cast(dict[str, Any], self.scope)[BODY] = ChunkedBody(self)
+            body = ChunkedBody(self, self._corked)
+            self._bodies.append(body)
+            cast(dict[str, Any], self.scope)[BODY] = body
+
+        def on_response_complete(self) -> None:
+            self._bodies.popleft()
+            super().on_response_complete()
 
         def on_url(self, url: bytes) -> None:
             self._count(len(url))

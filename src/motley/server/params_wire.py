@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from motley.engine.params import SamplingParams
 
-_DEFAULTS = SamplingParams()
+_DEFAULTS = vars(SamplingParams())
 
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:
-    values = {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
-    changed = {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
-    return {name: _plain(value) for name, value in changed.items()}
+    return {
+        name: _plain(value)
+        for name, value in vars(params).items()
+        if value is not (default := _DEFAULTS[name]) and value != default
+    }
 
 
 def params_from_wire(values: Mapping[str, Any]) -> SamplingParams:

@@ -76,6 +76,13 @@ class Run:
     ) -> None:
         self.close()
 
+    def leave(self) -> None:
+        """The client has left: nobody waits for the engine to accept the jobs any more."""
+        for ticket in self.tickets:
+            if not ticket.accepted.done():
+                ticket.accepted.set_exception(ClientDisconnect())
+                ticket.accepted.exception()  # read: only the first one is awaited
+
     def close(self) -> None:
         """Cancels the jobs that still run. Calling it again does nothing."""
         self._engine.cancel(self.tickets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -44,6 +45,14 @@ _INTS = (
 _BOOLS = ("ignore_eos", "context_shift", "cache_prompt")
 _LISTS = ("dry_sequence_breakers", "samplers")
 _STRINGS = ("cache_salt", "speculative")
+
+_READERS: dict[str, Callable[[Fields, str], Any]] = {
+    **dict.fromkeys(_FLOATS, Fields.number),
+    **dict.fromkeys(_INTS, Fields.integer),
+    **dict.fromkeys(_BOOLS, Fields.flag),
+    **dict.fromkeys(_LISTS, Fields.items),
+    **dict.fromkeys(_STRINGS, Fields.text),
+}
 
 # llama-server's defaults of what `SamplingParams` may not have. Another value of such a field is refused.
 _LLAMA_DEFAULTS: dict[str, Any] = {
@@ -105,16 +114,9 @@ def read_sampling(body: Fields, model: FrontModel, settings: ServerSettings, *, 
     """Reads all sampling fields. 400 for impossible values, 501 for features that the engine does not have."""
     values: dict[str, Any] = {}
     shown: dict[str, Any] = {}
-    for names, read in (
-        (_FLOATS, body.number),
-        (_INTS, body.integer),
-        (_BOOLS, body.flag),
-        (_LISTS, body.items),
-        (_STRINGS, body.text),
-    ):
-        for name in names:
-            if name in body:
-                _place(name, read(name), values, shown)
+    for name, value in body.values.items():
+        if value is not None and (read := _READERS.get(name)) is not None:
+            _place(name, read(body, name), values, shown)
     if values.get("temperature", 0) < 0:
         values["temperature"] = 0.0
     if values.get("top_k", 0) < 0:
@@ -136,7 +138,7 @@ def read_sampling(body: Fields, model: FrontModel, settings: ServerSettings, *, 
         values["post_sampling_probs"] = body.flag("post_sampling_probs")
     values |= read_constraint(body)
     try:
-        params = replace(settings.defaults, **values)
+        params = SamplingParams(**{**vars(settings.defaults), **values})
     except RequestError as error:
         raise invalid(str(error)) from None
     return Sampling(

@@ -107,7 +107,8 @@ class Guard:
             if length.isdigit() and int(length) > limit:
                 raise too_large(limit)
             try:
-                message = await asyncio.wait_for(receive(), seconds)
+                async with asyncio.timeout(seconds):
+                    message = await receive()
             except TimeoutError:
                 raise ApiError(408, f"the body did not come within {seconds:.0f} s") from None
             n_received += len(message.get("body", b""))

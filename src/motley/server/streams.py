@@ -17,13 +17,27 @@ from starlette.types import Receive, Scope, Send
 from motley.server.engine_client import EngineClient
 from motley.server.errors import ApiError
 from motley.server.jobs import End, Event, Job
-from motley.server.replies import Run, event, has_left, merged
+from motley.server.replies import Run, event, merged
 
 BODY = "motley.body"  # in a scope: the Body of its reply
+_HEADERS = (
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+)
 
 
 class Body(Protocol):
     """Writes to a connection, past everything that looks at heads of replies."""
+
+    has_left: bool
+    on_left: Callable[[], None] | None  # called when the client leaves
+
+    def hold_head(self) -> None:
+        """The head of the reply, which is sent next, may wait for the first `write`."""
+        ...
+
+    def release_head(self) -> None: ...
 
     def write(self, data: bytes) -> bool:
         """False: the reader is behind; `drain` before the next write."""
@@ -48,50 +62,51 @@ class Writer(Protocol):
 
 class EventStream(Response):
     """Server-sent events. The jobs are cancelled when the client leaves, and an error after the first byte becomes an
-    event. `watching` is done when the client has left.
+    event.
     """
 
     def __init__(
         self,
         run: Run,
         writer: Writer,
-        watching: asyncio.Future[None],
         *,
         on_error: Callable[[ApiError], bytes] = lambda error: event(error.body()),
     ) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
-        )
-        del self.headers["content-length"]
+        self.status_code = 200
+        self.raw_headers = list(_HEADERS)
         self._run = run
         self._writer = writer
-        self._watching = watching
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = _Pump(self._run, self._writer, scope[BODY], self._on_error)
+        body: Body = scope[BODY]
+        pump = _Pump(self._run, self._writer, body, self._on_error)
+        body.on_left = pump.leave
         try:
+            if body.has_left:
+                return
+            body.hold_head()
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
             pump.start()
-            await asyncio.wait({pump.done, self._watching}, return_when=asyncio.FIRST_COMPLETED)
-            if pump.done.done():
-                pump.done.result()
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = await pump.done
+            if last is not None:
+                await send({"type": "http.response.body", "body": last, "more_body": False})
         except OSError:
             pass  # the connection is lost
         finally:
+            body.on_left = None
+            body.release_head()
             pump.stop()
             self._run.close()
-            self._watching.cancel()
 
 
 class _Pump:
-    """Writes a run's events. `done`: everything is written, or nothing more can be."""
+    """Writes a run's events. `done`: the last bytes of the stream, not written; None: the client has left."""
 
     def __init__(self, run: Run, writer: Writer, body: Body, on_error: Callable[[ApiError], bytes]) -> None:
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._run = run
         self._mailbox = run.mailbox
         self._writer = writer
@@ -104,6 +119,9 @@ class _Pump:
         self._mailbox.on_events = self.flush
         self._put(self._writer.begin(self._run))
         self.flush()
+
+    def leave(self) -> None:
+        self._finish(None)
 
     def stop(self) -> None:
         self._mailbox.on_events = None
@@ -121,31 +139,32 @@ class _Pump:
         if self._draining is not None or self.done.done():
             return
         try:
-            if events := self._mailbox.take_now():
-                self._write(events)
-            if not self._mailbox.n_open and not self.done.done():
-                self._put(self._writer.end())
-                self._finish()
+            data = self._encoded(events) if (events := self._mailbox.take_now()) else b""
+            if self.done.done():
+                return
+            if self._mailbox.n_open:
+                self._put(data)
+            else:
+                self._finish(data + self._writer.end())
         except Exception as error:
             if not self.done.done():
                 self.done.set_exception(error)
 
-    def _write(self, events: list[Event]) -> None:
+    def _encoded(self, events: list[Event]) -> bytes:
+        """The bytes of events; an error among them ends the stream."""
         if len(events) > 1:
             if not self._is_fine:
                 events = merged(events)
             for index, each in enumerate(events):
                 if isinstance(each, End) and each.error is not None:
-                    self._fail(events[:index], each.error)
-                    return
+                    return self._fail(events[:index], each.error)
         elif isinstance(events[0], End) and events[0].error is not None:
-            self._fail([], events[0].error)
-            return
-        self._put(self._writer.write(events))
+            return self._fail([], events[0].error)
+        return self._writer.write(events)
 
-    def _fail(self, before: list[Event], error: ApiError) -> None:
-        self._put(self._writer.write(before) + self._on_error(error))
-        self._finish()
+    def _fail(self, before: list[Event], error: ApiError) -> bytes:
+        self._finish(self._writer.write(before) + self._on_error(error))
+        return b""
 
     def _put(self, data: bytes) -> None:
         if data and not self._body.write(data) and self._draining is None:
@@ -156,9 +175,9 @@ class _Pump:
         self._draining = None
         self.flush()
 
-    def _finish(self) -> None:
+    def _finish(self, last: bytes | None) -> None:
         if not self.done.done():
-            self.done.set_result(None)
+            self.done.set_result(last)
 
 
 async def stream_of(
@@ -166,24 +185,17 @@ async def stream_of(
 ) -> Response:
     """A stream that begins once the engine has accepted the jobs: what it refuses is a plain error."""
     run = Run(engine, jobs)
-    watching = asyncio.create_task(has_left(request.receive))
+    body: Body = request.scope[BODY]
+    if body.has_left:
+        raise ClientDisconnect
+    run.submit()
+    body.on_left = run.leave
     try:
-        run.submit()
-        await _accepted(run, watching)
+        for ticket in run.tickets:
+            await ticket.accepted
     except BaseException:
-        watching.cancel()
         run.close()
         raise
-    return EventStream(run, writer, watching, **options)
-
-
-async def _accepted(run: Run, watching: asyncio.Task[None]) -> None:
-    """Waits until the engine has accepted all jobs, or the client has left. Raises what the engine refuses."""
-    pending: set[asyncio.Future[None]] = {ticket.accepted for ticket in run.tickets}
-    while pending:
-        done, pending = await asyncio.wait({*pending, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if watching in done:
-            raise ClientDisconnect
-        for accepted in done:
-            accepted.result()
-        pending.discard(watching)
+    finally:
+        body.on_left = None
+    return EventStream(run, writer, **options)
