@@ -42,6 +42,27 @@ def test_it_comes_when_something_asks_for_it() -> None:
 
 
 @pytest.mark.slow
+def test_modules_within_a_deferred_one_are_found() -> None:
+    code = """
+import torch.utils.data.distributed
+from torch.optim import SGD
+print(SGD.__name__, torch.distributions.Normal.__name__, torch.utils.data.distributed.DistributedSampler.__name__)
+"""
+    assert run(DEFER + code + SAY) == "SGD Normal DistributedSampler\nTrue"
+
+
+def test_a_module_that_is_not_installed_is_not_deferred() -> None:
+    code = "from motley import lean_torch; lean_torch._UNUSED.add('torch.not_there')\n" + DEFER
+    code += """
+try:
+    import torch.not_there
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    assert run(code) == "torch.not_there"
+
+
+@pytest.mark.slow
 def test_the_compiler_finds_all_of_torch() -> None:
     code = """
 class Double(torch.nn.Module):
