@@ -29,6 +29,7 @@ from motley.engine.engine import ON_LOSS, WAIT
 from motley.errors import CacheError, ConfigError, DeviceError
 from motley.gguf import ModelSpec, read_spec
 from motley.kvcache.manager import CacheManager
+from motley.milestones import mark
 from motley.models import BatchShape, DecoderParams, check_tensors, read_params
 from motley.runtime import (
     MAX_LOGIT_ROWS,
@@ -165,6 +166,7 @@ def load_model(
     secret = read_secret(options.secret_file) if crew.hosts else b""
     if crew.hosts:
         crew = with_offers(crew, secret)
+    mark("devices chosen")
     spec = read_spec(model)
     params = read_params(spec)
     unused = check_tensors(spec, params)
@@ -186,6 +188,7 @@ def load_model(
     n_batch, n_parallel = planned.n_batch, planned.n_parallel
     n_ctx, split, fit = context.n_ctx, context.split, context.fit
     require_host_memory(crew, fit.plan)
+    mark("planned")
     if not companions and not cache.demand_paged:
         _offer_spare(split, fit, backends, n_parallel)
     manager = CacheManager(
@@ -216,9 +219,13 @@ def load_model(
             split, backends, fit.plan, n_threads=options.n_threads, progress=progress, hosts=hosts
         )
         undo.callback(runner.close)
+        mark("weights")
         tokenizer = reading.result()
+        mark("vocabulary")
         warm_up = warmer.warm(runner, compiling)
+        mark("kernels")
         plan_seconds = warmer.run_first_batches(runner)
+        mark("first batches")
         undo.pop_all()
     engine = Engine(
         runner,

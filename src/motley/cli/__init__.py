@@ -11,7 +11,9 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from motley.early_start import begin
 from motley.lean_torch import defer
+from motley.milestones import mark
 
 __all__ = ["app", "main"]
 _INTERRUPTED = 130  # as in a shell: 128 + SIGINT
@@ -33,11 +35,13 @@ def main() -> None:
     (`Command.invoke`), Ctrl-C ends the process as it ends a program in C. The process ends without Python's clean-up,
     which takes longer than a user wants to wait and has nothing to do: models are closed, files are written.
     """
+    mark("Python")
     is_ignored = (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     )  # after nohup, or in the background of a script
     if not is_ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    begin(sys.argv[1:])
     defer()
     try:
         code = import_module("motley.cli.commands").run()

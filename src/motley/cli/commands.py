@@ -16,6 +16,7 @@ from motley.cli import torchrun
 from motley.cli.command import Command, Group
 from motley.cli.report import USER_ERROR, report
 from motley.errors import ConfigError
+from motley.milestones import mark
 
 # The module of each command, and the first line of its help.
 COMMANDS = {
@@ -98,11 +99,13 @@ def load_command(name: str) -> Any:
     """The command with this name, imported."""
     module, _, function = COMMANDS[name][0].partition(":")
     gc.disable()  # it would scan torch's 160,000 objects repeatedly during the import
+    mark("flags read")
     try:
         command = getattr(import_module(module), function)
     finally:
         gc.freeze()  # these objects stay: later collections need not scan them either
         gc.enable()
+    mark("imports")
     alone = typer.Typer(add_completion=False, **_SETTINGS)
     alone.command(name, cls=Command)(command)
     return typer.main.get_command(alone)

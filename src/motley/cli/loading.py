@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from motley.cli import options, torchrun
 from motley.cli.console import loading_bar, say
 from motley.errors import ConfigError
+from motley.milestones import since_start
 from motley.units import show_bytes
 
 if TYPE_CHECKING:
@@ -182,6 +183,8 @@ def load(path: Path, chosen: LoadOptions) -> LLM:
     say(f"loaded {show_bytes(total)} in {llm.load_seconds:.2f} s")
     if llm.warm_up.kernels:
         say(str(llm.warm_up))
+    if chosen.verbose:
+        say("start: " + ", ".join(f"{seconds:.2f} s {name}" for name, seconds in since_start()))
     if len(devices) > 1:
         shares = (
             f"{name} {m['weights'] / total:.1%} ({show_bytes(m['weights'])})" for name, m in devices.items()

@@ -10,7 +10,7 @@ import typer
 
 from motley.cli import options
 from motley.cli.chat import CHAT_TOKENS, chat
-from motley.cli.console import INTERRUPTED, reporting_errors
+from motley.cli.console import INTERRUPTED, reporting_errors, say
 from motley.cli.conversation import Conversation
 from motley.cli.figures import show_figures, show_speed
 from motley.cli.grouping import with_groups
@@ -23,6 +23,7 @@ from motley.engine import SamplingParams
 from motley.engine.request import CANCELLED
 from motley.errors import ConfigError
 from motley.gguf import read_spec
+from motley.milestones import mark, since_start
 
 
 @with_groups
@@ -97,6 +98,10 @@ def run(
             else:
                 _print_once(talk, text, display_prompt, is_verbose=chosen.verbose)
             prompt_cache.save(talk, is_chat=is_talk)
+            mark("answered")
+        if chosen.verbose:
+            mark("closed")
+            say(f"end: {', '.join(f'{seconds:.2f} s {name}' for name, seconds in since_start()[-2:])}")
 
 
 def _print_once(

@@ -1,0 +1,92 @@
+"""What a command begins on other threads while it imports torch: the GPU's context, and reading the model's file.
+
+Both take seconds at worst and need no Python. Nothing depends on them: what fails here fails again, with a message,
+where it is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import Thread
+
+from motley.milestones import mark
+
+_COMMANDS = ("run", "warm", "bench")
+# Flags that choose other devices than the first GPU, which is what a command takes by default.
+_CHOOSE_DEVICES = (
+    "--device",
+    "-dev",
+    "--gpu-layers",
+    "--n-gpu-layers",
+    "-ngl",
+    "--main-gpu",
+    "-mg",
+    "--backend",
+)
+_FIRST_GPU = ("auto", "cuda", "cuda:0")
+_DRIVER = "libcuda.so.1"
+_PIECE = 64 << 20  # bytes that are read ahead at a time
+_MEMORY_SHARE = 0.5  # a larger file is not read ahead: it would evict its own pages
+
+
+def begin(arguments: Sequence[str]) -> None:
+    """Start what a command line will need. `arguments`: without the program's name."""
+    if not arguments or arguments[0] not in _COMMANDS or {"-h", "--help"} & set(arguments):
+        return
+    if uses_first_gpu(arguments) and "RANK" not in os.environ:  # torchrun gives each process a GPU
+        _start(open_gpu)
+    if file := model_file(arguments):
+        _start(lambda: read_ahead(file))
+
+
+def uses_first_gpu(arguments: Sequence[str]) -> bool:
+    """Whether a command with these flags computes on the first GPU, if there is one."""
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, has_value, own = flag.partition("=")
+        if name in _CHOOSE_DEVICES:
+            is_device = name in ("--device", "-dev")
+            return is_device and (own if has_value else value).split(",")[0] in _FIRST_GPU
+    return True
+
+
+def model_file(arguments: Sequence[str]) -> str | None:
+    """The first argument that is a file with the ending of models."""
+    return next((each for each in arguments[1:] if each.endswith(".gguf") and os.path.isfile(each)), None)
+
+
+def open_gpu() -> None:
+    """Make the first GPU's primary context, which torch will use: half a second in the driver."""
+    if sys.platform != "linux":
+        return
+    driver = ctypes.CDLL(_DRIVER)  # its calls release Python's lock
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return
+    if not driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+        mark("GPU's context")
+
+
+def read_ahead(path: str) -> None:
+    """Ask the system to read a file into the page cache."""
+    size = os.path.getsize(path)
+    if size > _MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        return
+    file = os.open(path, os.O_RDONLY)
+    try:
+        for start in range(0, size, _PIECE):
+            os.posix_fadvise(file, start, _PIECE, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(file)
+    mark("file asked for")
+
+
+def _start(work: Callable[[], None]) -> None:
+    def run() -> None:
+        with suppress(Exception):
+            work()
+
+    Thread(target=run, name="motley-early", daemon=True).start()

@@ -1,0 +1,33 @@
+"""When this process had done what: seconds since it began, for `--verbose`.
+
+start: 0.06 s Python, 0.31 s flags read, 1.62 s imports, …
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+_marks: list[tuple[str, float]] = []
+
+
+def mark(name: str) -> None:
+    """Record that `name` is done."""
+    _marks.append((name, time.monotonic()))
+
+
+def since_start() -> list[tuple[str, float]]:
+    """What was done, with the seconds since the process began, in the order in which it was done."""
+    began = _process_start()
+    return [(name, when - began) for name, when in sorted(_marks, key=lambda each: each[1])]
+
+
+def _process_start() -> float:
+    """When the process began, on the clock of `time.monotonic`; without /proc, when the first mark was made."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return min((when for _, when in _marks), default=time.monotonic())
+    return time.monotonic() - age
