@@ -70,6 +70,7 @@ async def load(
     body: dict[str, Any],
     path: str = "/v1/completions",
     lengths: Sequence[int] | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> tuple[list[Sample], float]:
     """`n_requests` over `n_clients` at a time: the samples, and the seconds for all. `lengths`: of each answer."""
     host, port = url.removeprefix("http://").split(":")
@@ -78,7 +79,9 @@ async def load(
 
     async def client() -> None:
         for number in todo:
-            own = {"seed": number} | ({} if lengths is None else {"max_tokens": lengths[number]})
+            own = {"seed": seeds[number] if seeds else number} | (
+                {} if lengths is None else {"max_tokens": lengths[number]}
+            )
             samples.append(await stream(host, int(port), path, body | own))
 
     started = time.perf_counter()

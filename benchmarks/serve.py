@@ -21,12 +21,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from load import Sample, load, percentile
+from load_pool import LoadPool
 
 from motley.bundled import bundled_model_path
 
@@ -129,12 +130,13 @@ class Round:
         return self.other < MAX_OTHER
 
 
-def measured(work: Callable[[], float], front: int, engine: int) -> Round:
-    """`work` returns tokens/s."""
+def measured(work: Callable[[], float], front: int, engine: int, clients: Sequence[int] = ()) -> Round:
+    """`work` returns tokens/s. `clients`: processes of this one."""
 
     def now() -> list[float]:
         busy = sum(int(ticks) for i, ticks in enumerate(_machine_ticks()) if i not in (3, 4)) / _TICKS
-        return [time.perf_counter(), busy, time.process_time(), cpu_seconds(front), cpu_seconds(engine)]
+        own = time.process_time() + sum(map(cpu_seconds, clients))
+        return [time.perf_counter(), busy, own, cpu_seconds(front), cpu_seconds(engine)]
 
     before = now()
     rate = work()
@@ -157,6 +159,7 @@ def compare(options: argparse.Namespace) -> None:
     with (
         LLM(options.model, n_threads=options.threads, n_parallel=64, n_ctx=512) as llm,
         running(command) as (url, front),
+        closing(LoadPool(options.client_processes)) as pool,
     ):
         engine = int(Path(f"/proc/{front}/task/{front}/children").read_text().split()[0])
         gc.collect()
@@ -170,19 +173,17 @@ def compare(options: argparse.Namespace) -> None:
             def over_http(
                 n_clients: int = n_clients, lengths: list[int] = lengths, samples: list[Sample] = samples
             ) -> float:
-                samples[:], seconds = asyncio.run(
-                    load(url, n_clients, len(lengths), body(n_tokens), lengths=lengths)
-                )
+                samples[:], seconds = pool.run(url, n_clients, len(lengths), body(n_tokens), lengths)
                 assert all(sample.status == 200 for sample in samples)
                 assert sorted(sample.n_tokens for sample in samples) == sorted(lengths)
                 return sum(lengths) / seconds
 
             bare(llm, n_clients, [8] * n_clients)
-            asyncio.run(load(url, n_clients, n_clients, body(8)))
+            pool.run(url, n_clients, n_clients, body(8), [8] * n_clients)
             rounds = [
                 (
                     measured(partial(bare, llm, n_clients, lengths), front, engine),
-                    measured(over_http, front, engine),
+                    measured(over_http, front, engine, pool.pids),
                 )
                 for _ in range(options.rounds)
             ]
@@ -245,6 +246,12 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=bundled_model_path())
     parser.add_argument("--threads", type=int, default=1, help="of the engine, both ways")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--client-processes",
+        type=int,
+        default=max(1, len(os.sched_getaffinity(0)) // 4),
+        help="that the clients are spread over; default: one for each four cores",
+    )
     parser.add_argument(
         "--vary",
         action="store_true",
