@@ -26,6 +26,11 @@ class Sample:
     status: int = 0
 
 
+Reply = tuple[
+    float, float, list[tuple[float, bytes]]
+]  # begin, end, and the parts of a reply with their times
+
+
 class _Connection(asyncio.Protocol):
     def __init__(self, request: bytes) -> None:
         self.started = time.perf_counter()
@@ -43,19 +48,24 @@ class _Connection(asyncio.Protocol):
         self.done.set_result(None)
 
 
-async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> Sample:
+async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> Reply:
     """Sends one request and reads its events to their end."""
     data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_connection(lambda: _Connection(head.encode() + data), host, port)
     await connection.done
-    sample = Sample(total=time.perf_counter() - connection.started)
-    whole = b"".join(part for _, part in connection.parts)
+    return connection.started, time.perf_counter(), connection.parts
+
+
+def sample_of(reply: Reply) -> Sample:
+    started, ended, parts = reply
+    sample = Sample(total=ended - started)
+    whole = b"".join(part for _, part in parts)
     sample.status = int(whole.split(b" ", 2)[1]) if whole else 0
-    times = [at for at, part in connection.parts if b'"content":"' in part or b'"text":"' in part]
+    times = [at for at, part in parts if b'"content":"' in part or b'"text":"' in part]
     if times:
-        sample.first = times[0] - connection.started
+        sample.first = times[0] - started
         sample.gaps = [later - before for before, later in itertools.pairwise(times)]
     found = whole.rfind(b'"completion_tokens":')
     if found >= 0:
@@ -75,18 +85,21 @@ async def load(
     """`n_requests` over `n_clients` at a time: the samples, and the seconds for all. `lengths`: of each answer."""
     host, port = url.removeprefix("http://").split(":")
     todo = iter(range(n_requests))
-    samples: list[Sample] = []
+    replies: list[Reply] = []
 
     async def client() -> None:
         for number in todo:
-            own = {"seed": seeds[number] if seeds else number} | (
-                {} if lengths is None else {"max_tokens": lengths[number]}
-            )
-            samples.append(await stream(host, int(port), path, body | own))
+            own = {"seed": number if seeds is None else seeds[number]}
+            if lengths is not None:
+                own["max_tokens"] = lengths[number]
+            replies.append(await stream(host, int(port), path, body | own))
 
     started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(n_clients)))
-    return samples, time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    return [
+        sample_of(reply) for reply in replies
+    ], seconds  # read after the clock: clients of one process wait for it
 
 
 def percentile(values: list[float], percent: float) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,28 +49,19 @@ class Frames:
 
 
 class Channel:
-    """The engine process's end of the socket. `send` may be called from any thread, and never waits for the reader:
-    what the socket does not take at once is sent by a thread of its own.
+    """The engine process's end of the socket. `send` may be called from any thread, and waits for nothing: a thread of
+    the channel encodes and sends. The engine's thread goes on with its next step meanwhile.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._lock = threading.Lock()
-        self._unsent: deque[memoryview] = deque()
-        self._has_unsent = threading.Condition(self._lock)
-        self._is_closed = False
-        threading.Thread(target=self._send_rest, name="motley-wire", daemon=True).start()
+        # Messages; an event is set when all before it is sent.
+        self._unsent: queue.SimpleQueue[Message | threading.Event] = queue.SimpleQueue()
+        threading.Thread(target=self._send_all, name="motley-wire", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        data = memoryview(encode(message))
-        with self._lock:
-            if self._is_closed:
-                return
-            if not self._unsent:
-                data = data[self._send_now(data) :]
-            if data:
-                self._unsent.append(data)
-                self._has_unsent.notify()
+        """Sends a message after those before it. It must not change any more."""
+        self._unsent.put(message)
 
     def receive(self) -> Iterator[Message]:
         """Messages until the other end closes."""
@@ -86,33 +77,31 @@ class Channel:
 
     def drain(self, timeout: float) -> None:
         """Waits until everything is sent, or for `timeout` seconds."""
-        with self._lock:
-            self._has_unsent.wait_for(lambda: self._is_closed or not self._unsent, timeout)
+        done = threading.Event()
+        self._unsent.put(done)
+        done.wait(timeout)
 
-    def _send_now(self, data: memoryview) -> int:
+    def _send_all(self) -> None:
+        """The channel's thread."""
         try:
-            return self._socket.send(data, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-        except OSError:  # the front has gone; `receive` ends, too
-            self._is_closed = True
-            return len(data)
+            self._send_forever()
+        except BaseException:  # a bug: an engine that can say nothing must not seem to be alive
+            self._socket.shutdown(socket.SHUT_RDWR)
+            raise
 
-    def _send_rest(self) -> None:
+    def _send_forever(self) -> None:
+        """Sends messages that wait together."""
+        is_open = True
         while True:
-            with self._lock:
-                self._has_unsent.wait_for(lambda: self._unsent or self._is_closed)
-                if self._is_closed:
-                    return
-                data = self._unsent[0]
-            try:
-                self._socket.sendall(data)
-            except OSError:
-                with self._lock:
-                    self._is_closed = True
-                    self._unsent.clear()
-                    self._has_unsent.notify_all()
-                return
-            with self._lock:
-                self._unsent.popleft()
-                self._has_unsent.notify_all()
+            given = [self._unsent.get()]
+            while not self._unsent.empty():
+                given.append(self._unsent.get())
+            data = b"".join([encode(message) for message in given if isinstance(message, dict)])
+            if data and is_open:
+                try:
+                    self._socket.sendall(data)
+                except OSError:  # the front has gone; `receive` ends, too
+                    is_open = False
+            for each in given:
+                if isinstance(each, threading.Event):
+                    each.set()
