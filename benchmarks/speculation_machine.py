@@ -86,7 +86,10 @@ def measure_depth(
     engine = llm._loaded.engine
     _make_plans(engine, scripted, depth, n_requests)
     drafter = SometimesRight(scripted, p_right)
-    engine.speculator = Speculator([drafter], n_vocab=engine.n_vocab, bucket=engine.runner.bucket)
+    runner = engine.runner
+    engine.speculator = Speculator(
+        [drafter], n_vocab=engine.n_vocab, bucket=runner.bucket, computed=runner.computed_rows
+    )
     rates: dict[str, list[float]] = {"off": [], "lookup": []}
     requests: list[Request] = []
     texts: list[tuple[int, ...]] = []

@@ -252,6 +252,7 @@ def load_model(
             max_rows=max(n_parallel, MAX_LOGIT_ROWS),
             bucket=runner.bucket,
             plan_seconds=plan_seconds,
+            computed=runner.computed_rows,
         ),
     )
     said = notices(spec, params, cache, backends, n_ctx=n_ctx, rotates=options.kv_rotation)

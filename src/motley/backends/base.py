@@ -226,6 +226,7 @@ class Backend(ABC):
     has_own_threads: ClassVar[bool] = (
         False  # whether kernels run on the backend's threads, whichever thread calls
     )
+    computes_padding: ClassVar[bool] = True  # whether rows that pad a plan (`bucket`) take as long as others
     takes_lists: ClassVar[bool] = False  # whether executables take integer inputs as lists, without a tensor
 
     @property

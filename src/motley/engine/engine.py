@@ -96,6 +96,9 @@ class Engine:
         self._drafts: dict[Request, Draft] = {}  # of the step that is being computed
         self._foretold: list[Found] | None = None  # the tokens of all its rows, if they were chosen at once
         self._is_blocked = False  # in the latest step, no request had room in the cache
+        self._is_late = (
+            False  # whether a GPU had to wait for the latest step, which was not launched in advance
+        )
         self.on_loss = on_loss
         self.wake: Callable[[], object] = self.resume  # any thread calls it when lost workers are back
         self.report_loss: Callable[[MotleyError], object] = self.lose_crew  # any thread calls it
@@ -186,7 +189,8 @@ class Engine:
                 self._follow_drafts(step, ready, logits)
             is_decoding = len(ready) + sum(map(len, step.drafts.values())) == step.n_tokens
             if is_decoding and self.runner.n_plans == n_plans:
-                self.speculator.note_step(step.n_tokens, self._clock() - started)
+                is_late = self._is_late and not step.drafts
+                self.speculator.note_step(step.n_tokens, self._clock() - started, is_late=is_late)
             elif is_decoding and step.work:
                 self.speculator.note_plan(step.n_tokens, self._clock() - started)
         self.give_back()
@@ -244,6 +248,7 @@ class Engine:
     def _compute(self) -> tuple[Step, list[Request], Chosen, torch.Tensor]:
         """Runs the next step. Returns it, the requests that get a token, the first token of each, and the logits."""
         running = self._take_running()
+        self._is_late = running is None and self.runner.can_chain
         if running is None:
             step, batch, steady = self._plan()
             if not step.work:

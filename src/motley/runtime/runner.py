@@ -53,6 +53,9 @@ class Runner:
         self._backends = list(backends)
         self._hosts = hosts
         self._padded_shapes: dict[BatchShape, BatchShape] = {}
+        gpus = {backend.device for backend in backends}
+        is_one_gpu = len(gpus) == 1 and all(gpu.type == "cuda" for gpu in gpus)
+        self._can_chain = is_one_gpu and not self._is_demand_paged and hosts is None
         own = {device: backends[device] for device in split.crew.members(0)}
         self._takes_lists = all(backend.takes_lists for backend in own.values())
         link = None if hosts is None else hosts.link
@@ -191,13 +194,15 @@ class Runner:
 
         False if the cache is demand-paged: a batch in flight may still write for a request that has ended.
         """
-        gpus = {backend.device for backend in self._backends}
-        is_one_gpu = len(gpus) == 1 and all(gpu.type == "cuda" for gpu in gpus)
-        return is_one_gpu and not self._is_demand_paged and self._hosts is None
+        return self._can_chain
 
     def bucket(self, n_rows: int) -> int:
         """The rows of the plan that runs `n_rows`."""
         return self._padded(BatchShape(n_rows, n_rows)).n_tokens
+
+    def computed_rows(self, n_rows: int) -> int:
+        """The rows that are computed for `n_rows`: with padding, where devices compute that."""
+        return self.bucket(n_rows) if all(b.computes_padding for b in self._backends) else n_rows
 
     def _padded(self, shape: BatchShape) -> BatchShape:
         """The shape that plans are made for: rows are rounded up to a bucket, if all devices have the same buckets."""

@@ -58,6 +58,7 @@ class CpuBackend(Backend):
     has_native_collectives: ClassVar[bool] = True
     has_own_threads: ClassVar[bool] = True
     takes_lists: ClassVar[bool] = True
+    computes_padding: ClassVar[bool] = False
     has_trees = True
     is_exact: ClassVar[bool] = False  # whether activations stay float32
 

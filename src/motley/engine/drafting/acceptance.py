@@ -8,6 +8,7 @@ see that a request's text cannot be guessed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from motley.engine.drafting.draft import Draft
 from motley.engine.request import Request
@@ -16,7 +17,18 @@ _ALL_KEEP, _ALL_WEIGHT = 0.98, 24.0  # what a draft leaves of earlier ones; the 
 _OWN_KEEP, _OWN_WEIGHT = 0.85, 2.0
 _FORGET = 0.99  # what an unused draft leaves of earlier ones: after a while drafts are tried again
 _MOST = 0.98
+_SURE = 0.6  # a rate: drafts of which less is assumed are watched before any is used
+_PROOF = 1.5  # tokens that were right, and that were expected to be: so many have to be seen of them
 _OWN, _UNUSED = "acceptance", "unused draft"  # what a request's memory keeps
+
+
+class Unused(NamedTuple):
+    """A draft that was not used."""
+
+    draft: Draft
+    start: int  # generated tokens before it
+    n_wanted: int = 0  # tokens of it that would have been used if there were a plan
+    n_right: int = 0  # of the draft, once they have come
 
 
 @dataclass
@@ -55,20 +67,29 @@ class Acceptance:
         _own(request).add(n_right, n_expected, _OWN_KEEP)
         self._all.setdefault((draft.drafter, draft.grade), _Average()).add(n_right, n_seen, _ALL_KEEP)
 
-    def watch(self, request: Request, draft: Draft) -> None:
-        """Keeps a draft that is not used, to see by later tokens whether it was right: this costs no rows."""
-        request.memory.setdefault(_UNUSED, (draft, request.n_generated))
+    def is_proven(self, request: Request, drafter: str, grade: int) -> bool:
+        """Whether enough is known of such drafts for a trial: of a text that cannot be guessed, watching them tells."""
+        own = request.memory.get(_OWN)
+        return self.priors[drafter][grade] >= _SURE or (own is not None and own.n_of + own.n_right >= _PROOF)
 
-    def look(self, request: Request) -> None:
-        """Records how right the draft was that `watch` keeps, once the answer has come so far."""
+    def watch(self, request: Request, draft: Draft, n_wanted: int = 0) -> None:
+        """Keeps a draft that is not used, to see by later tokens whether it was right: this costs no rows."""
         if _UNUSED not in request.memory:
-            return
-        draft, start = request.memory[_UNUSED]
+            request.memory[_UNUSED] = Unused(draft, len(request.generated), n_wanted)
+
+    def look(self, request: Request) -> Unused | None:
+        """Records how right the draft was that `watch` keeps, and returns it, once the answer has come so far."""
+        unused: Unused | None = request.memory.get(_UNUSED)
+        if unused is None:
+            return None
+        draft, start, n_wanted, _ = unused
         came = request.generated[start : start + len(draft.tokens)]
         n_right, is_rejected = draft.n_right(came)
-        if n_right < len(came) or n_right == len(draft.tokens):
-            del request.memory[_UNUSED]
-            self.note(request, draft, n_right, is_rejected)
+        if n_right == len(came) < len(draft.tokens):
+            return None
+        del request.memory[_UNUSED]
+        self.note(request, draft, n_right, is_rejected)
+        return Unused(draft, start, n_wanted, n_right)
 
     def forget(self, request: Request, draft: Draft) -> None:
         """Lets the past fade: the draft was not used, so there is nothing new to learn from it."""

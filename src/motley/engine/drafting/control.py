@@ -7,7 +7,7 @@ a step with one row more takes longer. Rows go to the tokens most likely to surv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from motley.engine.drafting.acceptance import Acceptance
 from motley.engine.drafting.costs import PlanAccount, RoundCosts, StepCosts
@@ -18,8 +18,17 @@ from motley.engine.trees import depths
 _LEAST_GAIN = 1.1  # of the rate: less is not worth the uncertainty of the figures
 _LEAST_SURVIVAL = 0.01  # of a drafted token: less is not worth looking at
 _ROUND = 0.2  # of a step of one row: the assumed cost of a drafter's round before one was measured
+_LATE = 0.2  # of a step: the assumed cost of waiting for the host before it was measured
 
 Drafts = dict[Request, Draft]
+
+
+class _Best(NamedTuple):
+    """How many drafted tokens a step should have."""
+
+    n_tokens: int  # that have a plan; 0: none pay
+    n_wanted: int = 0  # if there were a plan; 0: there is one for the best number
+    gain: float = 0.0  # the seconds that the plan would save in this step
 
 
 class Control(Protocol):
@@ -33,12 +42,29 @@ class Control(Protocol):
         """The drafts, shortened to what pays and to `room` tokens. `n_rows`: of the step without drafts."""
         ...
 
+    def is_ready(self, n_rows: int) -> bool:
+        """Whether it knows what a step of `n_rows`, without drafts, costs; if not, there are no drafts."""
+        ...
+
+    def is_worth_waiting(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> bool:
+        """Whether the step after the next tokens should wait for them, as it is likely to have drafts that pay.
+
+        `drafts`: begin with the tokens that are being computed. `n_rows`: of the step without drafts.
+        """
+        ...
+
     def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None: ...
 
-    def note_step(self, n_rows: int, seconds: float) -> None: ...
+    def note_step(self, n_rows: int, seconds: float, *, is_late: bool = False) -> None:
+        """Records what a step took. `is_late`: a device that is mostly given its steps in advance had to wait."""
+        ...
 
     def note_plan(self, n_rows: int, seconds: float) -> None:
         """Records that a step of `n_rows` made a plan, and took `seconds`."""
+        ...
+
+    def add_plan(self, n_rows: int) -> None:
+        """Records that there is a plan for steps of `n_rows`, made outside of a step."""
         ...
 
     def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None: ...
@@ -52,11 +78,13 @@ class AdaptiveControl:
         priors: dict[str, tuple[float, ...]],
         bucket: Callable[[int], int] = lambda n_rows: n_rows,
         plan_seconds: float = 0.0,
+        computed: Callable[[int], int] = lambda n_rows: n_rows,
     ) -> None:
         """`bucket`: the rows for which a plan is made, by the rows of a step. `plan_seconds`: of a plan; 0.0: unknown,
-        so the first one is made to find out.
+        so the first one is made to find out. `computed`: the rows that are computed, by the rows of a step.
         """
-        self.costs = StepCosts()
+        self.costs = StepCosts(computed)
+        self._late = StepCosts(computed)  # of steps for which a device had to wait
         self._plans = PlanAccount(bucket, plan_seconds)
         self.acceptance = Acceptance(priors)
         self._costly: set[str] = set()  # drafters that take time
@@ -87,28 +115,74 @@ class AdaptiveControl:
     def allot(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> Drafts:
         if not self.costs.is_known(n_rows):
             return {}  # a step without drafts tells
-        rates = []
-        for request, draft in drafts.items():
-            self.acceptance.look(request)
-            rates.append(self.acceptance.rate(request, draft.drafter, draft.grade))
-        # Even endless drafts, at the price of one row: if they do not pay, the rest need not be computed.
-        n_most = n_rows + sum(rate / (1 - rate) for rate in rates)
-        if n_most / self.costs.seconds(n_rows + 1) < n_rows / self.costs.seconds(n_rows) * _LEAST_GAIN:
-            return self._cut(drafts, dict.fromkeys(drafts, 0))
+        rates = self._rates(drafts, n_rows)
+        if not self._can_pay(rates, n_rows):
+            return self._cut(drafts, {}, {})
         slots: list[tuple[float, int, Request]] = []
         for order, (rate, (request, draft)) in enumerate(zip(rates, drafts.items(), strict=True)):
             slots += [(-survival, order, request) for survival in _survivals(draft, rate)]
         slots.sort(key=lambda slot: slot[:2])
-        lengths = dict.fromkeys(drafts, 0)
         is_paid = any(
             draft.drafter in self._costly for draft in drafts.values()
         )  # then plans are made as well
-        n_best = self._n_best([-slot[0] for slot in slots[:room]], n_rows, may_plan=is_paid)
-        for _, _, request in slots[:n_best]:
-            lengths[request] += 1
-        return self._cut(drafts, lengths)
+        best = self._best([-slot[0] for slot in slots[:room]], n_rows, may_plan=is_paid)
+        if (
+            best.n_tokens and best.n_wanted
+        ):  # these are used, so how much longer they could have been is not seen
+            self._plans.credit(best.gain)
+        return self._cut(drafts, _lengths(slots[: best.n_tokens]), _lengths(slots[: best.n_wanted]))
 
-    def _n_best(self, survivals: Sequence[float], n_rows: int, *, may_plan: bool) -> int:
+    def is_ready(self, n_rows: int) -> bool:
+        return self.costs.is_known(n_rows)
+
+    def is_worth_waiting(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> bool:
+        rates = self._rates(drafts, n_rows)
+        best = _Best(0)
+        if self._can_pay(rates, n_rows):
+            survivals = [
+                s for rate, d in zip(rates, drafts.values(), strict=True) for s in _survivals(d, rate)
+            ]
+            survivals = sorted(survivals, reverse=True)[:room]
+            best = self._best(survivals, n_rows, may_plan=False)
+            # If the tokens that are being computed are not the drafts' first ones, the step waits in vain.
+            p_first, base = max(rates), self.costs.seconds(n_rows)
+            n_tokens = n_rows + p_first * sum(survivals[: best.n_tokens])
+            longer = self.costs.seconds(n_rows + best.n_tokens) - base
+            seconds = base + p_first * longer + self._late_seconds(n_rows)
+            if n_tokens / seconds > n_rows / base * _LEAST_GAIN:
+                return True
+        per_draft = -(-best.n_wanted // len(drafts))
+        for request, draft in drafts.items():
+            self.acceptance.watch(request, draft, min(per_draft, len(draft.tokens)))
+        return False
+
+    def _rates(self, drafts: Mapping[Request, Draft], n_rows: int) -> list[float]:
+        """The probability that a token of each draft is right; 0.0: more has to be known before one is used."""
+        rates, acceptance = [], self.acceptance
+        for request, draft in drafts.items():
+            unused = acceptance.look(request)
+            if unused is not None and unused.n_wanted:
+                base = self.costs.seconds(n_rows)
+                n_gained = min(unused.n_right, unused.n_wanted)
+                lost = self.costs.seconds(n_rows + unused.n_wanted) - base + self._late_seconds(n_rows)
+                self._plans.credit(n_gained * base / n_rows - lost)
+            is_proven = acceptance.is_proven(request, draft.drafter, draft.grade)
+            rates.append(acceptance.rate(request, draft.drafter, draft.grade) if is_proven else 0.0)
+        return rates
+
+    def _can_pay(self, rates: Sequence[float], n_rows: int) -> bool:
+        """Whether even endless drafts, at the price of one row, would pay: if not, the rest need not be computed."""
+        n_most = n_rows + sum([rate / (1 - rate) for rate in rates])
+        return n_most / self.costs.seconds(n_rows + 1) >= n_rows / self.costs.seconds(n_rows) * _LEAST_GAIN
+
+    def _late_seconds(self, n_rows: int) -> float:
+        """What a device loses if it is not given its next step in advance; 0.0 if it never is."""
+        base = self.costs.seconds(n_rows)
+        if self._late.is_known(n_rows):
+            return max(0.0, self._late.seconds(n_rows) - base)
+        return _LATE * base if self._late.n_steps else 0.0
+
+    def _best(self, survivals: Sequence[float], n_rows: int, *, may_plan: bool) -> _Best:
         """How many drafted tokens make tokens come fastest, of tokens in descending order of survival."""
         base = self.costs.seconds(n_rows)
         least = n_rows / base * _LEAST_GAIN
@@ -125,29 +199,37 @@ class AdaptiveControl:
             if n_tokens / seconds > found[is_planned][0]:
                 found[is_planned] = n_tokens / seconds, n, n_tokens * base / n_rows - seconds
         (rate, n_planned, saved), (new_rate, n_new, new_saved) = found[True], found[False]
-        if n_new and new_rate > rate and self._plans.save(new_saved - saved):
-            return n_new
-        return n_planned
+        if not n_new or new_rate <= rate:
+            return _Best(n_planned)
+        return _Best(n_new) if self._plans.is_enough else _Best(n_planned, n_new, new_saved - saved)
 
-    def _cut(self, drafts: Mapping[Request, Draft], lengths: Mapping[Request, int]) -> Drafts:
+    def _cut(
+        self, drafts: Mapping[Request, Draft], lengths: Mapping[Request, int], wanted: Mapping[Request, int]
+    ) -> Drafts:
         kept: Drafts = {}
         for request, draft in drafts.items():
-            n = lengths[request]
+            n = lengths.get(request, 0)
             if n >= max(1, request.speculation.draft_min):
                 kept[request] = draft.cut(n)
             else:
-                self.acceptance.watch(request, draft)
+                self.acceptance.watch(request, draft, wanted.get(request, 0))
         return kept
 
     def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
         self.acceptance.note(request, draft, n_right, is_rejected)
 
-    def note_step(self, n_rows: int, seconds: float) -> None:
-        self.costs.note(n_rows, seconds)
-        self._plans.note_step(n_rows)
+    def note_step(self, n_rows: int, seconds: float, *, is_late: bool = False) -> None:
+        if is_late:
+            self._late.note(n_rows, seconds)
+        if not is_late or not self.costs.is_known(n_rows):
+            self.costs.note(n_rows, seconds)
+        self._plans.add(n_rows)
 
     def note_plan(self, n_rows: int, seconds: float) -> None:
         self._plans.note(n_rows, seconds)
+
+    def add_plan(self, n_rows: int) -> None:
+        self._plans.add(n_rows)
 
     def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None:
         self._rounds[drafter].note(seconds / n_rounds)
@@ -172,6 +254,14 @@ def _survivals(draft: Draft, rate: float) -> list[float]:
     return survivals
 
 
+def _lengths(slots: Sequence[tuple[float, int, Request]]) -> dict[Request, int]:
+    """How many of the slots each request has."""
+    lengths: dict[Request, int] = {}
+    for _, _, request in slots:
+        lengths[request] = lengths.get(request, 0) + 1
+    return lengths
+
+
 class FixedControl:
     """Uses all drafted tokens for which there is room: for measurements and tests."""
 
@@ -186,13 +276,22 @@ class FixedControl:
                 room -= len(own.tokens)
         return kept
 
+    def is_ready(self, n_rows: int) -> bool:
+        return True
+
+    def is_worth_waiting(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> bool:
+        return True
+
     def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
         pass
 
-    def note_step(self, n_rows: int, seconds: float) -> None:
+    def note_step(self, n_rows: int, seconds: float, *, is_late: bool = False) -> None:
         pass
 
     def note_plan(self, n_rows: int, seconds: float) -> None:
+        pass
+
+    def add_plan(self, n_rows: int) -> None:
         pass
 
     def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None:

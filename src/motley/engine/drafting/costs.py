@@ -13,8 +13,8 @@ _N_KEPT = 8  # latest steps of a bucket
 _N_NEEDED = 3  # steps: the first of a kind may also compile something, and others may be disturbed
 _MAX_AGE = 2048  # steps: then steps of so many rows are measured again, as contexts grow
 _ROUNDS_NEEDED, _MAX_UNUSED = 3, 2048  # a drafter's rounds; steps in which its drafts did not pay
-_PLAN_MARGIN = 2.0  # expected savings, relative to the price of a plan: expectations may be wrong
-_FRESH = 128  # steps: after so many, the cost of a step without drafts is measured again
+_PLAN_MARGIN = 0.5  # what a plan would have saved, relative to its price: then it is made
+_FRESH = 256  # steps: after so many, the cost of a step without drafts is measured again
 _SECOND, _SLOPE = (
     0.4,
     0.1,
@@ -46,9 +46,11 @@ class _Bucket:
 class StepCosts:
     """Seconds of steps by their rows; between measured numbers of rows they are interpolated."""
 
-    def __init__(self) -> None:
+    def __init__(self, computed: Callable[[int], int] = lambda n_rows: n_rows) -> None:
+        """`computed`: the rows that a device computes, by the rows of a step: more where it computes padding."""
+        self._computed = cache(computed)
         self._buckets: dict[int, _Bucket] = {}
-        self._n_steps = 0
+        self.n_steps = 0
         self._n_new = 0  # steps since `_found` was found
         self._found: (
             list[tuple[float, float]] | None
@@ -59,12 +61,13 @@ class StepCosts:
         """Records that a step of `n_rows` took `seconds`. Every step calls it: the rest is left to `_points`, and once
         there are enough steps of a bucket, a single one changes little.
         """
-        self._n_steps += 1
+        self.n_steps += 1
+        n_rows = self._computed(n_rows)
         number = bisect_left(_EDGES, n_rows)
         bucket = self._buckets.get(number)
         if bucket is None:
             bucket = self._buckets[number] = _Bucket()
-        bucket.add(n_rows, seconds, self._n_steps)
+        bucket.add(n_rows, seconds, self.n_steps)
         self._n_new += 1
         if self._n_new >= _N_KEPT or len(bucket.seconds) < _N_KEPT:
             self._found = None
@@ -72,7 +75,7 @@ class StepCosts:
     @property
     def _points(self) -> list[tuple[float, float]]:
         if self._found is None:
-            for number in [n for n, b in self._buckets.items() if self._n_steps - b.latest > _MAX_AGE]:
+            for number in [n for n, b in self._buckets.items() if self.n_steps - b.latest > _MAX_AGE]:
                 del self._buckets[number]
             self._found, self._seconds, self._n_new = [], {}, 0
             measured = [each for each in self._buckets.values() if len(each.seconds) >= _N_NEEDED]
@@ -83,11 +86,9 @@ class StepCosts:
 
     def is_known(self, n_rows: int) -> bool:
         """Whether steps of so many rows were measured, and not long ago."""
-        bucket = self._buckets.get(bisect_left(_EDGES, n_rows))
+        bucket = self._buckets.get(bisect_left(_EDGES, self._computed(n_rows)))
         return (
-            bucket is not None
-            and len(bucket.seconds) >= _N_NEEDED
-            and self._n_steps - bucket.latest <= _FRESH
+            bucket is not None and len(bucket.seconds) >= _N_NEEDED and self.n_steps - bucket.latest <= _FRESH
         )
 
     def seconds(self, n_rows: int) -> float:
@@ -95,7 +96,7 @@ class StepCosts:
         points = self._points
         found = self._seconds.get(n_rows)
         if found is None:
-            found = self._seconds[n_rows] = self._interpolated(points, n_rows)
+            found = self._seconds[n_rows] = self._interpolated(points, self._computed(n_rows))
         return found
 
     def _interpolated(self, points: Sequence[tuple[float, float]], n_rows: int) -> float:
@@ -117,18 +118,18 @@ class StepCosts:
     def _beyond(self, n_rows: int) -> float:
         """Seconds of more rows than were measured. Half of the latest slope: the first rows more may cost most."""
         (rows, cost), *others = self._points[::-1]
-        slope = cost * _SLOPE / _shape(rows)
-        if others:
-            before, lower = others[0]
-            slope = max(slope, (cost - lower) / (rows - before) / 2)
+        if not others:
+            return cost * _shape(n_rows) / _shape(rows)
+        before, lower = others[0]
+        slope = max(cost * _SLOPE / _shape(rows), (cost - lower) / (rows - before) / 2)
         return cost + slope * (n_rows - rows)
 
 
 class PlanAccount:
     """Whether steps of a new number of rows are worth the plan that they need.
 
-    A plan is made once it would have saved twice as much as it costs, so a short answer does not wait for plans that
-    it hardly uses.
+    A plan is made once it would have saved half of what it costs, so an answer whose drafts are wrong never waits for
+    one. What it would have saved is known for drafts that were not used, once the tokens have come.
     """
 
     def __init__(self, bucket: Callable[[int], int], price: float = 0.0) -> None:
@@ -141,24 +142,27 @@ class PlanAccount:
 
     def note(self, n_rows: int, seconds: float) -> None:
         """Records that a step of `n_rows` made a plan; `seconds`: how much longer it took for that."""
-        self._made.add(self._bucket(n_rows))
+        self.add(n_rows)
+        self._saved = 0.0
         if not self._is_given:
             self._price = min(self._price, seconds) if self._price else seconds
 
-    def note_step(self, n_rows: int) -> None:
+    def add(self, n_rows: int) -> None:
+        """Records that there is a plan for steps of `n_rows`."""
         self._made.add(self._bucket(n_rows))
 
     def has(self, n_rows: int) -> bool:
         """Whether there is a plan for a step of so many rows."""
         return self._bucket(n_rows) in self._made
 
-    def save(self, seconds: float) -> bool:
-        """Records what a plan would save in the next step. True: the plan is worth its price, and may be made."""
-        self._saved += seconds
-        is_enough = self._saved >= _PLAN_MARGIN * self._price
-        if is_enough:
-            self._saved = 0.0
-        return is_enough
+    def credit(self, seconds: float) -> None:
+        """Records what a plan that is not there would have saved in a step; below 0: lost."""
+        self._saved = max(0.0, self._saved + seconds)
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether the plan is worth its price, and may be made."""
+        return self._saved >= _PLAN_MARGIN * self._price
 
 
 class RoundCosts:

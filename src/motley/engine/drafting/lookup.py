@@ -47,18 +47,24 @@ class Lookup:
     def may_draft(self, request: Request) -> bool:
         return bool(_look_up([request], 1))
 
-    def finds_nothing(self, requests: Sequence[Request]) -> bool:
-        """Whether all requests draft by looking up only, and none finds anything: mostly so, and one call tells."""
-        indexes, answers = [], []
+    def find(self, requests: Sequence[Request]) -> dict[Request, Draft] | None:
+        """The drafts of all requests: mostly none, and one call tells. None: some do not draft by looking up only."""
+        indexes, answers, n_max = [], [], 0
         for request in requests:
-            index = request.memory.get(self.name)
-            if index is None or request.speculation.drafters != ONLY_LOOKUP or isinstance(index, TextIndex):
-                return False
+            index, own = request.memory.get(self.name), request.speculation
+            if index is None or own.drafters != ONLY_LOOKUP or isinstance(index, TextIndex):
+                return None
             indexes.append(index)
             answers.append(request.generated)
+            n_max = max(n_max, own.draft_max)
         from motley.backends import look_up  # here: it imports torch, which a server's front must not
 
-        return not look_up(indexes, answers, 1)
+        drafts = {}
+        for row, tokens, n_match in look_up(indexes, answers, n_max):
+            kept = tuple(tokens[: requests[row].max_draft])
+            if kept:
+                drafts[requests[row]] = Draft(kept, self.name, bisect_right(_GRADES, n_match))
+        return drafts
 
 
 def _look_up(requests: Sequence[Request], n_max: int) -> list[tuple[int, Sequence[int], int]]:

@@ -18,7 +18,10 @@ from motley.engine.trees import MAX_ROWS, Parents
 
 _log = logging.getLogger("motley")
 _MAX_ROWS = 64  # of logits in a step
-_MAX_VAIN, _REST = 32, 4  # steps without a draft that pays; then drafters are asked in every fourth step
+_RESTS = (
+    8,
+    32,
+)  # steps with a draft that does not pay; then only every second, every fourth one is looked at
 _MAX_REQUESTS = 32  # with more, a step has rows enough, and looking for drafts takes longer than they save
 
 
@@ -36,16 +39,19 @@ class Speculator:
         max_rows: int = _MAX_ROWS,
         bucket: Callable[[int], int] = lambda n_rows: n_rows,
         plan_seconds: float = 0.0,
+        computed: Callable[[int], int] = lambda n_rows: n_rows,
         control: Control | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`spec`, `draft_max`, `draft_min`: for requests that do not say. `max_rows`: rows of logits in one step.
         `bucket`: the rows for which a plan is made, by the rows of a step. `plan_seconds`: of a plan; 0.0: unknown.
+        `computed`: the rows that are computed, by the rows of a step.
         """
         # Free drafters are asked first.
         self._drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.names = tuple(drafter.name for drafter in self._drafters)
-        self._control = control or AdaptiveControl({d.name: d.priors for d in drafters}, bucket, plan_seconds)
+        priors = {drafter.name: drafter.priors for drafter in drafters}
+        self._control = control or AdaptiveControl(priors, bucket, plan_seconds, computed)
         self._learners = {each.name: each for each in drafters if isinstance(each, Learner)}
         self._watchers = {each.name: each for each in drafters if isinstance(each, Watcher)}
         self._lookup = next((each for each in drafters if isinstance(each, Lookup)), None)
@@ -75,8 +81,9 @@ class Speculator:
         if not self._drafters or len(running) > _MAX_REQUESTS:
             return {}
         # Every step comes here, mostly in vain, so requests without drafts must cost some microseconds only.
-        if self._lookup is not None and running and self._lookup.finds_nothing(running):
-            return {}
+        looked_up = self._lookup.find(running) if self._lookup is not None and running else None
+        if looked_up is not None:
+            return self._allot_found(scheduler, looked_up) if looked_up else {}
         asking = []
         names: set[str] = set()
         for request in running:
@@ -110,13 +117,29 @@ class Speculator:
                 self._rest(request, request in drafts)
         return drafts
 
+    def _allot_found(self, scheduler: Scheduler, found: Mapping[Request, Draft]) -> dict[Request, Draft]:
+        """What pays of drafts that were looked up."""
+        usable = {
+            request: draft
+            for request, draft in found.items()
+            if len(request.generated) >= request.drafts_from
+            and len(request.tokens) == request.n_computed + 1
+            and len(draft.tokens) >= request.speculation.draft_min
+        }
+        if not usable:
+            return {}
+        drafts = self._control.allot(usable, _n_rows(scheduler), self._room(scheduler))
+        for request in usable:
+            self._rest(request, request in drafts)
+        return drafts
+
     def _rest(self, request: Request, is_used: bool) -> None:
-        """Lets a request whose text cannot be guessed rest: it is asked for in every fourth step only. Looking up in
-        vain takes no time that matters, and does not count.
+        """Lets a request whose text cannot be guessed rest: not each of its drafts is looked at. Looking up in vain
+        takes no time that matters, and does not count.
         """
         request.n_vain = 0 if is_used else request.n_vain + 1
-        if request.n_vain > _MAX_VAIN and self._costly.isdisjoint(request.speculation.drafters):
-            request.drafts_from = request.n_generated + _REST
+        if request.n_vain > _RESTS[0] and self._costly.isdisjoint(request.speculation.drafters):
+            request.drafts_from = request.n_generated + (4 if request.n_vain > _RESTS[1] else 2)
 
     @property
     def has_watchers(self) -> bool:
@@ -170,24 +193,45 @@ class Speculator:
         return max(0, min(scheduler.room_for_drafts(), self._max_rows - n_outputs))
 
     def may_draft(self, requests: Sequence[Request]) -> bool:
-        """Whether one of the requests is likely to have a draft after its next token."""
-        return len(requests) <= _MAX_REQUESTS and any(
-            drafter.name in request.speculation.drafters and drafter.may_draft(request)
-            for drafter in self._drafters
-            for request in requests
-        )
+        """Whether the step after the requests' next tokens is likely to have drafts that pay: then it has to wait for
+        these tokens. Called while they are computed.
+        """
+        if not self._drafters or not requests or len(requests) > _MAX_REQUESTS:
+            return False
+        if not self._control.is_ready(len(requests)):
+            return False
+        for drafter in self._drafters:
+            own = [r for r in requests if drafter.name in r.speculation.drafters and r.max_draft > 1]
+            if not own or (drafter is not self._lookup and not any(map(drafter.may_draft, own))):
+                continue
+            if drafter is self._lookup:
+                found = zip(own, drafter.draft([Ask(r, r.max_draft) for r in own]), strict=True)
+                drafts = {request: draft for request, draft in found if draft.tokens}
+                if drafts and self._control.is_worth_waiting(drafts, len(requests), self._max_rows):
+                    return True
+            elif drafter.is_free or self._control.length(
+                drafter.name, own, len(requests), max(request.max_draft for request in own)
+            ):
+                return True
+        return False
 
     def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
         """Records how many tokens of a draft were right, and whether one was wrong."""
         self._control.note_draft(request, draft, n_right, is_rejected)
 
-    def note_step(self, n_rows: int, seconds: float) -> None:
-        """Records that a step of `n_rows`, all of requests that wait for a token, took `seconds`."""
-        self._control.note_step(n_rows, seconds)
+    def note_step(self, n_rows: int, seconds: float, *, is_late: bool = False) -> None:
+        """Records that a step of `n_rows`, all of requests that wait for a token, took `seconds`. `is_late`: a device
+        that is mostly given its steps in advance had to wait for it.
+        """
+        self._control.note_step(n_rows, seconds, is_late=is_late)
 
     def note_plan(self, n_rows: int, seconds: float) -> None:
         """Records that a step of `n_rows` made a plan, and took `seconds`."""
         self._control.note_plan(n_rows, seconds)
+
+    def add_plan(self, n_rows: int) -> None:
+        """Records that there is a plan for steps of `n_rows`, made outside of a step."""
+        self._control.add_plan(n_rows)
 
     def _ask(self, scheduler: Scheduler, drafter: Drafter, asks: Sequence[Ask]) -> dict[Request, Draft]:
         if drafter.name in self._trees:
