@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from motley.backends import Backend, backend_for, backend_for_heads, get_backend
 from motley.engine import Engine
@@ -255,6 +256,8 @@ def load_model(
             computed=runner.computed_rows,
         ),
     )
+    if engine.speculator.default.drafters:
+        engine.idle_tasks.extend(partial(_prepare_drafts, warmer, engine, n) for n in warmer.draft_rows)
     said = notices(spec, params, cache, backends, n_ctx=n_ctx, rotates=options.kv_rotation)
     said = tuple(
         notice
@@ -282,6 +285,12 @@ def load_model(
         engine,
         tuple(loaded),
     )
+
+
+def _prepare_drafts(warmer: KernelWarmer, engine: Engine, n_rows: int) -> None:
+    """Makes the plan of steps with drafts, outside of answers."""
+    warmer.prepare_drafts(engine.runner, n_rows)
+    engine.speculator.add_plan(n_rows)
 
 
 @dataclass(frozen=True)

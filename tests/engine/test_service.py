@@ -38,6 +38,29 @@ def alone(llm: LLM) -> dict[str, tuple[int, ...]]:
     return {prompt: llm.generate(prompt, **GREEDY).tokens for prompt in PROMPTS}
 
 
+def test_idle_tasks_are_done_while_there_are_no_requests(llm: LLM) -> None:
+    engine, done = llm._loaded.engine, threading.Event()
+    n_tasks: list[bool] = []
+
+    def fail() -> None:
+        n_tasks.append(engine.has_work)
+        raise ValueError("left out")
+
+    def finish() -> None:
+        n_tasks.append(engine.has_work)
+        done.set()
+
+    with stepped_by_hand(llm) as step:
+        stream = llm.stream(PROMPTS[0], **GREEDY)
+        llm._call(lambda: engine.idle_tasks.extend([fail, finish]))
+        step(3)
+        assert not n_tasks  # a request waits for its next step
+    assert len(stream.finish().tokens) == GREEDY["max_tokens"]
+    assert done.wait(60)
+    assert n_tasks == [False, False]
+    assert not engine.idle_tasks
+
+
 def test_threads_may_all_ask_at_once(llm: LLM, alone: dict[str, tuple[int, ...]]) -> None:
     """Each thread generates, streams, scores, reads figures and cancels."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -83,6 +84,7 @@ class Engine:
         self.n_vocab = n_vocab
         self.efforts = efforts or Efforts(n_layers=1)
         self.after_turn: Callable[[], object] = lambda: None  # called after each turn: messages, then a step
+        self.idle_tasks: deque[Callable[[], object]] = deque()  # to be done while there is nothing else to do
         self.speculator = speculator or Speculator()
         self.n_guests = 0  # raw sequences that end by themselves: requests wait until their blocks are free
         self._followers: list[Request] = []  # wait for their leader's first token
@@ -215,6 +217,13 @@ class Engine:
         for request in [*self.scheduler.requests, *self._followers]:
             self._remove(request)
             request.fail(error)
+
+    def run_idle_task(self) -> None:
+        """Does the first idle task. One that fails is left out: what it prepares is then made when it is needed."""
+        try:
+            self.idle_tasks.popleft()()
+        except BaseException:
+            _log.warning("an idle task failed", exc_info=True)
 
     def give_back(self) -> None:
         """Releases the memory of empty blocks, if the cache is demand-paged."""

@@ -23,6 +23,7 @@ from motley.engine.request import Request
 from motley.errors import LostWorkerError, MotleyError, RequestError
 
 T = TypeVar("T")
+_IDLE = 0.25  # seconds without a message and without requests: then there is time for an idle task
 
 
 @dataclass(frozen=True)
@@ -190,19 +191,25 @@ class _Loop:
             self._engine.close(self._failure)
 
     def _handle_messages(self) -> bool:
-        """Handles all messages in the inbox; waits for one if the engine has no work. False: stop."""
+        """Handles all messages in the inbox; waits for one if the engine has no work. False: stop.
+
+        If none comes for a while, the engine does an idle task.
+        """
+        engine = self._engine
+        is_idle = bool(engine.idle_tasks) and not engine.has_work
         try:
             for _ in range(
                 max(1, self._inbox.qsize())
             ):  # not those that come meanwhile: requests would starve
-                message = self._inbox.get(block=not self._engine.can_step)
+                message = self._inbox.get(block=not engine.can_step, timeout=_IDLE if is_idle else None)
                 if isinstance(message, _Stop):
                     self._refuse_the_rest()
                     return False
                 self._handle(message)
                 del message  # a finished call must not keep its tensors alive until the next one
         except queue.Empty:
-            pass
+            if is_idle:
+                engine.run_idle_task()
         return True
 
     def _handle(self, message: _Message) -> None:

@@ -4,6 +4,7 @@ Inert batches (`inert_batch`: nothing is stored, no context is read) go through 
 for each class of batch sizes for which kernels differ. The kernels that they would have compiled are compiled on all
 cores meanwhile. A manifest beside the compiled kernels records that this is done: later processes skip it.
 At last the batches of a first request are run: kernels and libraries are loaded, plans made, and a decode is captured.
+Steps with drafts are prepared later, while the engine is idle: `prepare_drafts`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _DECODE_ROWS = (1, 2, 16, 32, 64, 128)
 # Rows of a sequence with drafts for which kernels differ; one with more rows is taken for a prompt.
 _DRAFT_ROWS = (4, 8, 16)
+_PREPARED_ROWS = (8, 4, 16, 2)
 # Rows of prompts for which kernels differ: spans of each size, and matrix products by the library.
 _PROMPT_ROWS = (32, 64, 128, 256)
 _LARGE = 2**15  # rows of a matrix over the vocabulary, which prompts are not multiplied by
@@ -158,6 +160,16 @@ class KernelWarmer:
         for _ in range(2):
             self._run_inert(runner, BatchShape(1, 1), 1)
         return time.perf_counter() - started
+
+    @property
+    def draft_rows(self) -> tuple[int, ...]:
+        """Rows of a sequence with drafts for which `prepare_drafts` makes plans, the most useful first."""
+        return tuple(n for n in _PREPARED_ROWS if n <= self._n_batch) if self._is_gpu else ()
+
+    def prepare_drafts(self, runner: Runner, n_rows: int) -> None:
+        """Makes the plan of a step of one sequence with `n_rows`, and captures it, so that no answer waits for that."""
+        for _ in range(2):
+            self._run_inert(runner, BatchShape(n_rows, n_rows), n_rows)
 
     def _run_inert(self, runner: Runner, shape: BatchShape, longest: int) -> None:
         batch = inert_batch(shape, longest, self._cache, self._extra)

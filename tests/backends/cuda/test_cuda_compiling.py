@@ -134,6 +134,9 @@ def test_an_inert_batch_leaves_the_cache_as_it_is(tmp_path: Path, monkeypatch: p
     warmer._is_gpu = True
     warmer.run_first_batches(runner)  # a prompt, which has its plan, and a token
     assert runner.n_plans == n_plans + 1
+    assert warmer.draft_rows == (8, 4, 2)  # a batch has at most 12
+    warmer.prepare_drafts(runner, 4)
+    assert runner.n_plans == n_plans + 2
     assert all(bool((plane == 3).all()) for plane in planes)
     runner.close()
 
