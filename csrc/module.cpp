@@ -112,6 +112,13 @@ CopyArgs copy_args(Address source, Address out, const Axes& shape, const Axes& s
     return args;
 }
 
+std::vector<Program::Piece> piece_list(const std::vector<PieceTuple>& pieces) {
+    std::vector<Program::Piece> list;
+    for (const auto& [source, offset, out, shape, source_stride, out_stride] : pieces)
+        list.push_back({source, offset, copy_args(0, out, shape, source_stride, out_stride)});
+    return list;
+}
+
 void bind_program(nb::module_& m) {
     nb::class_<Program>(m, "Program", "A list of kernel calls. Work estimates are nanoseconds of one thread.")
         .def(nb::init<std::shared_ptr<Pool>>(), "pool"_a)
@@ -246,11 +253,19 @@ void bind_program(nb::module_& m) {
         }, "group"_a, "device"_a, "source"_a, "out"_a, "n"_a = -1)
         .def("exchange", [](Program& p, const std::shared_ptr<Group>& group, int device, Address x,
                             const std::vector<PieceTuple>& pieces, std::vector<int64_t> counts) {
-            std::vector<Program::Piece> list;
-            for (const auto& [source, offset, out, shape, source_stride, out_stride] : pieces)
-                list.push_back({source, offset, copy_args(0, out, shape, source_stride, out_stride)});
-            p.add_exchange(group, device, at(x), std::move(list), std::move(counts));
-        }, "group"_a, "device"_a, "x"_a, "pieces"_a, "counts"_a = std::vector<int64_t>{});
+            p.add_exchange(group, device, at(x), piece_list(pieces), std::move(counts));
+        }, "group"_a, "device"_a, "x"_a, "pieces"_a, "counts"_a = std::vector<int64_t>{})
+        .def("advance", [](Program& p, const std::shared_ptr<TaggedMemory>& memory) { p.add_advance(memory); })
+        .def("post", [](Program& p, const std::shared_ptr<TaggedMemory>& memory, int64_t place, Address x, int64_t n) {
+            p.add_post(memory, place, at(x), n);
+        })
+        .def("await_message", [](Program& p, const std::shared_ptr<TaggedMemory>& memory, int64_t place, Address out, int64_t n, Address addend) {
+            p.add_await(memory, place, at(out), n, at(addend));
+        })
+        .def("await_pieces", [](Program& p, const std::shared_ptr<TaggedMemory>& memory, int64_t place, int64_t n, int device, Address x,
+                                const std::vector<PieceTuple>& pieces) {
+            p.add_tagged_pieces(memory, place, n, device, at(x), piece_list(pieces));
+        });
 }
 
 // Weights are read from one end to the other for each token: with huge pages, if the system has them, there are
@@ -418,6 +433,13 @@ NB_MODULE(_core, m) {
     nb::class_<SharedGroup, Group>(m, "SharedGroup", "A group of devices in several processes of this machine.")
         .def(nb::init<int, int64_t, int>(), "file"_a, "offset"_a, "n_devices"_a)
         .def_static("n_bytes", &SharedGroup::n_bytes, "n_devices"_a);
+    nb::class_<TaggedMemory>(m, "TaggedMemory", "Messages between programs and a device that takes part by itself.")
+        .def("__init__", [](TaggedMemory* self, Address incoming, Address outgoing, Address abort_word) {
+            new (self) TaggedMemory(at<uint64_t>(incoming), at<uint64_t>(outgoing), at<uint32_t>(abort_word));
+        }, "incoming"_a, "outgoing"_a, "abort_word"_a)
+        .def_prop_ro("tag", &TaggedMemory::tag)
+        .def("abort", &TaggedMemory::abort)
+        .def("reset", &TaggedMemory::reset, "tag"_a);
     nb::exception<Aborted>(m, "AbortedError");
     bind_program(m);
     nb::class_<Team>(m, "Team", "Runs the programs of several devices at the same time; the first on the caller's thread.")

@@ -63,6 +63,21 @@ void Program::add_receive(std::shared_ptr<Group> group, int device, int source, 
     add_rendezvous([=] { return group->receive(source, device, out, n); });
 }
 
+void Program::add_tagged_pieces(std::shared_ptr<TaggedMemory> memory, int64_t place, int64_t n, int device, const float* x,
+                                std::vector<Piece> pieces) {
+    const auto message = std::make_shared<std::vector<float>>(n);
+    add_await(memory, place, message->data(), n, nullptr);
+    add([this, message, device, x, pieces = std::move(pieces)](const Worker& worker) {
+        if (has_failed_.load()) return;
+        for (const Piece& piece : pieces) {  // on the first thread
+            std::atomic<int64_t> next{0};
+            CopyArgs copy = piece.copy;
+            copy.source = (piece.device == device ? x : message->data()) + piece.offset;
+            kernels().copy(copy, {0, 1, &next, worker.scratch});
+        }
+    }, 0);
+}
+
 void Program::run(int64_t n_tokens, int64_t n_outputs) {
     set_batch(n_tokens, n_outputs);
     run_batch();

@@ -11,6 +11,7 @@
 #include "group.hpp"
 #include "pool.hpp"
 #include "row_counts.hpp"
+#include "tagged.hpp"
 
 namespace motley {
 
@@ -60,6 +61,21 @@ public:
         add_rendezvous([=] { return group->send(device, target, x, n); });
     }
     void add_receive(std::shared_ptr<Group> group, int device, int source, float* out, int64_t n = -1);
+
+    // The same with a device that takes part by itself (tagged.hpp). Messages have all planned rows: `place` is a message's,
+    // `n` its values. The run's first step `advance`s.
+    void add_advance(std::shared_ptr<TaggedMemory> memory) {
+        add_rendezvous([=] { return memory->advance(), true; });
+    }
+    void add_post(std::shared_ptr<TaggedMemory> memory, int64_t place, const float* x, int64_t n) {
+        add_rendezvous([=] { return memory->post(place, x, n), true; });
+    }
+    void add_await(std::shared_ptr<TaggedMemory> memory, int64_t place, float* out, int64_t n, const float* addend) {
+        add_rendezvous([=] { return memory->await(place, out, n, addend); });
+    }
+    // Copies pieces from this device's `x` and from the other one's message.
+    void add_tagged_pieces(std::shared_ptr<TaggedMemory> memory, int64_t place, int64_t n, int device, const float* x,
+                           std::vector<Piece> pieces);
 
     // Runs a batch with these numbers of tokens and outputs, at most the planned ones; -1: the planned ones. Throws
     // Aborted if another device of a group has failed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -87,6 +87,10 @@ class HostRendezvous(Rendezvous, Protocol):
 
     def receive(self, source: int, target: int, out: torch.Tensor) -> None: ...
 
+    def attach(self, messages: DeviceMessages) -> bool:
+        """Of a crew of two, the device that is no native program has messages of its own; False: not possible."""
+        ...
+
 
 @runtime_checkable
 class HasRendezvous(Protocol):
@@ -94,6 +98,59 @@ class HasRendezvous(Protocol):
 
     @property
     def rendezvous(self) -> tuple[Rendezvous, int] | None: ...
+
+
+class MessagePlaces(NamedTuple):
+    """Where a device's messages of one collective are, in values, in each direction's memory (DeviceMessages)."""
+
+    is_first: bool  # the first collective of the plan
+    sent: int
+    n_sent: int  # 0: this device sends nothing
+    heard: int
+    n_heard: int
+
+
+class DeviceMessages(Protocol):
+    """A device's side of messages with a native program in the host's memory, which the device reads and writes by
+    itself, in the order of its kernels (csrc/tagged.hpp). Each run begins with `advance`.
+    """
+
+    n_values: int  # that fit, in each direction
+    aborted_error: type[Exception]  # raised by `finish` if the device has stopped waiting
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of the words that the device writes, of those that it reads, and of the word that makes it stop waiting."""
+        ...
+
+    def advance(self) -> None: ...
+
+    def post(self, x: torch.Tensor, place: int) -> None: ...
+
+    def fetch(self, place: int, out: torch.Tensor, own: torch.Tensor | None = None) -> None:
+        """Read a message to `out`, or its sum with `own`, once it is there."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until the device has read all messages of the run."""
+        ...
+
+    def reset(self, tag: int) -> None:
+        """After `abort`, when all programs have ended: the next run has the tag after this one."""
+        ...
+
+
+@runtime_checkable
+class HasMessages(Protocol):
+    """A collective's kernel whose device has messages of its own with the other device (DeviceMessages)."""
+
+    @property
+    def places(self) -> Mapping[Tensor, MessagePlaces]:
+        """Of each collective of the plan; empty: they are done at the rendezvous."""
+        ...
+
+    @property
+    def messages(self) -> DeviceMessages | None: ...
 
 
 class BatchInputs(dict[str, Any]):
@@ -257,6 +314,10 @@ class Backend(ABC):
     @classmethod
     def make_rendezvous(cls, n_devices: int, groups: Sequence[tuple[int, ...]] = ()) -> Rendezvous | None:
         """Where devices that all have this backend do collectives by themselves; None: the group does them."""
+        return None
+
+    def make_messages(self) -> DeviceMessages | None:
+        """For a device beside a native program; None: its thread takes part in collectives (HostRendezvous)."""
         return None
 
     def footprint(self, graph: Graph, n_packed: int) -> Footprint:

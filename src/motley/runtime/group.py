@@ -18,11 +18,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from motley.backends import Rendezvous
+from motley.backends import DeviceMessages, MessagePlaces, Rendezvous
 from motley.errors import DeviceError, MotleyError
 from motley.graph import F32, I32, Graph, Shape, Tensor
 from motley.ownership import Word
 from motley.plan import Launch, Single, Stage
+from motley.runtime.messages import message_launch, places_of
 from motley.split.collectives import (
     AllGather,
     AllReduce,
@@ -104,10 +105,18 @@ class CollectiveKernel:
         self._outputs = outputs
         # The rendezvous where executables do collectives by themselves, if the communicator has one, and this device.
         self.rendezvous: tuple[Rendezvous, int] | None = getattr(line, "rendezvous", None)
+        # See HasMessages; a native program's own side has places only.
+        self.messages: DeviceMessages | None = None
+        self.places: Mapping[Tensor, MessagePlaces] = {}
 
     def of(self, graph: Graph) -> CollectiveKernel:
         """The kernel for the collectives of a graph."""
-        return CollectiveKernel(self._line, graph.outputs)
+        kernel, line = CollectiveKernel(self._line, graph.outputs), self._line
+        n_values = getattr(line, "n_message_values", 0)
+        if n_values:
+            kernel.places = places_of(graph, line.device, line.reader, n_values)
+            kernel.messages = getattr(line, "messages", None) if kernel.places else None
+        return kernel
 
     def supports(self, stage: Stage) -> str | None:
         is_collective = isinstance(stage, Single) and isinstance(stage.node.op, Collective)
@@ -116,6 +125,8 @@ class CollectiveKernel:
     def prepare(self, stage: Stage) -> Launch:
         assert isinstance(stage, Single)
         node, op, line = stage.node, stage.node.op, self._line
+        if self.messages is not None:
+            return message_launch(node, line.device, self.places[node], self.messages)
         is_message = isinstance(op, Send | Receive)
         reader = line.reader if any(node is output for output in self._outputs) else None
         sizes = None if is_message else PartSizes.of(node, line.n_devices, reader)
@@ -227,7 +238,8 @@ class ThreadGroup:
     def _is_consequence(self, error: BaseException) -> bool:
         """Whether a device failed only because another device had failed."""
         own = () if self.rendezvous is None else (self.rendezvous.aborted_error,)
-        return isinstance(error, (threading.BrokenBarrierError, _AbortedError, *own))
+        kinds = (threading.BrokenBarrierError, _AbortedError, *own)
+        return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
 
     def _settle(self, jobs: Sequence[_Job]) -> None:
         """Revokes jobs that have not begun and waits for the others, after an interrupt. Ignores further interrupts."""

@@ -3,6 +3,8 @@
 Native programs do their collectives at a rendezvous, without Python. A device on other hardware takes part there by its
 thread, with copies in pinned memory, which is allocated once for each device. A thread that waits there spins for some
 milliseconds without Python's lock before it sleeps: waking a thread can take longer than a layer.
+
+In a crew of two, small batches do without the thread: the device has messages of its own (runtime.messages).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from math import prod
 
 import torch
 
-from motley.backends import HostRendezvous
+from motley.backends import DeviceMessages, HostRendezvous
 from motley.graph import Shape
 from motley.runtime.group import PartSizes
 
@@ -22,8 +24,20 @@ class RendezvousLine:
 
     reader = 0
 
-    def __init__(self, rendezvous: HostRendezvous, device: int, n_devices: int, place: torch.device) -> None:
-        """`place`: where the device's tensors are."""
+    def __init__(
+        self,
+        rendezvous: HostRendezvous,
+        device: int,
+        n_devices: int,
+        place: torch.device,
+        messages: DeviceMessages | None = None,
+        n_message_values: int = 0,
+    ) -> None:
+        """`place`: where the device's tensors are. `messages`: of this device, if it is no native program.
+        `n_message_values`: that fit, on both sides.
+        """
+        self.messages = messages
+        self.n_message_values = n_message_values
         self._rendezvous = rendezvous
         self.rendezvous = rendezvous, device
         self.device = device

@@ -13,6 +13,7 @@ import torch
 
 from motley.backends import (
     Backend,
+    DeviceMessages,
     DraftingJoint,
     Executable,
     HostRendezvous,
@@ -105,10 +106,7 @@ class Worker:
         lines: Sequence[Communicator] = self._group.lines
         if rendezvous is not None and len({type(backend) for backend in own}) > 1:
             assert isinstance(rendezvous, HostRendezvous)
-            lines = [
-                RendezvousLine(rendezvous, index, len(own), backend.device)
-                for index, backend in enumerate(own)
-            ]
+            lines = _rendezvous_lines(rendezvous, own)
         if link is not None:
             lines = [MeshLine(self._group, index, self.members, link) for index in range(len(own))]
         # Each device's own threads touch its memory first: Linux then allocates it on their NUMA node.
@@ -303,6 +301,21 @@ class Worker:
         self._group.close()
         self._steps.clear()
         self.devices.clear()
+
+
+def _rendezvous_lines(rendezvous: HostRendezvous, backends: Sequence[Backend]) -> list[RendezvousLine]:
+    """The communicators of devices of which some are native programs. One other device may have messages of its own."""
+    messages: list[DeviceMessages | None] = [None for _ in backends]
+    n_values = 0
+    if len(backends) == 2:
+        made = [None if b.has_native_collectives else b.make_messages() for b in backends]
+        there = [each for each in made if each is not None]
+        if len(there) == 1 and rendezvous.attach(there[0]):
+            messages, n_values = made, there[0].n_values
+    return [
+        RendezvousLine(rendezvous, index, len(backends), backend.device, messages[index], n_values)
+        for index, backend in enumerate(backends)
+    ]
 
 
 def _graph_of(split: ModelSplit, device: int, shape: BatchShape) -> Graph:

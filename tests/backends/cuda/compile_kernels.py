@@ -43,6 +43,7 @@ from motley.backends.cuda.kernels.route import local_ids, route, route_and_weigh
 from motley.backends.cuda.kernels.router import norm_and_logits
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.scale_rows import scale_rows
+from motley.backends.cuda.kernels.tagged import advance, fetch, post
 from motley.backends.cuda.kernels.tiles import CachePlanes
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
 from motley.backends.cuda.library_attention import rehearse
@@ -191,6 +192,18 @@ def product_cases(kind: str) -> Iterator[Case]:
     yield f"unpack_rows({kind})", partial(unpack_rows, weight, ids, torch.empty(4, COLUMNS))
 
 
+def message_cases() -> Iterator[Case]:
+    x, words, number = (
+        torch.empty(256),
+        torch.zeros(256, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int32),
+    )
+    yield "advance", partial(advance, number)
+    yield "post", partial(post, x, words, number)
+    yield "fetch", partial(fetch, words, x, number, number)
+    yield "fetch, a sum", partial(fetch, words, x, number, number, x)
+
+
 def repacking_cases() -> Iterator[Case]:
     packed = PackedTensor.pack(torch.randn(8, COLUMNS), get_format("Q4_K"))
     yield "repack", partial(repack, packed.data, to_planes(packed))
@@ -297,6 +310,7 @@ def cases(caches: list[tuple[str, str, int]], weights: list[str]) -> Iterator[Ca
         yield from attention_cases(*cache)
     yield from piece_cases()
     yield from combine_cases()
+    yield from message_cases()
     yield from repacking_cases()
     yield from sampling_cases()
     for form in (INT8, HALVES, PLAIN):

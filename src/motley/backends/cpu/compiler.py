@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from motley.backends.base import HasRendezvous
+from motley.backends.base import HasMessages, HasRendezvous, MessagePlaces
 from motley.backends.cpu import experts
 from motley.backends.cpu.addresses import Memory
 from motley.backends.cpu.cache import BatchSlot, StateSlot, state_view, store_view
@@ -318,19 +318,16 @@ class Compiler:
         group, members = rendezvous.among(op.members)
         own, is_shared = members.index(device), rendezvous.is_shared(group)
         x = self._memory.address(node.inputs[0]) if node.inputs else 0
+        places = step.kernel.places.get(node) if isinstance(step.kernel, HasMessages) else None
+        if places is not None:
+            self._with_messages(node, places, rendezvous.tagged, device)
+            return
         match op:
             case AllReduce():
                 self._program.all_reduce(group, own, x, out, node.n_values)
             case AllGather(axis, word):
-                outer, total, inner = around(node, axis)
-                pieces = []
-                for source, member in enumerate(members):
-                    n, done = word.count(member), 0
-                    for start, stop in word.global_ranges(member):
-                        shape = (1, outer, stop - start, inner)
-                        strides = (0, n * inner, inner, 1), (0, total * inner, inner, 1)
-                        pieces.append((source, done * inner, out + 4 * start * inner, shape, *strides))
-                        done += stop - start
+                outer, _, inner = around(node, axis)
+                pieces = self._pieces(node, members)
                 counts = [word.count(member) * outer * inner for member in members]
                 self._program.exchange(group, own, x, pieces, *([counts] if is_shared else []))
             case Send(_, target):
@@ -343,6 +340,41 @@ class Compiler:
                 pieces = [(members.index(root), 0, out, flat, (0, 0, 0, 1), (0, 0, 0, 1))]
                 counts = [node.n_values if member == root else 0 for member in members]
                 self._program.exchange(group, own, x, pieces, *([counts] if is_shared else []))
+
+    def _pieces(self, node: Tensor, members: Sequence[int]) -> list[tuple[Any, ...]]:
+        """What an all-gather copies from each device's part, as csrc's PieceTuple."""
+        assert isinstance(node.op, AllGather)
+        word, out = node.op.word, self._memory.address(node)
+        outer, total, inner = around(node, node.op.axis)
+        pieces: list[tuple[Any, ...]] = []
+        for source, member in enumerate(members):
+            n, done = word.count(member), 0
+            for start, stop in word.global_ranges(member):
+                shape = (1, outer, stop - start, inner)
+                strides = (0, n * inner, inner, 1), (0, total * inner, inner, 1)
+                pieces.append((source, done * inner, out + 4 * start * inner, shape, *strides))
+                done += stop - start
+        return pieces
+
+    def _with_messages(self, node: Tensor, places: MessagePlaces, tagged: Any, device: int) -> None:
+        """A collective with the other device of a crew of two, which takes part by itself."""
+        op, out, program = node.op, self._memory.address(node), self._program
+        x = self._memory.address(node.inputs[0]) if node.inputs else 0
+        if places.is_first:
+            program.advance(tagged)
+        if places.n_sent:
+            program.post(tagged, places.sent, x, places.n_sent)
+        match op:
+            case AllReduce() if places.n_heard:
+                program.await_message(tagged, places.heard, out, places.n_heard, x)
+            case AllGather():  # without the other device's part if that is empty, or if the result is not read here
+                pieces = [p for p in self._pieces(node, (0, 1)) if p[0] == device or places.n_heard]
+                program.await_pieces(tagged, places.heard, places.n_heard, device, x, pieces)
+            case Receive() | Broadcast() if places.n_heard:
+                program.await_message(tagged, places.heard, out, places.n_heard, 0)
+            case Broadcast() if x and x != out:
+                flat, stride = (1, 1, 1, node.n_values), (0, 0, 0, 1)
+                program.copy(x, out, flat, stride, stride)
 
 
 def _op(stage: Single, kind: type[Any]) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from motley.backends.base import DeviceMessages
+
 try:
     core: Any = import_module("motley._core")
 except ImportError:  # run from a source tree that was never built
@@ -38,6 +40,7 @@ HAS_SAMPLER = core is not None and hasattr(core, "RowSampler")
 HAS_STEADY = core is not None and hasattr(core, "SteadyBatch")
 HAS_LOOKUP = core is not None and hasattr(core, "look_up")
 HAS_SHARED_GROUP = core is not None and hasattr(core, "SharedGroup")
+HAS_MESSAGES = core is not None and hasattr(core, "TaggedMemory")
 _MAX_MEMBERS = 64
 MAX_HEAD_DIM = 512
 MAX_GROUP = 64  # query heads that share a KV head
@@ -56,6 +59,17 @@ class NativeRendezvous:
         self.group = group
         self._groups = {members: core.Group(len(members)) for members in groups}
         self.aborted_error: type[Exception] = core.AbortedError
+        self._messages: DeviceMessages | None = None
+        self.tagged: Any = None  # the native side of `messages`
+
+    def attach(self, messages: DeviceMessages) -> bool:
+        """The other device of a crew of two has messages of its own; False: the native module has none."""
+        if not HAS_MESSAGES:
+            return False
+        self._messages = messages
+        messages.aborted_error = self.aborted_error
+        self.tagged = core.TaggedMemory(*messages.addresses)
+        return True
 
     def among(self, members: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
         """The group of a collective's devices, and these devices in the group's order. Empty `members`: all devices."""
@@ -95,12 +109,18 @@ class NativeRendezvous:
             raise self.aborted_error("another device has failed")
 
     def abort(self) -> None:
+        if self.tagged is not None:
+            self.tagged.abort()
         for group in (self.group, *self._groups.values()):
             group.abort()
 
     def reset(self) -> None:
         for group in (self.group, *self._groups.values()):
             group.reset()
+        if self.tagged is not None and self._messages is not None:
+            tag = self.tagged.tag + 2  # a device may be one run ahead of the other
+            self._messages.reset(tag)
+            self.tagged.reset(tag)
 
 
 class SharedGroup:

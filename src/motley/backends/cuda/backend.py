@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from motley.backends.base import Executable, LoadedWeight
+from motley.backends.base import DeviceMessages, Executable, LoadedWeight
 from motley.backends.cuda.borrowing import PinnedPages, borrowed_bytes
 from motley.backends.cuda.capture import GraphPool
 from motley.backends.cuda.executable import CudaExecutable
 from motley.backends.cuda.failures import as_device_errors
 from motley.backends.cuda.footprint import copied_bytes, free_bytes
+from motley.backends.cuda.messages import PinnedMessages
 from motley.backends.cuda.planes import has_planes
 from motley.backends.cuda.planning import GpuPlanning
 from motley.backends.cuda.products import Copies
@@ -79,6 +80,10 @@ class CudaBackend(GpuPlanning):
 
     def borrowed_bytes(self, graph: Graph, resident: Collection[str]) -> int:
         return borrowed_bytes(weight for weight in graph.weights if weight.name not in resident)
+
+    def make_messages(self) -> DeviceMessages | None:
+        with as_device_errors(self.device):
+            return PinnedMessages(self.device)
 
     def finish_loading(self) -> None:
         with as_device_errors(self.device):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from motley.backends.base import DeviceMessages, HasMessages
 from motley.backends.cuda.borrowing import Borrowing
 from motley.backends.cuda.capture import GraphPool
 from motley.backends.cuda.staging import Staged
@@ -105,6 +106,12 @@ class Program:
             for step in plan.steps
             if _is_collective(step.stage) and isinstance(step.kernel, LaunchKernel)
         }
+
+        # A device beside a native program, whose collectives are kernels too.
+        self.messages: DeviceMessages | None = next(
+            (k.messages for step in plan.steps if isinstance(k := step.kernel, HasMessages) and k.messages),
+            None,
+        )
 
     def begin(self, inputs: Mapping[str, Any], staged: Staged) -> Values:
         """Values to run with: what is given, before the first step."""

@@ -2,7 +2,8 @@
 captured the second time and replayed from then on (the first time has compiled the kernels).
 
 A `ThreadRun` is one device's, whose peers are on other hardware and run on threads of their own: its segments are
-captured one by one, and between them the plan's collective kernels exchange tensors with the peers. A `JointRun` is of
+captured one by one, and between them the plan's collective kernels exchange tensors with the peers; if collectives are
+kernels of its own (base.DeviceMessages), everything is captured as one graph. A `JointRun` is of
 all devices of a crew, where they lie on one GPU (also of a single one): this thread drives them in lockstep. What they
 exchange are tensors of the same memory: a sum is made once, in the order of devices, and all read it. A decode batch
 is one CUDA graph, in which the devices' kernels stand side by side between collectives.
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ class _Decodes:
 class Run(ABC):
     """Runs batches of programs that lie on one GPU."""
 
-    can_start_again: ClassVar[bool]  # after half a batch: no peer has seen it
+    can_start_again: bool  # after half a capture: no peer has seen it
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self._programs = programs
@@ -198,7 +199,16 @@ class Run(ABC):
 class ThreadRun(Run):
     """One program, whose peers are on other hardware."""
 
-    can_start_again = False
+    def __init__(self, programs: Sequence[Program]) -> None:
+        super().__init__(programs)
+        self._messages = programs[0].messages
+        self.can_start_again = self._messages is not None
+
+    def _run(self, inputs: Sequence[Mapping[str, Any]]) -> Outputs:
+        outputs = super()._run(inputs)
+        if self._messages is not None:
+            self._messages.finish()
+        return outputs
 
     def execute(self, values: Sequence[Values]) -> None:
         for segment in self._programs[0].segments:
@@ -206,6 +216,9 @@ class ThreadRun(Run):
             self._take_part(segment, values[0])
 
     def parts(self, values: Sequence[Values]) -> Iterator[Part]:
+        if self._messages is not None:
+            yield partial(self.execute, values), None
+            return
         for segment in self._programs[0].segments:
             work = partial(segment.run, values[0]) if segment.steps else None
             yield work, None if segment.collective is None else partial(self._take_part, segment, values[0])
