@@ -260,6 +260,7 @@ ODD = {
     "no such type": {"type": "any"},
     "null as type": {"type": None},
     "half a type": {"type": ["string", "text"]},
+    "types that are none": {"type": [["string"], {}, None]},
     "pattern properties": {"type": "object", "patternProperties": {"^x(?!y)": {"type": "string"}}},
     "required as a flag": {"type": "string", "required": True},
     "a bool": True,

@@ -248,7 +248,7 @@ _CHECKS: Mapping[str, tuple[_Check, ...]] = {
     **dict.fromkeys(("min_tokens", "dry_allowed_length", "min_keep"), (_COUNT,)),
     "max_seconds": (_optional(_number(low=0, open_low=True)),),
     "cache_salt": (_converted(_salt),),
-    "top_n_sigma": (_number(),),
+    "top_n_sigma": (_number(), _BIASED),
     **dict.fromkeys(
         ("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dynatemp_range", "dry_base"), (_FROM_ZERO,)
     ),

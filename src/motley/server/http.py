@@ -5,6 +5,7 @@ readers that take nothing; and a way to write the chunks of a stream without a c
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import struct
 from collections import deque
@@ -17,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from motley.server.settings import Limits
 from motley.server.streams import BODY
 
+_UPGRADE = re.compile(rb"(\r\n)upgrade:(?=[ \t]*h2c[ \t]*(?:\r\n|$))", re.IGNORECASE)
 _HEAD_SECONDS = 0.1  # that the head of a stream may wait for its first chunk
 
 
@@ -90,6 +92,14 @@ class ChunkedBody:
             self.on_left()
 
 
+def without_upgrade(data: bytes) -> bytes:
+    """A request without its wish for HTTP/2: it is answered by HTTP/1.1. Java's client sends this wish with each first
+    request, and the parser would drop the body.
+    """
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(rb"\1Ignored:", head) + end + rest
+
+
 def protocol_with(limits: Limits) -> type[HttpToolsProtocol]:
     """The class of connections, for `uvicorn.Config(http=…)`."""
 
@@ -106,6 +116,9 @@ def protocol_with(limits: Limits) -> type[HttpToolsProtocol]:
             # A writer learns at once that the reader is behind: what comes meanwhile is then written together.
             transport.set_write_buffer_limits(high=0)
             self._wait_for_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(without_upgrade(data) if b"h2c" in data else data)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()

@@ -94,7 +94,7 @@ def enforceable(schema: object, root: Mapping[str, Any] | None = None, depth: in
             continue
         if key == "type":
             kinds = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-            kinds = [kind for kind in kinds if kind in _ALL]
+            kinds = [kind for kind in kinds if isinstance(kind, str) and kind in _ALL]
             if kinds:
                 made[key] = kinds[0] if len(kinds) == 1 else kinds
         elif key == "$ref":
