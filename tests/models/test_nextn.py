@@ -6,6 +6,7 @@ is written as a file whose last layer is the prediction layer, and modules of tr
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import PropertyMock, patch
@@ -227,13 +228,21 @@ def test_a_file_without_the_layers_tensors_is_refused(tmp_path: Path) -> None:
     LLM(path, **(OPTIONS | {"spec": "off"})).close()
 
 
-def test_other_hosts_are_refused(able: Path) -> None:
+def test_other_hosts_and_several_gpus_are_refused(able: Path) -> None:
     from motley.engine.drafting.loading import nextn_companion
     from motley.gguf import read_spec
     from motley.models import read_params
-    from motley.runtime import make_crew
+    from motley.runtime import Crew, make_crew
 
     spec = read_spec(able)
-    crew = make_crew("cpu,cpu@127.0.0.1:29400")
-    with pytest.raises(ConfigError, match="CPU devices of one host only"):
-        nextn_companion(spec, read_params(spec), crew)
+
+    def crew_of(*names: str) -> Crew:  # as if there were GPUs
+        crew = make_crew("cpu,cpu")
+        own = tuple(replace(device, name=name) for device, name in zip(crew.devices, names, strict=True))
+        return replace(crew, devices=own)
+
+    hosts = make_crew("cpu,cpu@127.0.0.1:29400")
+    for crew in (hosts, crew_of("cuda:0", "cuda:1"), crew_of("cuda:0", "cpu")):
+        with pytest.raises(ConfigError, match="one GPU or on CPU devices of one host only"):
+            nextn_companion(spec, read_params(spec), crew)
+    assert nextn_companion(spec, read_params(spec), crew_of("cuda:0", "cuda:0")).params.is_nextn

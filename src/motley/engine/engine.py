@@ -350,7 +350,11 @@ class Engine:
 
         Not if a draft is likely: it needs the tokens, and may be worth more than the time that the host takes.
         """
-        return chosen.on_device is not None and self.runner.can_chain and not self.speculator.may_draft(ready)
+        if chosen.on_device is None or not self.runner.can_chain:
+            return False
+        # Hidden states would have to be handed on before the next step writes over them.
+        is_watched = self.speculator.has_watchers and any(map(self.speculator.watches, ready))
+        return not is_watched and not self.speculator.may_draft(ready)
 
     def _begin_ahead(self, chosen: Pending, ready: Sequence[Request]) -> None:
         """Launches the look-ahead step with tokens that only the GPU has yet, so that it does not wait for the host."""

@@ -66,8 +66,15 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch, undefined_memory: None) -> list[
 def logits(path: Path, **options: Any) -> torch.Tensor:
     """After a prompt, of a single token, and of several as drafts have them."""
     tokens = [(7 * i * i + 3) % 60 for i in range(40)]
-    sizes = {"n_ctx": 64, "n_parallel": 2, "n_batch": 18, "cache_type_k": "f32", "cache_type_v": "f32"}
-    with LLM(path, **sizes, **options) as llm, llm.raw_sequence() as sequence:
+    sizes = {
+        "n_ctx": 64,
+        "n_parallel": 2,
+        "n_batch": 18,
+        "cache_type_k": "f32",
+        "cache_type_v": "f32",
+        "spec": "off",
+    }
+    with LLM(path, spec="off", **sizes, **options) as llm, llm.raw_sequence() as sequence:
         parts = [tokens[:17], tokens[17:18], tokens[18:21]]
         rows = [torch.as_tensor(sequence.feed(part, n_outputs=1)) for part in parts]
     return torch.cat(rows)

@@ -18,7 +18,7 @@ from motley.backends.cuda.values import Values
 from motley.backends.cuda.weights import BorrowedMatrix, DeviceWeight, Matrices
 from motley.backends.paged import BatchLayer
 from motley.formats import PackedTensor
-from motley.graph import CACHE, HANDLES, RECURRENT, Tensor
+from motley.graph import CACHE, HANDLES, I32, RECURRENT, Tensor
 from motley.graph.ops import CausalConv, DeltaNet
 from motley.plan import (
     AttentionBlock,
@@ -86,7 +86,13 @@ class Program:
         self.captures = captures and self.device.type == "cuda"
         self.n_activation_bytes = plan.layout.n_bytes
         self._inputs, self._outputs = graph.inputs, graph.outputs
-        self.sizes = {node.name: node.shape[0] for node in graph.inputs if node.dtype not in HANDLES}
+        self.sizes = {node.name: node.shape[0] for node in graph.inputs if node.dtype == I32}
+        # Inputs that are activations of another model (hidden states): they have a place, which a captured graph reads.
+        self._floats = {
+            node.name: torch.zeros(node.shape, device=self.device)
+            for node in graph.inputs
+            if node.dtype not in (*HANDLES, I32)
+        }
         self.cache_names = [node.name for node in graph.inputs if node.dtype == CACHE]
         self.state_names = [node.name for node in graph.inputs if node.dtype == RECURRENT]
         self._fixed: dict[Tensor, Any] = {
@@ -113,6 +119,12 @@ class Program:
             None,
         )
 
+    def take_floats(self, inputs: Mapping[str, Any]) -> None:
+        """Brings a batch's activations to their places. Rows that pad the plan keep what was there."""
+        for name, place in self._floats.items():
+            given = inputs[name]
+            place[: len(given)].copy_(given, non_blocking=True)
+
     def begin(self, inputs: Mapping[str, Any], staged: Staged) -> Values:
         """Values to run with: what is given, before the first step."""
         given: dict[Tensor, Any] = {}
@@ -122,6 +134,8 @@ class Program:
                 given[node] = cache.layer, staged.places[cache.layer.group]
             elif node.dtype == RECURRENT:
                 given[node] = inputs[node.name].layer, staged.spans
+            elif node.name in self._floats:
+                given[node] = self._floats[node.name]
             else:
                 given[node] = staged.values[node.name]
         return Values(self._fixed | given)

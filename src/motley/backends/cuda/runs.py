@@ -91,6 +91,8 @@ class Run(ABC):
 
     def _run(self, inputs: Sequence[Mapping[str, Any]]) -> Outputs:
         staged = self._stage(inputs)
+        for program, own in zip(self._programs, inputs, strict=True):
+            program.take_floats(own)
         if staged.is_decode:
             return self._run_decode(inputs, staged, self._decodes[staged.layout])
         if self._captures and self.captures_prompts:

@@ -57,10 +57,11 @@ def draft_companion(path: str | os.PathLike[str], target: ModelSpec) -> Companio
 def nextn_companion(spec: ModelSpec, params: DecoderParams, crew: Crew) -> Companion:
     """The model's multi-token prediction layer. ConfigError where it cannot run."""
     assert params.n_nextn, "refused before"
-    if crew.hosts or any(device.is_gpu for device in crew.devices):
+    gpus = {device.name for device in crew.devices if device.is_gpu}
+    if crew.hosts or len(gpus) > 1 or (gpus and not all(device.is_gpu for device in crew.devices)):
         raise ConfigError(
-            "multi-token prediction layers (--spec mtp) run on CPU devices of one host only, so far",
-            hint="leave out mtp, or use --device cpu",
+            "multi-token prediction layers (--spec mtp) run on one GPU or on CPU devices of one host only, so far",
+            hint="leave out mtp, or use --device cpu or --device cuda:0",
         )
     return Companion("multi-token prediction layer", spec, params.nextn)
 
