@@ -74,7 +74,7 @@ def logits(path: Path, **options: Any) -> torch.Tensor:
         "cache_type_v": "f32",
         "spec": "off",
     }
-    with LLM(path, spec="off", **sizes, **options) as llm, llm.raw_sequence() as sequence:
+    with LLM(path, **sizes, **options) as llm, llm.raw_sequence() as sequence:
         parts = [tokens[:17], tokens[17:18], tokens[18:21]]
         rows = [torch.as_tensor(sequence.feed(part, n_outputs=1)) for part in parts]
     return torch.cat(rows)
