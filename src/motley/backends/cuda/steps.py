@@ -180,6 +180,7 @@ class Steps:
         matrix = self._matrices.joined([part.weight.name for part in stage.parts], self._weights)
         form, n_tokens = self._form_of(stage), x.shape[0]
         sizes, copies = [node.shape[1] for node in stage.outputs], self._matrices.copies
+        least = max(MIN_COPY_ROWS, matmul_kernel.most_fast_rows(matrix.kind) + 1)
 
         def step(values: Values) -> None:
             residual = None if added is None else values.plain(added).contiguous()
@@ -189,7 +190,7 @@ class Steps:
             elif form == INT8:
                 matvec_kernel.matvec(matrix, values.rows(x, INT8), out, residual)
             else:
-                copy = copies.get(matrix) if n_tokens >= MIN_COPY_ROWS else None
+                copy = copies.get(matrix) if n_tokens >= least else None
                 if copy is None and n_tokens <= MAX_KERNEL_ROWS:
                     matmul_kernel.matmul(matrix, values.rows(x, HALVES), out, residual)
                 else:

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from motley.backends.cuda.kernels import warpgroup_matmul as warpgroups
 from motley.backends.cuda.kernels.bits import (
     INTERPRETED,
     biased_nibble,
@@ -174,6 +175,11 @@ def tile_for(weight: WeightPlanes, n_tokens: int) -> Tile:
     return Tile(64, 32, 4, 3 if is_tall or weight.n_rows <= 64 * _MULTIPROCESSORS // 2 else 2)
 
 
+def most_fast_rows(kind: str) -> int:
+    """Up to how many rows packed weights are faster than float16 copies of them, where that is known; otherwise 0."""
+    return 64 if warpgroups.is_possible(kind) else 0
+
+
 def matmul(
     weight: WeightPlanes,
     x: Rows,
@@ -188,6 +194,9 @@ def matmul(
     assert out.shape == (n_tokens, weight.n_rows)
     assert out.dtype == torch.float32
     assert out.is_contiguous()
+    if tile is None and warpgroups.is_possible(weight.kind):
+        warpgroups.warpgroup_matmul(weight, x, out, residual)
+        return out
     tile = tile or tile_for(weight, n_tokens)
     tokens = min(64, max(16, triton.next_power_of_2(n_tokens)))
     n_programs = triton.cdiv(weight.n_rows, tile.rows) * triton.cdiv(n_tokens, tokens)
