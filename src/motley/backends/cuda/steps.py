@@ -87,10 +87,12 @@ class Steps:
         return {node: next(iter(forms)) for node, forms in wants.items() if len(forms) == 1}
 
     def _form_of(self, stage: Linear) -> str:
-        weight = self._matrices.get(stage.parts[0].weight.name, self._weights)
+        weight = self._matrices.joined([part.weight.name for part in stage.parts], self._weights)
         if not weight.is_packed:
             return PLAIN
-        return INT8 if stage.x.shape[0] <= matvec_kernel.most_vectors(weight.n_columns) else HALVES
+        n_tokens = stage.x.shape[0]
+        is_few = n_tokens <= matvec_kernel.most_vectors(weight.n_columns)
+        return INT8 if is_few and n_tokens not in matmul_kernel.fast_rows(weight) else HALVES
 
     def prepare(self, stage: Stage) -> Step:
         match stage:
@@ -180,7 +182,7 @@ class Steps:
         matrix = self._matrices.joined([part.weight.name for part in stage.parts], self._weights)
         form, n_tokens = self._form_of(stage), x.shape[0]
         sizes, copies = [node.shape[1] for node in stage.outputs], self._matrices.copies
-        least = max(MIN_COPY_ROWS, matmul_kernel.most_fast_rows(matrix.kind) + 1)
+        takes_copy = n_tokens >= MIN_COPY_ROWS and n_tokens not in matmul_kernel.fast_rows(matrix)
 
         def step(values: Values) -> None:
             residual = None if added is None else values.plain(added).contiguous()
@@ -190,7 +192,7 @@ class Steps:
             elif form == INT8:
                 matvec_kernel.matvec(matrix, values.rows(x, INT8), out, residual)
             else:
-                copy = copies.get(matrix) if n_tokens >= least else None
+                copy = copies.get(matrix) if takes_copy else None
                 if copy is None and n_tokens <= MAX_KERNEL_ROWS:
                     matmul_kernel.matmul(matrix, values.rows(x, HALVES), out, residual)
                 else:

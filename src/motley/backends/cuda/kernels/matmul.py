@@ -175,9 +175,14 @@ def tile_for(weight: WeightPlanes, n_tokens: int) -> Tile:
     return Tile(64, 32, 4, 3 if is_tall or weight.n_rows <= 64 * _MULTIPROCESSORS // 2 else 2)
 
 
-def most_fast_rows(kind: str) -> int:
-    """Up to how many rows packed weights are faster than float16 copies of them, where that is known; otherwise 0."""
-    return 64 if warpgroups.is_possible(kind) else 0
+def fast_rows(weight: WeightPlanes) -> range:
+    """Numbers of rows for which this is faster than `matvec` and than a product with a float16 copy of the matrix, as
+    far as it was measured. `matvec` is as fast for a small matrix, of which it has more programs.
+    """
+    if not warpgroups.is_possible(weight):
+        return range(0)
+    is_small = weight.n_rows * weight.n_columns < 4096 * 4096
+    return range(9 if is_small else 5, 65)
 
 
 def matmul(
@@ -194,7 +199,7 @@ def matmul(
     assert out.shape == (n_tokens, weight.n_rows)
     assert out.dtype == torch.float32
     assert out.is_contiguous()
-    if tile is None and warpgroups.is_possible(weight.kind):
+    if tile is None and warpgroups.is_possible(weight):
         warpgroups.warpgroup_matmul(weight, x, out, residual)
         return out
     tile = tile or tile_for(weight, n_tokens)

@@ -29,9 +29,11 @@ _MULTIPROCESSORS = 132  # of an H200; fewer programs share their columns out
 _BLOCKS = 32  # of a tile
 
 
-def is_possible(kind: str) -> bool:
-    """Whether this kernel can multiply by planes of that kind here."""
-    if INTERPRETED or not triton.__version__.startswith(_TRIED) or kind not in ("Q4_K", "Q4_0"):
+def is_possible(weight: WeightPlanes) -> bool:
+    """Whether this kernel can multiply by that matrix here. Its rows begin at multiples of 16 bytes in all planes."""
+    if weight.kind not in ("Q4_K", "Q4_0") or weight.n_columns % (8 * BLOCK):
+        return False
+    if INTERPRETED or not triton.__version__.startswith(_TRIED):
         return False
     return bool(driver.active.get_current_target().arch == _HOPPER)
 
