@@ -21,6 +21,7 @@ from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.prefill import max_span_rows, prefill, spans
 from motley.backends.cuda.kernels.rows import PLAIN, Rows
 from motley.backends.cuda.kernels.tiles import CachePlanes
+from motley.backends.cuda.staging import Chunk
 from motley.engine.trees import row_masks
 from motley.graph.ops import Hadamard
 from motley.kvcache.store import Store
@@ -91,7 +92,7 @@ def test_rows_of_trees(kind: str, n_rows: int, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
-@pytest.mark.parametrize(("n_rows", "before"), [(512, 4096), (700, 6200)])
+@pytest.mark.parametrize(("n_rows", "before"), [(512, 4096), (700, 6200), (2048, 6144)])
 def test_long_contexts_in_pieces(kind: str, n_rows: int, before: int) -> None:
     torch.manual_seed(n_rows)
     (keys, blocks, k), (values, _, v) = (filled(kind, before + n_rows) for _ in "kv")
@@ -102,14 +103,17 @@ def test_long_contexts_in_pieces(kind: str, n_rows: int, before: int) -> None:
     numbers = torch.cat([torch.zeros(1, dtype=torch.int32, device="cuda"), blocks])
     size, is_rotated = max_span_rows(kind, kind, DIM), kind != "f16"
     portions = torch.from_numpy(np.ascontiguousarray(spans(0, n_rows, before, 0, size))).to("cuda")
-    out = torch.full_like(q, torch.nan)
-    sums = prefill(
-        q, *planes, HEADS, numbers, portions, out,
-        span_rows=size, scale=0.1, rotate=is_rotated, n_skipped=n_taken,
-    )  # fmt: skip
+    out, sums = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device="cuda")
+    if not (with_own := library_attention.takes_own(Chunk(0, n_rows, before, 0, 0, len(portions)))):
+        sums = prefill(
+            q, *planes, HEADS, numbers, portions, out,
+            span_rows=size, scale=0.1, rotate=is_rotated, n_skipped=n_taken,
+        )  # fmt: skip
+    assert with_own == (n_rows == 2048)
     library_attention.attend_pieces(
-        q, *planes, HEADS, numbers[1:], n_taken, out, sums, scale=0.1, rotation=DIM if is_rotated else 1
-    )
+        q, *planes, HEADS, numbers[1:], n_taken, out, sums,
+        scale=0.1, rotation=DIM if is_rotated else 1, with_own=with_own,
+    )  # fmt: skip
     last = before + torch.arange(n_rows, device="cuda")
     wanted = expected(q, k, v, torch.arange(before + n_rows, device="cuda") <= last[:, None], 0.1)
     if is_rotated:

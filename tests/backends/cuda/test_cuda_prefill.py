@@ -133,27 +133,32 @@ def test_spans_cover_each_row_once_and_the_longest_come_first() -> None:
 
 
 def plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What cuDNN does: float16 (1, heads, tokens, dim) with fewer KV heads, and the logarithms of sums."""
     assert {q.dtype, k.dtype, v.dtype} == {torch.float16}
     k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q.float() @ k.mT * scale
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
     out = (torch.softmax(scores, -1) @ v).half()
     rows = out.transpose(1, 2).contiguous().transpose(1, 2)  # as it is given, row by row
     return rows, torch.logsumexp(scores, -1, keepdim=True)
 
 
 @pytest.mark.parametrize(("kind", "group", "rotation"), [("f16", 3, 1), ("q8_0", 2, 64), ("q4_0", 4, 32)])
+@pytest.mark.parametrize("with_own", [False, True])
 def test_long_contexts_are_joined_from_pieces(
-    kind: str, group: int, rotation: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, group: int, rotation: int, with_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces of 64, 32 and 16 tokens by the library, and the rest, which ends within a block, by `prefill`."""
+    """Pieces of 64, 32 and 16 tokens by the library, and the rest, which ends within a block, by `prefill`; or no rest,
+    and the rows' own keys by the library, too.
+    """
     torch.manual_seed(rotation)
     monkeypatch.setattr(library_attention, "PIECE_SIZES", (64, 32, 16))
     monkeypatch.setattr(library_attention, "_ROWS", 8)
     monkeypatch.setattr(library_attention, "library_attention", plain_attention)
-    dim, n_rows, n_before = 64, 5, 115
+    dim, n_rows, n_before = (64, 16, 112) if with_own else (64, 5, 115)
     stores = filled(kind, dim, 16), filled(kind, dim, 16)
     blocks = np.random.default_rng(1).permutation(N_BLOCKS).astype(np.int32)[:8]
     table = SequenceTable(0, n_rows, n_before, 0, blocks)
@@ -170,12 +175,14 @@ def test_long_contexts_are_joined_from_pieces(
     out = torch.full_like(q, torch.nan)
     portions = torch.from_numpy(spans(0, n_rows, n_before, start, 16))
     caches = *map(planes, stores), HEADS
-    sums = prefill(
-        q, *caches, numbers, portions, out,
-        span_rows=16, scale=0.2, rotate=rotation > 1, rotation=rotation, n_skipped=112,
-    )  # fmt: skip
+    sums = torch.full(q.shape[:2], torch.nan)
+    if not with_own:
+        sums = prefill(
+            q, *caches, numbers, portions, out,
+            span_rows=16, scale=0.2, rotate=rotation > 1, rotation=rotation, n_skipped=112,
+        )  # fmt: skip
     library_attention.attend_pieces(
-        q, *caches, numbers[start + 1 :], 112, out, sums, scale=0.2, rotation=rotation
+        q, *caches, numbers[start + 1 :], 112, out, sums, scale=0.2, rotation=rotation, with_own=with_own
     )
     assert float((out - expected).norm() / expected.norm()) < 2e-3
 
@@ -185,6 +192,12 @@ def test_only_long_contexts_of_many_rows_are_taken_in_pieces() -> None:
         return library_attention.n_taken(Chunk(0, n_rows, position, first, 0, 1))
 
     assert [taken(512, n) for n in (0, 4095, 4096, 6143, 6144, 40_000)] == [0, 0, 4096, 4096, 6144, 38_912]
+    own = [
+        library_attention.takes_own(Chunk(0, n, p, 0, 0, 1))
+        for n, p in ((2048, 4096), (2048, 4100), (512, 4096))
+    ]
+    assert own == [True, False, False]
+    assert not library_attention.takes_own(Chunk(0, 2048, 0, 0, 0, 1))
     assert taken(511, 8192) == 0
     assert taken(512, 8192, first=2048) == 0  # a window's table
     assert sum(n for _, n in library_attention.pieces(38_912)) == 38_912

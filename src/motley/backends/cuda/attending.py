@@ -151,12 +151,16 @@ class Attending:
         for chunk in place.chunks:
             spans, n_taken = place.spans[first : first + chunk.n_spans], library_attention.n_taken(chunk)
             first += chunk.n_spans
-            sums = self._prefill(q, layer, place, spans, out, n_taken)
+            with_own = library_attention.takes_own(chunk)
+            if with_own:
+                sums = torch.empty(q.shape[:2], device=self._device)
+            else:
+                sums = self._prefill(q, layer, place, spans, out, n_taken)
             if n_taken:
                 rows = slice(chunk.first_row, chunk.first_row + chunk.n_rows)
                 library_attention.attend_pieces(
                     q[rows], self._keys, self._values, layer.rows, place.numbers[chunk.table + 1 :], n_taken,
-                    out[rows], sums[rows], scale=self._stage.op.scale, rotation=rotation,
+                    out[rows], sums[rows], scale=self._stage.op.scale, rotation=rotation, with_own=with_own,
                 )  # fmt: skip
 
 

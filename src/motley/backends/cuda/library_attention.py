@@ -1,8 +1,9 @@
 """Attention of many rows over a long context by cuDNN, which is twice as fast as `kernels/prefill` and needs float16.
 
-The context is taken in pieces of a few sizes, from its beginning, each unpacked to float16 for this call; the rest, and
-the rows' own keys, which need a mask, are `prefill`'s. Results are joined by their sums (`kernels/pieces`). Few sizes,
-because cuDNN plans each shape anew, in 40 ms; so rows are padded to multiples of 512.
+The context is taken in pieces of a few sizes, from its beginning, each unpacked to float16 for this call; the rest and
+the rows' own keys are `prefill`'s. Where there is no rest and the rows are as many as a piece, as in all batches of a
+long prompt but the last, their own keys are one more piece, with cuDNN's causal mask. Results are joined by their sums
+(`kernels/pieces`). Few sizes, because cuDNN plans each shape anew, in 40 ms; so rows are padded to multiples of 512.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ def n_taken(chunk: Chunk) -> int:
     return chunk.position // PIECE_SIZES[-1] * PIECE_SIZES[-1] if is_long else 0
 
 
+def takes_own(chunk: Chunk) -> bool:
+    """Whether the rows' own keys are a piece, too."""
+    return n_taken(chunk) == chunk.position > 0 and chunk.n_rows in PIECE_SIZES
+
+
 def pieces(n_tokens: int) -> Iterator[tuple[int, int]]:
     """(first token, tokens) of each piece of `n_tokens`, the largest ones first."""
     start = 0
@@ -62,10 +68,12 @@ def attend_pieces(
     *,
     scale: float,
     rotation: int = 1,
+    with_own: bool = False,
 ) -> None:
     """Add the first `n_tokens` of a context, `table` (int32 ids of blocks), to out and sums, as `prefill` leaves them.
 
-    q (rows, heads, dim) float32, all of a sequence. `rotation`: of stored values, to be undone.
+    q (rows, heads, dim) float32, all of a sequence. `rotation`: of stored values, to be undone. `with_own`: these
+    tokens are all before the rows; then the rows' own keys are added, too, and out and sums are overwritten.
     """
     n_rows, n_heads, dim = q.shape
     n_kv_heads = head_rows.stop - head_rows.start
@@ -76,19 +84,27 @@ def attend_pieces(
     halves[:n_rows] = q
     queries = halves.transpose(0, 1)[None]
     room = [torch.empty(n_kv_heads, PIECE_SIZES[0], dim, dtype=torch.float16, device=q.device) for _ in "kv"]
-    for start, size in pieces(n_tokens):
+    taken = [(start, size, False) for start, size in pieces(n_tokens)]
+    if with_own:
+        assert n_rows == n_padded, "the mask would be another"
+        taken.append((n_tokens, n_rows, True))
+        out.zero_()
+        sums.fill_(-torch.inf)
+    for start, size, is_causal in taken:
         own = [each.view(-1)[: n_kv_heads * size * dim].view(n_kv_heads, size, dim) for each in room]
         for planes, piece in zip((keys, values), own, strict=True):
             unpack_piece(planes, head_rows, table, start // planes.block_size, piece)
-        result, logs = library_attention(queries, own[0][None], own[1][None], scale)
+        result, logs = library_attention(queries, own[0][None], own[1][None], scale, is_causal)
         rows = result[0].transpose(0, 1).contiguous()
         join_piece(out, sums, rows, logs.view(n_heads, n_padded), rotation)
 
 
-def library_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[Any, Any]:
-    """cuDNN's attention without a mask, float16 (1, heads, tokens, dim), and the natural logarithms of its sums."""
+def library_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool = False
+) -> tuple[Any, Any]:
+    """cuDNN's attention, float16 (1, heads, tokens, dim), and the natural logarithms of its sums."""
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, False, False, scale=scale
+        q, k, v, None, True, 0.0, is_causal, False, scale=scale
     )
     return found[0], found[1]
 
