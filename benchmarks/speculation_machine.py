@@ -106,7 +106,8 @@ def measure_depth(
                     scripted.texts[id(request.sampler)] = text
                 seconds = _seconds(engine)
             if any(request.finish_reason == "failed" for request in requests):
-                raise SystemExit(f"depth {depth}: a request failed: {requests[0].outbox}")
+                errors = [request.outbox.result().error for request in requests]
+                raise SystemExit(f"depth {depth}: a request failed: {errors}")
             rate = n_requests * (n_tokens - 1) / seconds
             whole = time.perf_counter() - started
             print(f"depth {depth}, {spec}: {rate:.1f} tokens/s ({whole:.1f} s)", file=sys.stderr, flush=True)

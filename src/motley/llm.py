@@ -192,6 +192,10 @@ class LLM:
         loaded.runner.tell_losses(loaded.engine.report_loss)
         self.load_seconds = time.perf_counter() - started
 
+    def allow_idle_tasks(self) -> None:
+        """Lets the engine prepare steps with drafts before its first answer, while it is idle; otherwise after it."""
+        self._service.allow_idle_tasks()
+
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """From the file, or a plain one; made at the first chat, so that a broken one hinders nothing else."""

@@ -111,17 +111,21 @@ def test_a_short_answer_does_not_wait_for_plans_that_it_hardly_uses(p_right: flo
     assert speed_up(p_right, small_cpu, p_draft=0.2, n_steps=300, plan=25.0) > 0.95
 
 
-def test_a_plan_is_made_once_it_would_have_saved_half_its_price() -> None:
-    known, unknown = PlanAccount(lambda n_rows: n_rows, 2.0), PlanAccount(lambda n_rows: n_rows)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_plan_is_made_once_it_would_have_saved_its_price(is_given: bool) -> None:
+    """Half of it, or where plans are also made while the engine is idle, four times as much."""
+    price = 0.25 if is_given else 2.0
+    account = PlanAccount(lambda n_rows: n_rows, price if is_given else 0.0)
+    assert account.is_enough is not is_given  # the first one is made to find out
+    account.note(2, 2.0)
     found = []
     for saved in (0.0, 0.9, -0.2, 0.2, 0.2):
-        known.credit(saved)
-        found.append(known.is_enough)
+        account.credit(saved)
+        found.append(account.is_enough)
     assert found == [False, False, False, False, True]
-    known.note(4, 0.01)  # without its capture
-    assert not known.is_enough
-    assert known.has(4)
-    assert unknown.is_enough  # the first one is made to find out
+    account.note(4, 2.5)
+    assert not account.is_enough
+    assert account.has(4)
 
 
 @pytest.mark.parametrize("p_right", [0.3, 0.8, 0.95])
@@ -225,3 +229,17 @@ def test_costs_of_many_numbers_of_rows_are_those_of_each() -> None:
     for stride in (1, 3, 8):
         expected = [costs.seconds(n) for n in range(1, 1 + 40 * stride, stride)]
         assert costs.seconds_from(1, 40, stride) == expected
+
+
+def test_texts_that_go_on_as_drafted_or_not_at_all_are_not_taken_for_better_than_they_are() -> None:
+    """One draft in three is right to the end, the others are wrong at once: rates alone would let expect more."""
+    control, each, draft = AdaptiveControl({"lookup": (0.6,)}), request(), Draft((0,) * 7, "lookup")
+    by_rate, expected = [], []
+    for number in range(300):
+        n_right = 7 if number % 3 == 0 else 0
+        rate = control.acceptance.rate(each, "lookup", 0)
+        by_rate.append(sum(rate**i for i in range(1, 8)))
+        expected.append(control.acceptance.gain(each) * by_rate[-1])
+        control.note_draft(each, draft, n_right, not n_right)
+    assert sum(by_rate[30:]) / 270 > 2.6
+    assert sum(expected[30:]) / 270 == pytest.approx(7 / 3, rel=0.08)

@@ -131,7 +131,7 @@ def test_plans_that_would_have_paid_are_made_in_an_answer(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(path, monkeypatch)
-    text = (list(range(3, 33)) * 30)[: 2 * N_TOKENS]
+    text = (list(range(3, 33)) * 40)[: 2 * N_TOKENS]
     without, _ = machine.answer(text, "off")
     first, _ = machine.answer(text)
     second, _ = machine.answer(text)

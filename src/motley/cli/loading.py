@@ -171,6 +171,7 @@ def load(path: Path, chosen: LoadOptions) -> LLM:
     arguments["n_parallel"] = chosen.parallel or 1
     with loading_bar(f"Loading {path.name}") as (progress, compiling):
         llm = LLM(path, progress=progress, compiling=compiling, **arguments)
+    llm.allow_idle_tasks()
     if llm.chosen_devices is not None:
         say(llm.chosen_devices)
     for notice in llm.notices:

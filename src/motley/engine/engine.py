@@ -85,6 +85,7 @@ class Engine:
         self.efforts = efforts or Efforts(n_layers=1)
         self.after_turn: Callable[[], object] = lambda: None  # called after each turn: messages, then a step
         self.idle_tasks: deque[Callable[[], object]] = deque()  # to be done while there is nothing else to do
+        self.may_idle = False  # before the first step, another thread may drive the engine: a benchmark
         self.speculator = speculator or Speculator()
         self.n_guests = 0  # raw sequences that end by themselves: requests wait until their blocks are free
         self._followers: list[Request] = []  # wait for their leader's first token

@@ -113,6 +113,14 @@ class EngineService:
         """Schedules `work()` on the engine's thread. It is not run once the service has stopped. Takes no lock."""
         self._inbox.put(_Call(work))
 
+    def allow_idle_tasks(self) -> None:
+        """Lets the engine do idle tasks before its first answer, too. No other thread may drive the engine then."""
+
+        def allow() -> None:
+            self._engine.may_idle = True
+
+        self.post(allow)
+
     def require_reader(self) -> None:
         """Refuses to let a thread wait for an answer that can never come: the engine's own, or one of a fork."""
         self._require_own_process()
@@ -181,6 +189,7 @@ class _Loop:
         self._engine.after_turn()
 
     def _step(self) -> None:
+        self._engine.may_idle = True
         try:
             self._engine.step()
         except BaseException as error:  # a bug: the engine's state may be inconsistent
@@ -196,7 +205,7 @@ class _Loop:
         If none comes for a while, the engine does an idle task.
         """
         engine = self._engine
-        is_idle = bool(engine.idle_tasks) and not engine.has_work
+        is_idle = bool(engine.idle_tasks) and engine.may_idle and not engine.has_work
         try:
             for _ in range(
                 max(1, self._inbox.qsize())

@@ -78,9 +78,11 @@ def _load(message: Message, channel: Channel) -> LLM:
 
         return tell
 
-    return LLM(
+    llm = LLM(
         message["model"], progress=telling("bytes"), compiling=telling("kernels"), **message["arguments"]
     )
+    llm.allow_idle_tasks()
+    return llm
 
 
 class Worker:

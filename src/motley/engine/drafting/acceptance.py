@@ -19,7 +19,8 @@ _FORGET = 0.99  # what an unused draft leaves of earlier ones: after a while dra
 _MOST = 0.98
 _SURE = 0.6  # a rate: drafts of which less is assumed are watched before any is used
 _PROOF = 1.5  # tokens that were right, and that were expected to be: so many have to be seen of them
-_OWN, _UNUSED = "acceptance", "unused draft"  # what a request's memory keeps
+_YIELD_KEEP, _YIELD_WEIGHT = 0.9, 8.0
+_OWN, _YIELD, _UNUSED = "acceptance", "yield", "unused draft"  # what a request's memory keeps
 
 
 class Unused(NamedTuple):
@@ -63,9 +64,25 @@ class Acceptance:
     def note(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
         """Records how many tokens of a draft were right, and whether one was wrong."""
         n_seen = n_right + is_rejected
+        self._note_yield(request, draft, n_right)
         n_expected = n_seen * self._usual(draft.drafter, draft.grade)
         _own(request).add(n_right, n_expected, _OWN_KEEP)
         self._all.setdefault((draft.drafter, draft.grade), _Average()).add(n_right, n_seen, _ALL_KEEP)
+
+    def gain(self, request: Request) -> float:
+        """How many tokens the request's drafts gave, of those that its rates let expect; at most 1.
+
+        Rates let expect too much of a text that mostly goes on as drafted or not at all.
+        """
+        own: _Average | None = request.memory.get(_YIELD)
+        return 1.0 if own is None else min(1.0, own.rate(1.0, _YIELD_WEIGHT))
+
+    def _note_yield(self, request: Request, draft: Draft, n_right: int) -> None:
+        if draft.parents:
+            return
+        rate, n = self.rate(request, draft.drafter, draft.grade), len(draft.tokens)
+        n_expected = rate * (1 - rate**n) / (1 - rate)
+        request.memory.setdefault(_YIELD, _Average()).add(n_right, n_expected, _YIELD_KEEP)
 
     def is_proven(self, request: Request, drafter: str, grade: int) -> bool:
         """Whether enough is known of such drafts for a trial: of a text that cannot be guessed, watching them tells."""

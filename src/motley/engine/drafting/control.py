@@ -120,7 +120,8 @@ class AdaptiveControl:
             return self._cut(drafts, {}, {})
         slots: list[tuple[float, int, Request]] = []
         for order, (rate, (request, draft)) in enumerate(zip(rates, drafts.items(), strict=True)):
-            slots += [(-survival, order, request) for survival in _survivals(draft, rate)]
+            gain = self.acceptance.gain(request)
+            slots += [(-survival * gain, order, request) for survival in _survivals(draft, rate)]
         slots.sort(key=lambda slot: slot[:2])
         is_paid = any(
             draft.drafter in self._costly for draft in drafts.values()

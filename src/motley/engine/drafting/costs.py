@@ -14,6 +14,7 @@ _N_NEEDED = 3  # steps: the first of a kind may also compile something, and othe
 _MAX_AGE = 2048  # steps: then steps of so many rows are measured again, as contexts grow
 _ROUNDS_NEEDED, _MAX_UNUSED = 3, 2048  # a drafter's rounds; steps in which its drafts did not pay
 _PLAN_MARGIN = 0.5  # what a plan would have saved, relative to its price: then it is made
+_LATER_MARGIN = 4.0  # the same where plans are also made while the engine is idle
 _FRESH = 256  # steps: after so many, the cost of a step without drafts is measured again
 _SECOND, _SLOPE = (
     0.4,
@@ -129,7 +130,8 @@ class PlanAccount:
     """Whether steps of a new number of rows are worth the plan that they need.
 
     A plan is made once it would have saved half of what it costs, so an answer whose drafts are wrong never waits for
-    one. What it would have saved is known for drafts that were not used, once the tokens have come.
+    one; where its price is given, four times what it costs, as it will be made while the engine is idle. What it would
+    have saved is known for drafts that were not used, once the tokens have come.
     """
 
     def __init__(self, bucket: Callable[[int], int], price: float = 0.0) -> None:
@@ -162,7 +164,7 @@ class PlanAccount:
     @property
     def is_enough(self) -> bool:
         """Whether the plan is worth its price, and may be made."""
-        return self._saved >= _PLAN_MARGIN * self._price
+        return self._saved >= (_LATER_MARGIN if self._is_given else _PLAN_MARGIN) * self._price
 
 
 class RoundCosts:
