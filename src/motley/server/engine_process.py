@@ -34,7 +34,7 @@ _CALL_THREADS = 4
 _CONSTRAINTS = {"json_schema", "json_object", "regex", "grammar"}
 _DRAIN = 1.0  # seconds for the last messages
 _HOLD = 0.004  # seconds: see Collector
-_HOLD_ALL_CORES = 0.010  # where each message takes a core from the engine
+_HOLD_ALL_CORES = 0.025  # where each message takes a core from the engine
 
 
 def main() -> None:
