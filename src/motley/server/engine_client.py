@@ -294,7 +294,6 @@ class EngineClient:
         self._n_failed_starts = 0
         if len(self.slots.all) != info["n_parallel"]:
             self.slots.resize(info["n_parallel"])
-        self._unsent.clear()
         for ticket in self._tickets.values():  # of an engine before this one
             self._add(ticket)
         self.on_ready()
@@ -360,6 +359,7 @@ class EngineClient:
         if self._is_stopping:
             return
         self.state = LOADING if self._restarts and self.refusal is None else DEAD
+        self._unsent.clear()  # tickets that go on are added again
         error = ApiError(503, "the engine has ended while it worked on this request")
         for future in self._calls.values():
             if not future.done():
