@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ MOCK = Path(__file__).resolve().parents[2] / "benchmarks" / "mock_engine.py"
 
 def main() -> int:
     flags = sys.argv[1:]
+    if "--few-files" in flags:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
     command = [sys.executable, str(MOCK), "--steps-per-second", "50"]
     settings = ServerSettings(
         model=bundled_model_path(),

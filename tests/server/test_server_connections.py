@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,30 @@ def test_a_client_that_offers_http_2_is_answered_by_http_1(server: RunningServer
     upgrade = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAAB")
     found = talk(server, post(WHOLE, *upgrade) + post(WHOLE, "Connection: close"))
     assert found.count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_connections_that_ask_nothing_keep_nobody_out() -> None:
+    """The server may open 100 files here."""
+    with RunningServer("--few-files", is_mock=True) as server, ExitStack() as stack:
+        server.wait_until_ready()
+        host, port = server.url.removeprefix("http://").split(":")
+
+        def connected() -> socket.socket:
+            return stack.enter_context(socket.create_connection((host, int(port)), timeout=WAIT))
+
+        working = connected()  # it is not idle
+        working.sendall(post(json.dumps({"prompt": "a", "max_tokens": 20, "stream": True}).encode()))
+        assert working.recv(9) == b"HTTP/1.1 "
+        silent = [connected() for _ in range(150)]
+        assert server.get("/health").status_code == 200
+        with suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b""
+        found = b""
+        while b"[DONE]" not in found:
+            part = working.recv(65536)
+            assert part
+            found += part
+        assert not any("Too many open files" in line for line in server.log)
 
 
 def test_only_the_head_of_a_request_is_changed() -> None:

@@ -100,8 +100,11 @@ def without_upgrade(data: bytes) -> bytes:
     return _UPGRADE.sub(rb"\1Ignored:", head) + end + rest
 
 
-def protocol_with(limits: Limits) -> type[HttpToolsProtocol]:
-    """The class of connections, for `uvicorn.Config(http=…)`."""
+def protocol_with(limits: Limits, max_connections: int) -> type[HttpToolsProtocol]:
+    """The class of connections, for `uvicorn.Config(http=…)`. Of more than `max_connections`, the one is dropped that
+    has been idle for longest: many connections that ask nothing keep nobody out.
+    """
+    idle: dict[LimitedProtocol, None] = {}  # in the order in which they became idle
 
     class LimitedProtocol(HttpToolsProtocol):
         _n_head = 0
@@ -116,11 +119,17 @@ def protocol_with(limits: Limits) -> type[HttpToolsProtocol]:
             # A writer learns at once that the reader is behind: what comes meanwhile is then written together.
             transport.set_write_buffer_limits(high=0)
             self._wait_for_head()
+            idle[self] = None
+            if len(self.connections) > max_connections:
+                oldest = next(iter(idle))
+                del idle[oldest]
+                oldest.transport.abort()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(without_upgrade(data) if b"h2c" in data else data)
 
         def connection_lost(self, exc: Exception | None) -> None:
+            idle.pop(self, None)
             self._stop_waiting()
             self._unblock()
             super().connection_lost(exc)
@@ -158,6 +167,8 @@ def protocol_with(limits: Limits) -> type[HttpToolsProtocol]:
         def on_response_complete(self) -> None:
             self._bodies.popleft()
             super().on_response_complete()
+            if not self._bodies and not self.transport.is_closing():
+                idle[self] = None
 
         def on_url(self, url: bytes) -> None:
             self._count(len(url))
@@ -168,6 +179,7 @@ def protocol_with(limits: Limits) -> type[HttpToolsProtocol]:
             super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
+            idle.pop(self, None)
             self._stop_waiting()
             super().on_headers_complete()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
@@ -25,6 +26,9 @@ _log = logging.getLogger("motley.server")
 OK, REFUSED, ENGINE_DIED = 0, 2, 3  # exit codes
 _FINISH_SECONDS = 3  # for running requests after SIGTERM; then they end with an error
 _LAST_SECONDS = 1  # for clients to take that
+_MAX_FILES = 65_536
+_MAX_WAITING = 1024  # connections that wait to be accepted
+_OWN_FILES = 64  # that are no connections
 _AFTER_DEATH = 0.5  # seconds in which requests still get a 503
 
 
@@ -43,7 +47,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(1024)
+        listening.listen(_MAX_WAITING)
         listening.setblocking(False)
         return listening
     except OSError as error:
@@ -51,6 +55,19 @@ def _listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error.strerror or error}",
             hint="another --port (0: any free one) or --host",
         ) from None
+
+
+def _room_for_connections() -> tuple[int, int]:
+    """How many connections the limit of open files allows, after raising it as far as this process may; and how many
+    are accepted at once, which is some turns of the event loop before others are dropped for them.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    n_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n_at_once = max(8, min(_MAX_WAITING, n_files // 16))
+    return max(1, n_files - _OWN_FILES - 4 * n_at_once), n_at_once
 
 
 class _Server(uvicorn.Server):
@@ -71,9 +88,11 @@ async def _serve(settings: ServerSettings, listening: socket.socket) -> int:
         command=settings.engine_command,
     )
     front = Front(settings, engine)
+    max_connections, n_at_once = _room_for_connections()
     config = uvicorn.Config(
         make_app(front),
-        http=protocol_with(settings.limits),
+        http=protocol_with(settings.limits, max_connections),
+        backlog=n_at_once,
         ws="none",
         lifespan="off",
         access_log=False,
@@ -112,6 +131,8 @@ async def _serve(settings: ServerSettings, listening: socket.socket) -> int:
             code, server.should_exit = REFUSED, True
         gc.collect()
         gc.freeze()
+        if not serving.done():
+            listening.listen(_MAX_WAITING)  # asyncio has set it to the number that it accepts at once
         await serving
     finally:
         watching.cancel()
