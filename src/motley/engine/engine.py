@@ -18,8 +18,8 @@ from motley.engine.params import SamplingParams
 from motley.engine.request import CANCELLED, Request, TokenLogprobs
 from motley.engine.scheduler import Scheduler, Step
 from motley.engine.steady import Steady
-from motley.engine.trees import has_children, row_masks
-from motley.engine.verifying import NONE_CHOSEN, Chosen, choose_all, chosen_of, first_rows, row_of, rows_ahead
+from motley.engine.trees import row_masks
+from motley.engine.verifying import NONE_CHOSEN, Chosen, DraftVerification, chosen_of, row_of
 from motley.errors import (
     CacheError,
     DeviceError,
@@ -28,7 +28,6 @@ from motley.errors import (
     MotleyError,
     RequestError,
 )
-from motley.kvcache.groups import BlockShift
 from motley.kvcache.manager import CacheManager
 from motley.runtime import Batch, Chunk, PlacedBatch, Runner
 from motley.text import Tokenizer
@@ -44,9 +43,6 @@ class _Running(NamedTuple):
     step: Step
     logits: torch.Tensor
     n_runs: int  # of the runner, this run included
-
-
-_NO_LOGITS = torch.empty(0, 0)
 
 
 class _Planned(NamedTuple):
@@ -97,7 +93,7 @@ class Engine:
         self._steady: Steady | None = None  # a step that is repeated while no request comes or goes
         self._first_error: BaseException | None = None  # of the last failed step, if it had a single request
         self._drafts: dict[Request, Draft] = {}  # of the step that is being computed
-        self._foretold: list[Found] | None = None  # the tokens of all its rows, if they were chosen at once
+        self._verification: DraftVerification | None = None  # of these drafts, once the step is computed
         self._is_blocked = False  # in the latest step, no request had room in the cache
         self._is_late = (
             False  # whether a GPU had to wait for the latest step, which was not launched in advance
@@ -181,7 +177,7 @@ class Engine:
         self._queue_followers()
         started, n_plans = self._clock(), self.runner.n_plans
         try:
-            step, ready, chosen, logits = self._compute()
+            step, ready, chosen = self._compute()
         except BaseException as error:
             self._recover(error)
         else:
@@ -189,7 +185,7 @@ class Engine:
             self.scheduler.pace.note(step.n_tokens, seconds)
             self._accept(ready, *chosen)
             if step.drafts:
-                self._follow_drafts(step, ready, logits)
+                self._follow_drafts()
             is_decoding = len(ready) + sum(map(len, step.drafts.values())) == step.n_tokens
             if is_decoding and self.runner.n_plans == n_plans:
                 is_late = self._is_late and not step.drafts
@@ -255,16 +251,16 @@ class Engine:
 
     # One step
 
-    def _compute(self) -> tuple[Step, list[Request], Chosen, torch.Tensor]:
-        """Runs the next step. Returns it, the requests that get a token, the first token of each, and the logits."""
+    def _compute(self) -> tuple[Step, list[Request], Chosen]:
+        """Runs the next step. Returns it, the requests that get a token, and the first token of each."""
         running = self._take_running()
         self._is_late = running is None and self.runner.can_chain
         if running is None:
             step, batch, steady = self._plan()
             if not step.work:
-                return step, [], NONE_CHOSEN, _NO_LOGITS
+                return step, [], NONE_CHOSEN
             if steady is not None:  # runs, completes and chooses; there is nothing to plan ahead
-                return step, steady.requests, steady.run(), _NO_LOGITS
+                return step, steady.requests, steady.run()
             batch = batch or self._place(step)
             logits = self.runner.run(batch, step.tokens(), step.copies)
             if self.runner.hidden is not None:
@@ -277,74 +273,31 @@ class Engine:
         for request in ready:
             request.n_steps += 1
         if not ready:
-            return step, [], NONE_CHOSEN, logits
+            return step, [], NONE_CHOSEN
         if self._chooser is None:
             self._chooser = chooser_for(logits.device)
         if step.drafts:
-            for request, draft in step.drafts.items():
-                request.expect(self._drafts[request].drafter, draft, step.trees.get(request, ()))
-            self._learn(step, ready, logits)
-            self._foretold = choose_all(self._chooser, step, ready, logits)
-            tokens = self._choose_rows(ready, first_rows(step, ready), logits)
-            return step, ready, tokens, logits
+            self._verification = DraftVerification(self._chooser, step, ready, logits, self._drafts)
+            self._verification.begin(self.speculator)
+            return step, ready, self._verification.choose(ready)
         chosen = self._chooser.choose(logits, [row_of(r) for r in ready])
         chains = self._can_chain(chosen, ready)
         self._ahead = self._plan_ahead(is_computing=chosen.on_device is not None, is_uncertain=chains)
         if chains:
             self._begin_ahead(chosen, ready)
-        return step, ready, chosen_of(chosen), logits
+        return step, ready, chosen_of(chosen)
 
-    def _learn(self, step: Step, ready: Sequence[Request], logits: torch.Tensor) -> None:
-        """Tells drafters that learn from all rows what the rows of their drafts say."""
-        for request, row in zip(ready, first_rows(step, ready), strict=True):
-            draft = self._drafts.get(request)
-            if draft is not None and request in step.drafts and self.speculator.learns(draft.drafter):
-                n_drafted = step.n_drafted(request)
-                outputs = logits[row : row + 1 + n_drafted].argmax(1).tolist()
-                self.speculator.learn(request, draft.cut(n_drafted), outputs)
-
-    def _follow_drafts(self, step: Step, ready: Sequence[Request], logits: torch.Tensor) -> None:
-        """Gives requests whose first token was the first of their draft their further tokens, position by position.
-
-        A row of a draft is valid if all tokens before it were right. The first token that differs is kept, too.
-        In a tree, the next row is that of the alternative that was chosen.
-        """
-        n_moved: dict[Request, int] = {}  # tokens of trees whose K/V are in their places
-        drafted = [(r, row) for r, row in zip(ready, first_rows(step, ready), strict=True) if r.draft]
+    def _follow_drafts(self) -> None:
+        """Gives requests whose first token was the first of their draft their further tokens, position by position."""
+        verification, self._verification = self._verification, None
+        if verification is None:
+            return  # no request got a token
         try:
-            while drafted := [(r, row) for r, row in drafted if r.draft and not r.is_finished]:
-                if step.trees:
-                    self._move_rows(drafted, n_moved)
-                for request, _ in drafted:
-                    self.scheduler.confirm(request)
-                rows = [row + 1 + request.draft_place for request, row in drafted]
-                requests = [request for request, _ in drafted]
-                self._accept(requests, *self._choose_rows(requests, rows, logits))
+            while requests := verification.advance(self.scheduler, self.runner):
+                self._accept(requests, *verification.choose(requests))
         except BaseException as error:
             self._recover(error)
-        for request, draft in step.drafts.items():
-            parents = step.trees.get(request, ())
-            is_rejected = not request.draft and has_children(len(draft), parents, request.draft_place)
-            self.speculator.note_draft(request, self._drafts[request], request.n_matched, is_rejected)
-            request.draft = ()
-
-    def _move_rows(self, drafted: Sequence[tuple[Request, int]], n_moved: dict[Request, int]) -> None:
-        """Moves K/V of rows of trees that are their requests' next tokens to these tokens' slots."""
-        moves: list[BlockShift] = []
-        for request, row in drafted:
-            if request.draft_parents and n_moved.get(request, 0) < request.n_matched:
-                rows = rows_ahead(request, row, self._foretold)
-                n_moved[request] = request.n_matched + len(rows) - 1
-                moves += self.scheduler.move(request, rows)
-        if moves:
-            self.runner.shift(moves)
-
-    def _choose_rows(self, requests: Sequence[Request], rows: Sequence[int], logits: torch.Tensor) -> Chosen:
-        """The next token of each request, from its row of the logits of a step with drafts."""
-        assert self._chooser is not None
-        if self._foretold is not None:
-            return Chosen([self._foretold[row] for row in rows], {})
-        return chosen_of(self._chooser.choose(logits[rows], [row_of(request) for request in requests]))
+        verification.finish(self.speculator)
 
     def _can_chain(self, chosen: Pending, ready: Sequence[Request]) -> bool:
         """Whether the next step may begin with tokens that only the GPU has yet.
@@ -489,7 +442,7 @@ class Engine:
             self._abandon(error)
         self.n_losses += 1
         self.loss = error
-        self._ahead = self._running = self._steady = None
+        self._ahead = self._running = self._steady = self._verification = None
         self.scheduler.restart()
         self.cache.invalidate()
         if self.on_loss == FAIL:
@@ -527,7 +480,7 @@ class Engine:
 
     def _abandon(self, error: BaseException) -> None:
         """The requests of the failed step become suspects. One that failed alone, as a suspect, ends with the error."""
-        self._ahead = self._running = self._steady = None
+        self._ahead = self._running = self._steady = self._verification = None
         failed = self.scheduler.abandon()
         if failed is None:
             # Of a single request, the next error may be but a consequence of this one.

@@ -1,4 +1,11 @@
-"""Tokens of a step's rows: one for each request, or one for each position of its draft."""
+"""Tokens of a step's rows: one for each request, or one for each position of its draft.
+
+verification.begin(speculator)                              the step with drafts is computed
+verification.choose(ready)                                  the first token of each request
+while requests := verification.advance(scheduler, runner):  whose latest token was right in their draft
+    verification.choose(requests)                           their next token
+verification.finish(speculator)                             drafters are told
+"""
 
 from __future__ import annotations
 
@@ -9,9 +16,12 @@ from typing import NamedTuple
 import torch
 
 from motley.engine.choosing import ChoiceRow, Chooser, Found, Pending
+from motley.engine.drafting import Draft, Speculator
 from motley.engine.request import Request, TokenLogprobs
-from motley.engine.scheduler import Step
-from motley.engine.trees import ROOT, child_of, path_to
+from motley.engine.scheduler import Scheduler, Step
+from motley.engine.trees import ROOT, child_of, has_children, path_to
+from motley.kvcache.groups import BlockShift
+from motley.runtime import Runner
 
 
 class Chosen(NamedTuple):
@@ -82,6 +92,79 @@ def rows_ahead(request: Request, first_row: int, foretold: Sequence[Found] | Non
             child_of(request.draft, request.draft_parents, place, token) if isinstance(token, int) else None
         )
     return rows
+
+
+class DraftVerification:
+    """A computed step with drafts: chooses the tokens of its requests, one after the other, while drafts are right.
+
+    A row of a draft is valid if all tokens before it were right. The first token that differs is kept, too. In a tree,
+    the next row is that of the alternative that was chosen.
+    """
+
+    def __init__(
+        self,
+        chooser: Chooser,
+        step: Step,
+        ready: Sequence[Request],
+        logits: torch.Tensor,
+        drafts: Mapping[Request, Draft],
+    ) -> None:
+        """`ready`: the requests that get tokens. `drafts`: as they were proposed; the step may have shorter ones."""
+        self._chooser, self._step, self._logits = chooser, step, logits
+        self._drafts = {request: drafts[request].cut(len(tokens)) for request, tokens in step.drafts.items()}
+        self._first_row = dict(zip(ready, first_rows(step, ready), strict=True))
+        self._foretold: list[Found] | None = None  # the tokens of all rows, if they were chosen at once
+        self._n_moved: dict[Request, int] = {}  # tokens of trees whose K/V are in their places
+        self._left = list(self._drafts)  # requests whose draft was right so far
+
+    def begin(self, speculator: Speculator) -> None:
+        """Lets requests compare tokens with their drafts, tells drafters what all rows say, and chooses at once if
+        that is possible.
+        """
+        for request, draft in self._drafts.items():
+            request.expect(draft.drafter, draft.tokens, draft.parents)
+            if speculator.learns(draft.drafter):
+                row = self._first_row[request]
+                outputs = self._logits[row : row + 1 + len(draft.tokens)].argmax(1).tolist()
+                speculator.learn(request, draft, outputs)
+        self._foretold = choose_all(self._chooser, self._step, list(self._first_row), self._logits)
+
+    def choose(self, requests: Sequence[Request]) -> Chosen:
+        """The next token of each request."""
+        # Of a request without a draft, it is the only row.
+        rows = [self._first_row[r] + (1 + r.draft_place if r.draft else 0) for r in requests]
+        if self._foretold is not None:
+            return Chosen([self._foretold[row] for row in rows], {})
+        return chosen_of(self._chooser.choose(self._logits[rows], [row_of(request) for request in requests]))
+
+    def advance(self, scheduler: Scheduler, runner: Runner) -> list[Request]:
+        """The requests whose latest token was right in their draft; its K/V are in the cache from now on."""
+        self._left = [request for request in self._left if request.draft and not request.is_finished]
+        if self._step.trees:
+            self._move_rows(scheduler, runner)
+        for request in self._left:
+            scheduler.confirm(request)
+        return self._left
+
+    def finish(self, speculator: Speculator) -> None:
+        """Tells drafters how many of their tokens were right."""
+        for request, draft in self._drafts.items():
+            is_rejected = not request.draft and has_children(
+                len(draft.tokens), draft.parents, request.draft_place
+            )
+            speculator.note_draft(request, draft, request.n_matched, is_rejected)
+            request.draft = ()
+
+    def _move_rows(self, scheduler: Scheduler, runner: Runner) -> None:
+        """Moves K/V of rows of trees that are their requests' next tokens to these tokens' slots."""
+        moves: list[BlockShift] = []
+        for request in self._left:
+            if request.draft_parents and self._n_moved.get(request, 0) < request.n_matched:
+                rows = rows_ahead(request, self._first_row[request], self._foretold)
+                self._n_moved[request] = request.n_matched + len(rows) - 1
+                moves += scheduler.move(request, rows)
+        if moves:
+            runner.shift(moves)
 
 
 def _is_on_gpu(logits: torch.Tensor) -> bool:
