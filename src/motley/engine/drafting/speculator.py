@@ -18,10 +18,9 @@ from motley.engine.trees import MAX_ROWS, Parents
 
 _log = logging.getLogger("motley")
 _MAX_ROWS = 64  # of logits in a step
-_RESTS = (
-    8,
-    32,
-)  # steps with a draft that does not pay; then only every second, every fourth one is looked at
+# Drafts that did not pay, one after the other → of so many steps, drafts are looked at in one.
+_RESTS = ((32, 8), (12, 4), (4, 2))
+_LONG_MATCH = 2  # grade of a looked up draft that is looked at in any case
 _MAX_REQUESTS = 32  # with more, a step has rows enough, and looking for drafts takes longer than they save
 
 
@@ -122,7 +121,7 @@ class Speculator:
         usable = {
             request: draft
             for request, draft in found.items()
-            if len(request.generated) >= request.drafts_from
+            if (len(request.generated) >= request.drafts_from or draft.grade >= _LONG_MATCH)
             and len(request.tokens) == request.n_computed + 1
             and len(draft.tokens) >= request.speculation.draft_min
         }
@@ -138,8 +137,9 @@ class Speculator:
         takes no time that matters, and does not count.
         """
         request.n_vain = 0 if is_used else request.n_vain + 1
-        if request.n_vain > _RESTS[0] and self._costly.isdisjoint(request.speculation.drafters):
-            request.drafts_from = request.n_generated + (4 if request.n_vain > _RESTS[1] else 2)
+        if self._costly.isdisjoint(request.speculation.drafters):
+            rest = next((rest for n_vain, rest in _RESTS if request.n_vain > n_vain), 0)
+            request.drafts_from = request.n_generated + rest if rest else request.drafts_from
 
     @property
     def has_watchers(self) -> bool:
