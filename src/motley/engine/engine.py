@@ -211,6 +211,7 @@ class Engine:
 
     def close(self, error: MotleyError) -> None:
         """Ends all requests with an error."""
+        self.idle_tasks.clear()
         for request in [*self.scheduler.requests, *self._followers]:
             self._remove(request)
             request.fail(error)
