@@ -14,7 +14,7 @@ from motley.bundled import bundled_experts_path
 from motley.errors import ConfigError, DeviceError
 from motley.formats import PackedTensor
 from motley.gguf import read_spec
-from motley.graph import Tensor
+from motley.graph import CACHE, Tensor
 from motley.graph.ops import ExpertFfn, Weight
 from motley.graph.roles import EXPERTS
 from motley.models import BatchShape, GraphOptions, read_params
@@ -29,13 +29,14 @@ FEW, MANY = BatchShape(MIN_ROWS - 1, 1), BatchShape(MIN_ROWS, 1)
 @pytest.fixture(autouse=True)
 def borrow_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOTLEY_BORROW_ROWS", raising=False)
+    monkeypatch.delenv("MOTLEY_BORROW_KEEP", raising=False)
 
 
 class Borrower(ReferenceBackend):
     def can_borrow(self, weight: Tensor) -> bool:
         return True
 
-    def borrowed_bytes(self, graph: object, resident: object) -> int:
+    def borrowed_bytes(self, graph: object, resident: object, n_ahead: int) -> int:
         return 1000
 
 
@@ -63,6 +64,33 @@ def test_many_rows_are_computed_where_the_rest_of_the_layer_is() -> None:
     assert [t.kind for t in split.split(FEW).collectives].count("send") == 8
     ffns = [node for node in split.share(0, MANY).graph.nodes if isinstance(node.op, ExpertFfn)]
     assert len(ffns) == 6
+
+
+def test_the_owner_computes_one_layer_of_some_while_the_others_are_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MOTLEY_BORROW_KEEP", "3")
+    split = split_of(settled())
+    assert [n_experts(split, device, FEW) for device in range(2)] == [3 * 2, 3 * 4]
+    assert [n_experts(split, device, MANY) for device in range(2)] == [3 * 4, 3 * 2]  # layers 0 and 3
+    assert [t.kind for t in split.split(MANY).collectives].count("send") == 4
+    own = {node.name for node in split.share(0, FEW).graph.weights}
+    lacked = {node.name for node in split.lent_share(0).graph.weights} - own
+    borrowed = {node.name for node in split.share(0, MANY).graph.weights} - own
+    assert borrowed < lacked
+
+
+def test_batches_of_very_many_rows_are_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTLEY_BORROW_KEEP", "3")
+    split = split_of(settled())
+    assert [n_experts(split, device, BatchShape(2048, 1)) for device in range(2)] == [3 * 6, 0]
+
+
+@pytest.mark.parametrize("wrong", ["some", "1", "9"])
+def test_impossible_numbers_of_layers_are_refused(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setenv("MOTLEY_BORROW_KEEP", wrong)
+    with pytest.raises(ConfigError, match=wrong):
+        settled()
 
 
 def test_memory_is_that_of_own_weights_and_of_copies() -> None:
@@ -113,6 +141,47 @@ def test_the_number_of_rows_can_be_given(monkeypatch: pytest.MonkeyPatch) -> Non
         settled()
 
 
+class Native(ReferenceBackend):
+    has_native_collectives = True
+
+
+def layered(backends: list[Backend] | None = None, **options: Any) -> Crew:
+    crew = make_crew(**({"devices": "cpu,cpu", "split_mode": "layer", "tensor_split": (2, 1)} | options))
+    return settle_lending(crew, backends or [Borrower(), Native()], lambda: split_of(crew))
+
+
+def test_by_layers_many_rows_are_multiplied_on_the_borrower_and_attend_on_the_owner() -> None:
+    split = split_of(layered())
+    few, many = ([split.share(device, shape).graph for device in range(2)] for shape in (FEW, MANY))
+    assert [sum(len(w.shape) > 1 for w in graph.weights) > 9 for graph in (*few, *many)] == [True] * 3 + [
+        False
+    ]
+    layers = [[node.name for node in graph.inputs if node.dtype == CACHE] for graph in (*few, *many)]
+    assert layers[:2] == layers[2:]  # the cache stays where it is
+    assert "positions" in {node.name for node in many[1].inputs}
+    n_owned = len(layers[1])
+    assert [t.kind for t in split.split(MANY).collectives].count("send") in (4 * n_owned, 4 * n_owned + 1)
+    own = {node.name for node in few[0].weights}
+    assert {n.name for n in split.lent_share(0).graph.weights} - own == {
+        n.name for n in many[0].weights
+    } - own
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"split_mode": "tensor"},
+        {"tensor_split": (1, 0)},
+        {"devices": "cpu,cpu,cpu", "tensor_split": (1, 1, 1)},
+        {"backends": [Native(), Native()]},
+        {"backends": [ReferenceBackend(), Native()]},  # cannot borrow
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_other_crews_lend_no_layers(options: dict[str, Any]) -> None:
+    assert layered(**options).borrower is None
+
+
 def test_if_the_system_refuses_to_pin_pages_the_cpu_computes_all_batches() -> None:
     split = split_of(settled())
     assert split.is_lent(MANY)
@@ -126,7 +195,7 @@ def test_if_the_system_refuses_to_pin_pages_the_cpu_computes_all_batches() -> No
 
 def test_what_a_device_borrows_is_all_that_it_lacks() -> None:
     class Lender(Borrower):
-        def borrow(self, weights: Mapping[str, PackedTensor]) -> Mapping[str, PackedTensor]:
+        def borrow(self, weights: Mapping[str, PackedTensor], n_ahead: int) -> Mapping[str, PackedTensor]:
             return dict(weights)
 
     split = split_of(settled())

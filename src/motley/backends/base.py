@@ -361,13 +361,14 @@ class Backend(ABC):
         """Whether it can compute with these experts, while another device has them; see `borrow`."""
         return False
 
-    def borrow(self, weights: Mapping[str, PackedTensor]) -> Mapping[str, LoadedWeight] | None:
+    def borrow(self, weights: Mapping[str, PackedTensor], n_ahead: int) -> Mapping[str, LoadedWeight] | None:
         """Weights that stay in the host's memory, and that are copied for each batch that needs them; None: the system
-        refuses it. They are whole experts, in a file that is mapped for reading.
+        refuses it. They are whole matrices, in a file that is mapped for reading. `n_ahead`: stages whose weights are
+        on the device at a time.
         """
         return None
 
-    def borrowed_bytes(self, graph: Graph, resident: Collection[str]) -> int:
+    def borrowed_bytes(self, graph: Graph, resident: Collection[str], n_ahead: int) -> int:
         """What running `graph` takes of the device for the weights that are not `resident`."""
         return 0
 

@@ -30,13 +30,13 @@ def device_needs(split: ModelSplit, backends: Sequence[Backend], largest: BatchS
         backend.footprint(share.graph, weight_bytes(share))
         for backend, share in zip(backends, shares, strict=True)
     ]
-    borrower = None if split.crew.apart is None else split.crew.apart.borrower
+    borrower = split.crew.borrower
     if borrower is not None and split.is_lent(largest):
         own, with_lent = shares[borrower], split.share(borrower, largest)
         graph, n_packed = with_lent.graph, weight_bytes(with_lent)
         need, lent = needs[borrower], backends[borrower].footprint(graph, n_packed)
         resident = {weight.name for weight in own.graph.weights}
-        n_streamed = backends[borrower].borrowed_bytes(graph, resident)
+        n_streamed = backends[borrower].borrowed_bytes(graph, resident, split.crew.n_lent_ahead)
         needs[borrower] = Footprint(
             need.weights,
             max(need.activations, lent.activations),

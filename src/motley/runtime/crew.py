@@ -14,6 +14,7 @@ from motley.errors import ConfigError, DeviceError
 from motley.runtime.cores import parse_cores
 from motley.runtime.device_names import parse_devices
 from motley.split.apart import ExpertsApart
+from motley.split.lent_layers import LentLayers
 from motley.split.placement import AUTO, EXPERT_SPLITS, LAYER, NONE, SPLIT_MODES, TENSOR
 from motley.units import parse_bytes
 
@@ -58,6 +59,7 @@ class Crew:
     # Devices that split the tensors of the same layers; groups share layers. Each device is in one. Empty: no groups,
     # `mode` is that of all devices.
     groups: tuple[tuple[int, ...], ...] = ()
+    lent: LentLayers | None = None  # layers whose products another device computes in batches of many rows
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -89,6 +91,22 @@ class Crew:
         apart = (Fraction(0),) * len(self) if self.apart is None else self.apart.shares
         shares = zip(self.devices, self.shares, apart, strict=True)
         return tuple(device for device, own, experts in shares if own or experts)
+
+    @property
+    def borrower(self) -> int | None:
+        """The device that multiplies by other devices' weights in batches of `min_lent_rows` or more; None: none."""
+        if self.lent is not None:
+            return self.lent.borrower
+        return None if self.apart is None else self.apart.borrower
+
+    @property
+    def min_lent_rows(self) -> int:
+        return self.lent.min_rows if self.lent is not None else self.apart.min_rows if self.apart else 0
+
+    @property
+    def n_lent_ahead(self) -> int:
+        """How many stages' weights the borrower has room for: of this one, and of those that are copied meanwhile."""
+        return 4 if self.lent is not None else max(2, self.apart.kept if self.apart else 0)
 
     @property
     def local(self) -> Crew:

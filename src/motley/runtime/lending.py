@@ -20,12 +20,16 @@ from motley.backends import Backend, LoadedWeight
 from motley.errors import ConfigError
 from motley.formats import PackedTensor
 from motley.gguf import ModelSpec
+from motley.graph import Tensor
 from motley.graph.ops import Weight
+from motley.graph.roles import ROUTER
 from motley.models import BatchShape
 from motley.runtime.budget import host_bytes
 from motley.runtime.crew import Crew
 from motley.runtime.loading import packed_bytes, part_of
 from motley.runtime.splitting import ModelSplit
+from motley.split.lent_layers import LentLayers, lent_weights_of
+from motley.split.placement import LAYER, role_of
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +37,9 @@ _log = logging.getLogger(__name__)
 # which 4 ms are the bytes; copying takes 6 ms by PCIe 5 (55 GB/s).
 MIN_ROWS = 96
 _VARIABLE = "MOTLEY_BORROW_ROWS"  # another number of rows; 0: never
+# The CPU computes the experts of one layer of so many while the others are copied; 0: of none. Pays if a layer takes it
+# no longer than the copies of the others.
+_KEEP_VARIABLE, _KEEP, _MAX_KEEP = "MOTLEY_BORROW_KEEP", 0, 8
 _SPARE_BYTES = 4 << 30  # of the host, beside the experts and the pages of their file
 
 
@@ -42,21 +49,52 @@ def settle_lending(crew: Crew, backends: Sequence[Backend], split_of: Callable[[
     the model's split over the crew.
     """
     apart = crew.apart
-    n_rows = _min_rows()
+    n_rows = _number(_VARIABLE, MIN_ROWS, "give a number of rows; 0: never")
+    if apart is None and n_rows:
+        return _with_lent_layers(crew, backends, split_of, n_rows)
     if apart is None or apart.owner is None or not apart.n_layers or crew.groups or crew.hosts or not n_rows:
         return crew
     sharing = [device for device, share in enumerate(crew.shares) if share]
     if len(sharing) != 1 or sharing[0] == apart.owner:
         return crew
     owned = split_of().share(apart.owner, BatchShape(1, 1), lends=False).graph.weights
-    memory = host_bytes()
-    if memory is not None and 2 * sum(map(packed_bytes, owned)) + _SPARE_BYTES > memory:
+    if not _fits_twice(owned):
         return crew
     borrower = backends[sharing[0]]
     experts = [weight for weight in owned if len(weight.shape) == 3]
     if any(_is_cut(weight.op) or not borrower.can_borrow(weight) for weight in experts):
         return crew
-    return replace(crew, apart=replace(apart, borrower=sharing[0], min_rows=n_rows))
+    kept = _number(_KEEP_VARIABLE, _KEEP, "give a number of layers from 2 to 8; 0: none")
+    if kept == 1 or kept > _MAX_KEEP:
+        raise ConfigError(f"{_KEEP_VARIABLE} is {kept}", hint="give a number of layers from 2 to 8; 0: none")
+    return replace(crew, apart=replace(apart, borrower=sharing[0], min_rows=n_rows, kept=kept))
+
+
+def _with_lent_layers(
+    crew: Crew, backends: Sequence[Backend], split_of: Callable[[], ModelSplit], n_rows: int
+) -> Crew:
+    """The crew of a GPU and a CPU by layers, in which the GPU borrows the CPU's weights, if that is possible."""
+    if crew.mode != LAYER or len(crew) != 2 or not all(crew.shares) or crew.hosts or crew.groups:
+        return crew
+    borrowers = [device for device, backend in enumerate(backends) if not backend.has_native_collectives]
+    if len(borrowers) != 1:
+        return crew
+    lent = LentLayers(1 - borrowers[0], borrowers[0], n_rows)
+    split = split_of()
+    layers = lent_weights_of(split.graph(BatchShape(1, 1)).weights, split.placement.states, lent)
+    matrices = [w for w in layers if len(w.shape) > 1 and role_of(w).group != ROUTER]
+    borrower = backends[lent.borrower]
+    is_whole = not any(_is_cut(weight.op) for weight in layers)
+    has_states = split.params.delta is not None
+    if not matrices or has_states or not is_whole or not all(map(borrower.can_borrow, matrices)):
+        return crew
+    return replace(crew, lent=lent) if _fits_twice(layers) else crew
+
+
+def _fits_twice(weights: Sequence[Tensor]) -> bool:
+    """Whether the host has memory for these weights' pages of the file beside the weights themselves."""
+    memory = host_bytes()
+    return memory is None or 2 * sum(map(packed_bytes, weights)) + _SPARE_BYTES <= memory
 
 
 def _is_cut(op: object) -> bool:
@@ -64,33 +102,38 @@ def _is_cut(op: object) -> bool:
     return isinstance(op, Weight) and (op.middle is not None or bool(op.rows))
 
 
-def _min_rows() -> int:
-    text = os.environ.get(_VARIABLE, str(MIN_ROWS))
+def _number(variable: str, default: int, hint: str) -> int:
+    text = os.environ.get(variable)
+    if text is None:
+        return default
     if not text.isdecimal():
-        raise ConfigError(f"{_VARIABLE} is {text!r}", hint="give a number of rows; 0: never")
+        raise ConfigError(f"{variable} is {text!r}", hint=hint)
     return int(text)
 
 
 def lent_weights(
     split: ModelSplit, device: int, backend: Backend, own: Sequence[str]
 ) -> dict[str, LoadedWeight]:
-    """The weights that a device borrows, by name: experts stay in the file, routers and biases are loaded.
+    """The weights that a device borrows, by name: matrices stay in the file, anything small is loaded, routers too.
 
     `own`: the names of those that it has.
     """
-    apart = split.crew.apart
-    if apart is None or apart.borrower != device:
+    if split.crew.borrower != device:
         return {}
-    share = split.share(device, BatchShape(apart.min_rows, 1))
+    share = split.lent_share(device)
     missing = [node for node in share.graph.weights if node.name not in own]
     ops = {node.name: node.op for node in missing if isinstance(node.op, Weight)}
     files = _Files(split.spec)
+    is_matrix = (2, 3) if split.crew.lent is not None else (3,)
+    matrices = [n for n in missing if len(n.shape) in is_matrix and role_of(n).group != ROUTER]
     borrowed = backend.borrow(
-        {node.name: files.tensor(ops[node.name].source) for node in missing if len(node.shape) == 3}
+        {node.name: files.tensor(ops[node.name].source) for node in matrices}, split.crew.n_lent_ahead
     )
     if borrowed is None:
         split.stop_lending()
-        _log.warning("pages of the model file cannot be pinned: the CPU computes the experts of all batches")
+        _log.warning(
+            "pages of the model file cannot be pinned: the CPU computes with its weights in all batches"
+        )
         return {}
     lent = dict(borrowed)
     for node in missing:

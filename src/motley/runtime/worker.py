@@ -151,8 +151,8 @@ class Worker:
             raise
 
     def _stop_lending(self, error: Exception) -> None:
-        """After a batch with borrowed experts has failed: from now on, the devices that have experts compute them."""
-        _log.warning("a batch with borrowed experts failed, there will be no others: %s", error)
+        """After a batch with borrowed weights has failed: from now on, the devices that have them compute with them."""
+        _log.warning("a batch with borrowed weights failed, there will be no others: %s", error)
         for shape in [shape for shape in self._steps if self._split.is_lent(shape)]:
             del self._steps[shape]
         self._split.stop_lending()

@@ -76,6 +76,44 @@ def test_logits_of_experts_apart_are_those_of_one_device(
         assert_close(llm.logits(TOKENS), expected)
 
 
+@pytest.mark.slow
+def test_prompts_are_multiplied_by_copies_of_the_weights_of_the_cpus_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = RandomModel("llama", 3, 4, 2, {"rope.freq_base": 500_000.0})
+    path = model.write(tmp_path / "llama.gguf", is_q8_0=True)
+    expected = alone(path)
+    copied = watch_copies(monkeypatch)
+    monkeypatch.setenv("MOTLEY_BORROW_ROWS", "3")
+    with open_crew(path, monkeypatch, split_mode="layer", tensor_split=(1, 2)) as llm:
+        assert_close(llm.logits(TOKENS), expected)
+        assert len(copied) == 2 * 7  # all matrices of two layers
+        copied.clear()
+        assert_close(llm.logits(TOKENS[:2]), expected[:2])
+        assert not copied
+        # The keys and values of a prompt are where later tokens look for them.
+        after_prompt = llm.generate(TOKENS, max_tokens=2, temperature=0.0).tokens
+        assert copied
+    monkeypatch.setenv("MOTLEY_BORROW_ROWS", "0")
+    with open_crew(path, monkeypatch, split_mode="layer", tensor_split=(1, 2)) as llm:
+        assert after_prompt == llm.generate(TOKENS, max_tokens=2, temperature=0.0).tokens
+
+
+def watch_copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of weights that are copied from now on."""
+    copied: list[str] = []
+    bring = Borrowing._bring
+
+    def watched(self: Borrowing, names: tuple[str, ...]) -> None:
+        is_there = self._held[self._set_of[names]] == names
+        bring(self, names)
+        if not is_there:
+            copied.extend(names)
+
+    monkeypatch.setattr(Borrowing, "_bring", watched)
+    return copied
+
+
 class ExpertModel(RandomModel):
     """Two layers of four experts, of which each token uses two."""
 
@@ -105,15 +143,9 @@ def test_few_rows_use_the_experts_of_the_cpu_and_many_rows_copies_of_them(
     experts: tuple[Path, npt.NDArray[np.float32]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, expected = experts
-    copied: list[str] = []
-    bring = Borrowing._bring
-
-    def watched(self: Borrowing, names: tuple[str, ...]) -> None:
-        copied.extend(names)
-        bring(self, names)
-
-    monkeypatch.setattr(Borrowing, "_bring", watched)
+    copied = watch_copies(monkeypatch)
     monkeypatch.setenv("MOTLEY_BORROW_ROWS", "3")
+    monkeypatch.setenv("MOTLEY_BORROW_KEEP", "0")
     with open_crew(path, monkeypatch, n_cpu_moe=3) as llm:
         many = llm.logits(TOKENS)
         assert set(copied) == {
@@ -125,3 +157,26 @@ def test_few_rows_use_the_experts_of_the_cpu_and_many_rows_copies_of_them(
     assert_close(few, expected[:2])
     with open_crew(path, monkeypatch, split_mode="layer", tensor_split=(1, 0)) as llm:
         np.testing.assert_array_equal(many, llm.logits(TOKENS))  # as if the first device had all experts
+
+
+@pytest.mark.slow
+def test_the_cpu_computes_some_layers_while_those_of_others_are_copied(
+    experts: tuple[Path, npt.NDArray[np.float32]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = experts
+    monkeypatch.setenv("MOTLEY_BORROW_ROWS", "3")
+    monkeypatch.setenv("MOTLEY_BORROW_KEEP", "2")
+    with open_crew(path, monkeypatch, n_cpu_moe=3) as llm:
+        assert_close(llm.logits(TOKENS), expected)
+
+
+@pytest.mark.slow
+def test_prompts_are_multiplied_by_copies_of_layers_with_experts_and_norms_of_heads(
+    experts: tuple[Path, npt.NDArray[np.float32]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = experts
+    copied = watch_copies(monkeypatch)
+    monkeypatch.setenv("MOTLEY_BORROW_ROWS", "3")
+    with open_crew(path, monkeypatch, split_mode="layer", tensor_split=(2, 1)) as llm:
+        assert_close(llm.logits(TOKENS), expected)
+    assert len(copied) == 7  # the router is loaded

@@ -39,13 +39,14 @@ def whole(source: PackedTensor) -> list[torch.Tensor]:
     return parts(to_planes(PackedTensor(source.data.flatten(0, 1), source.format)))
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("n_sets", [2, 4])
+@pytest.mark.parametrize("n_stages", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("portion", [1, 300, 1 << 20])
 def test_a_stage_finds_its_matrices_whatever_was_there_before(
-    monkeypatch: pytest.MonkeyPatch, n_stages: int, portion: int
+    monkeypatch: pytest.MonkeyPatch, n_stages: int, portion: int, n_sets: int
 ) -> None:
     monkeypatch.setattr("motley.backends.cuda.borrowing._PORTION", portion)
-    borrowing, seen = Borrowing(CPU), cast(list[tuple[str, list[torch.Tensor]]], [])
+    borrowing, seen = Borrowing(CPU, n_sets), cast(list[tuple[str, list[torch.Tensor]]], [])
     stages = [[f"blk.{i}.up", f"blk.{i}.down"] for i in range(n_stages)]
     sources = {
         name: experts(10 * i + j, "Q4_K" if j else "Q6_K")
@@ -54,16 +55,15 @@ def test_a_stage_finds_its_matrices_whatever_was_there_before(
     }
     for names in stages:
         borrowing.assign(names, [sources[name] for name in names])
-    assert len({id(borrowing.planes(name)) for name in sources}) == min(4, 2 * n_stages)
+    assert len({id(borrowing.planes(name)) for name in sources}) == 2 * min(n_sets, n_stages)
 
     def step_of(names: list[str]) -> Any:
         return lambda _: seen.extend((name, parts(borrowing.planes(name))) for name in names)
 
-    steps = [
-        borrowing.around(step_of(names), names, stages[i + 1] if i + 1 < n_stages else None)
-        for i, names in enumerate(stages)
-    ]
-    for run in steps * 3 + steps[:1]:
+    steps = [borrowing.around(step_of(names), names, stages[i + 1 :]) for i, names in enumerate(stages)]
+    for number, run in enumerate(steps * 3 + steps[:1]):
+        if number % n_stages == 0:
+            borrowing.begin(stages)
         run(Values({}))
     assert len(seen) == 2 * (3 * n_stages + 1)
     assert all(same(found, whole(sources[name])) for name, found in seen)
@@ -72,7 +72,7 @@ def test_a_stage_finds_its_matrices_whatever_was_there_before(
 def test_a_copy_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     borrowing, source, seen = Borrowing(CPU), experts(1), cast(list[list[torch.Tensor]], [])
     borrowing.assign(["up"], [source])
-    run = borrowing.around(lambda _: seen.append(parts(borrowing.planes("up"))), ["up"], None)
+    run = borrowing.around(lambda _: seen.append(parts(borrowing.planes("up"))), ["up"], [])
     copy = Borrowing._copy
 
     def fail(*_: object) -> None:
@@ -96,7 +96,7 @@ def test_pages_that_neighbours_share_are_in_one_range() -> None:
     assert [((a - first) // page, (b - first) // page) for a, b in found] == [(0, 2), (3, 5), (9, 10)]
 
 
-def test_memory_for_two_sets_is_counted() -> None:
+def test_memory_for_the_sets_is_counted() -> None:
     def weights(n_layers: int) -> list[Any]:
         return [
             Weight((2, 4, 256), "Q4_K", f"blk.{i}.ffn_{name}_exps.weight")(
@@ -106,8 +106,9 @@ def test_memory_for_two_sets_is_counted() -> None:
             for name in ("gate", "up", "down")
         ]
 
-    assert borrowed_bytes([]) == 0
-    assert borrowed_bytes(weights(2)) == borrowed_bytes(weights(9)) > 2 * 3 * (2 * 4 * 256 // 32) * 20
+    assert borrowed_bytes([], 2) == 0
+    assert borrowed_bytes(weights(2), 2) == borrowed_bytes(weights(9), 2) > 2 * 3 * (2 * 4 * 256 // 32) * 20
+    assert borrowed_bytes(weights(9), 5) > borrowed_bytes(weights(9), 2)
 
 
 @pytest.mark.parametrize(("n_rows", "n_columns"), [(1, 256), (3, 512), (40, 768)])

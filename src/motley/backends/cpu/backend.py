@@ -40,9 +40,10 @@ from motley.backends.cpu.weights import (
 )
 from motley.backends.paged import PagedLayer, StatePlanes
 from motley.backends.reference.backend import ReferenceKernel
-from motley.errors import ConfigError
+from motley.errors import ConfigError, PlanError
 from motley.formats import PackedTensor
 from motley.graph import CACHE, RECURRENT, Tensor
+from motley.graph.ops import CacheStore
 from motley.plan import DevicePlan, Kernel, LaunchKernel, Single, Step
 from motley.split.collectives import Collective
 
@@ -167,6 +168,10 @@ class CpuExecutable(Executable):
         self._n_actual = (-1, -1)  # tokens and outputs of the batch; -1: as many as the plan was made for
         self._cache_names = [t.name for t in plan.graph.inputs if t.dtype == CACHE]
         self._state_names = [t.name for t in plan.graph.inputs if t.dtype == RECURRENT]
+        # Rows that are stored in the cache, if no input has the number of them.
+        is_counted = any(INPUT_KINDS.get(node.name) == TOKENS for node in plan.graph.inputs)
+        stored = [node.inputs[1].shape[0] for node in plan.graph.nodes if isinstance(node.op, CacheStore)]
+        self._n_uncounted = 0 if is_counted else max(stored, default=0)
         self._states: dict[str, Any] = {}  # the batch's, by name
         self._state_slot = StateSlot() if self._state_names and HAS_RECURRENT else None
         self._layers: list[Any] | None = None  # those that the segments were compiled for
@@ -212,6 +217,11 @@ class CpuExecutable(Executable):
             else:
                 self._memory.inputs[name][: len(given)] = given
         self._n_actual = n_actual[TOKENS], n_actual[OUTPUTS]
+        if (
+            self._n_uncounted
+            and sum(t.n_rows for t in inputs[self._cache_names[0]].batch.tables) < self._n_uncounted
+        ):
+            raise PlanError("a batch has fewer rows than its plan, and the plan's inputs do not say how many")
         self._states.update((name, inputs[name]) for name in self._state_names)
         if self._state_slot is not None:
             self._state_slot.fill(inputs[self._state_names[0]].batch)

@@ -46,6 +46,7 @@ class CudaBackend(GpuPlanning):
         self._models: dict[int, _Model] = {}
         self._uploader = Uploader(self.device)
         self._pinned = PinnedPages(self.device)
+        self._n_ahead = 2  # see `borrow`
 
     def free_bytes(self) -> int | None:
         return free_bytes(self.device)
@@ -70,16 +71,17 @@ class CudaBackend(GpuPlanning):
             return load(weight, self.device, self._uploader)
 
     def can_borrow(self, weight: Tensor) -> bool:
-        return len(weight.shape) == 3 and has_planes(weight.dtype, weight.shape[-1])
+        return len(weight.shape) in (2, 3) and has_planes(weight.dtype, weight.shape[-1])
 
-    def borrow(self, weights: Mapping[str, PackedTensor]) -> Mapping[str, LoadedWeight] | None:
+    def borrow(self, weights: Mapping[str, PackedTensor], n_ahead: int) -> Mapping[str, LoadedWeight] | None:
+        self._n_ahead = n_ahead
         with as_device_errors(self.device):
             if not self._pinned.pin([weight.data for weight in weights.values()]):
                 return None
             return {name: BorrowedMatrix(weight) for name, weight in weights.items()}
 
-    def borrowed_bytes(self, graph: Graph, resident: Collection[str]) -> int:
-        return borrowed_bytes(weight for weight in graph.weights if weight.name not in resident)
+    def borrowed_bytes(self, graph: Graph, resident: Collection[str], n_ahead: int) -> int:
+        return borrowed_bytes((each for each in graph.weights if each.name not in resident), n_ahead)
 
     def make_messages(self) -> DeviceMessages | None:
         with as_device_errors(self.device):
@@ -95,7 +97,9 @@ class CudaBackend(GpuPlanning):
         with as_device_errors(self.device):
             model = self._models.get(id(weights))
             if model is None:
-                model = _Model(weights, Matrices(self.device, self.copies), GraphPool(self.device))
+                model = _Model(
+                    weights, Matrices(self.device, self.copies, self._n_ahead), GraphPool(self.device)
+                )
                 self._models[id(weights)] = model
             own = own_weights(weights)
             program = Program(plan, own, model.matrices, model.pool, captures=self._captures)

@@ -1,11 +1,13 @@
-"""Experts that another device has, copied to the GPU for one batch: layer after layer, into two sets of planes.
+"""Experts that another device has, copied to the GPU for one batch: layer after layer, into a few sets of planes.
 
-While the GPU computes one layer's experts, those of the next layer are copied from pinned memory and repacked, in
-portions, on two streams: one portion is repacked while the next one is copied. A set is written again when the layer
-before has been computed.
+While the GPU computes one layer's experts, those of the next layers are copied from pinned memory and repacked, in
+portions, on two streams: one portion is repacked while the next one is copied. A set is written again when its layer
+has been computed. If the other device computes the experts of some layers, there are more than two sets: that takes as
+long as the copies of several layers.
 
-    copies     ▒▒ layer 0 ▒▒▒▒ layer 1 ▒▒▒▒ layer 2 ▒▒
-    computes                ▓ 0 ▓        ▓ 1 ▓        ▓ 2 ▓
+    copies     ▒▒ layer 1 ▒▒▒▒ layer 2 ▒▒▒▒ layer 3 ▒▒▒▒ layer 5 ▒▒
+    computes                                         ▓ 1 ▓▓ 2 ▓▓ 3 ▓
+    the other  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ 0 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓                 ▓▓▓▓▓▓▓ 4 ▓▓
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -27,7 +30,7 @@ from motley.errors import PlanError
 from motley.formats import PackedTensor
 from motley.graph import Tensor
 
-_N_SETS = 2
+_N_LANES = 2  # streams
 _PORTION = 32 << 20  # packed bytes that are copied and repacked together
 _REPACKING = 16  # bytes of temporary memory for each byte of a portion
 _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegisterPortable, …ReadOnly
@@ -35,15 +38,15 @@ _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegisterPortable, …ReadOnly
 Step = Callable[[Values], None]
 
 
-def borrowed_bytes(weights: Iterable[Tensor]) -> int:
-    """What all this takes on the GPU: two sets of planes of the largest matrices, and memory to repack portions."""
+def borrowed_bytes(weights: Iterable[Tensor], n_sets: int) -> int:
+    """What all this takes on the GPU: sets of planes of the largest matrices, and memory to repack portions."""
     largest: dict[str, int] = {}
     for weight in weights:
-        if len(weight.shape) == 3:
-            kind = weight.name.rsplit(".", 2)[-2]  # gate, up or down
+        if len(weight.shape) > 1:
+            kind = weight.name.rsplit(".", 2)[-2]  # gate, up or down, …
             n_bytes = plane_bytes(weight.dtype, prod(weight.shape[:-1]), weight.shape[-1])
             largest[kind] = max(largest.get(kind, 0), n_bytes)
-    return _N_SETS * (sum(largest.values()) + (1 + _REPACKING) * _PORTION) if largest else 0
+    return n_sets * sum(largest.values()) + _N_LANES * (1 + _REPACKING) * _PORTION if largest else 0
 
 
 class PinnedPages:
@@ -94,14 +97,17 @@ def _unpin(addresses: list[int], kept: list[torch.Tensor]) -> None:
 class Borrowing:
     """The borrowed matrices of one model on one GPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, n_sets: int = 2) -> None:
+        """`n_sets`: of planes, for the matrices of so many stages."""
         self._device = device
+        self.n_sets = n_sets
         self._is_gpu = device.type == "cuda"
         self._sources: dict[str, PackedTensor] = {}
         self._planes: dict[str, WeightPlanes] = {}
         self._sets: dict[tuple[object, ...], WeightPlanes] = {}
+        self._joined: dict[tuple[str, ...], WeightPlanes] = {}  # of stages with matrices of one input
         self._set_of: dict[tuple[str, ...], int] = {}  # by the names of a stage's matrices
-        self._held: list[tuple[str, ...] | None] = [None] * _N_SETS  # whose matrices are in each set
+        self._held: list[tuple[str, ...] | None] = [None] * n_sets  # whose matrices are in each set
         self._lanes: list[Any] = []  # streams
         self._copied: list[list[Any]] = []  # of each set, an event of each lane
         self._computed: list[Any] = []  # of each set: the last kernel that reads it
@@ -111,21 +117,36 @@ class Borrowing:
         own = tuple(names)
         if own in self._set_of:
             return
-        number = self._set_of[own] = len(self._set_of) % _N_SETS
+        number = self._set_of[own] = len(self._set_of) % self.n_sets
+        self._sources |= zip(names, sources, strict=True)
+        n_rows = [prod(source.shape[:-1]) for source in sources]
+        first = sources[0]
+        if len(first.shape) == 2:  # one launch multiplies by all of them
+            whole = self._set((number, first.format.name, *n_rows, first.shape[-1]), first, sum(n_rows))
+            self._joined[own] = whole
+            for name, stop, n in zip(names, accumulate(n_rows), n_rows, strict=True):
+                self._planes[name] = whole.rows(stop - n, stop)
+            return
         for position, (name, source) in enumerate(zip(names, sources, strict=True)):
             key = number, position, source.format.name, tuple(source.shape)
-            if key not in self._sets:
-                self._sets[key] = self._empty(source)
-            self._sources[name], self._planes[name] = source, self._sets[key]
+            self._planes[name] = self._set(key, source, n_rows[position])
+
+    def joined(self, names: tuple[str, ...]) -> WeightPlanes:
+        """The matrices of a stage on top of each other."""
+        return self._joined[names]
 
     def planes(self, name: str) -> WeightPlanes:
         """Where a matrix will be when its stage runs. Matrices of other layers have the same memory."""
         return self._planes[name]
 
-    def _empty(self, source: PackedTensor) -> WeightPlanes:
-        """Planes for such a matrix, without its values."""
-        one = to_planes(PackedTensor(source.data[:1].flatten(0, 1).to(self._device), source.format))
-        n_rows = source.shape[0] * source.shape[1]
+    def _set(self, key: tuple[object, ...], source: PackedTensor, n_rows: int) -> WeightPlanes:
+        """Planes for such a matrix with `n_rows`, without its values; the same ones for the same key."""
+        if key not in self._sets:
+            self._sets[key] = self._empty(source, n_rows)
+        return self._sets[key]
+
+    def _empty(self, source: PackedTensor, n_rows: int) -> WeightPlanes:
+        one = to_planes(PackedTensor(_rows(source)[:1].to(self._device), source.format))
 
         def like(part: torch.Tensor | None) -> torch.Tensor | None:
             return None if part is None else part.new_empty((n_rows, *part.shape[1:]))
@@ -134,23 +155,40 @@ class Borrowing:
         assert codes is not None
         return WeightPlanes(one.kind, one.n_columns, codes, like(one.scale), like(one.high))
 
-    def around(self, step: Step, names: Sequence[str], following: Sequence[str] | None) -> Step:
-        """The step of a stage with these matrices: copied before it, while those of the `following` one begin."""
-        own, after = tuple(names), None if following is None else tuple(following)
+    def begin(self, stages: Sequence[Sequence[str]]) -> None:
+        """Begin to copy the matrices of a batch's first stages. `stages`: the names of each, in their order."""
+        if not is_recording():
+            self._bring_some([tuple(names) for names in stages[: self.n_sets]], None)
+
+    def around(self, step: Step, names: Sequence[str], following: Sequence[Sequence[str]]) -> Step:
+        """The step of a stage with these matrices, copied before it. Those of the `following` stages, in their order,
+        are copied as soon as there are free sets.
+        """
+        own = tuple(names)
         number = self._set_of[own]
+        after = [tuple(each) for each in following[: self.n_sets]]
 
         def run(values: Values) -> None:
             if is_recording():
                 step(values)
                 return
             self._bring(own)
-            if after is not None and self._set_of[after] != number:
-                self._bring(after)
+            self._bring_some(after, own)
             self._await(number)
             step(values)
             self._finish(number)
+            self._bring_some(after, None)
 
         return run
+
+    def _bring_some(self, stages: Sequence[tuple[str, ...]], kept: tuple[str, ...] | None) -> None:
+        """Begin to copy stages' matrices, up to the first one whose set is taken by a stage before it or by `kept`."""
+        taken = set() if kept is None else {self._set_of[kept]}
+        for names in stages:
+            if self._set_of[names] in taken:
+                return
+            taken.add(self._set_of[names])
+            self._bring(names)
 
     def _bring(self, names: tuple[str, ...]) -> None:
         """Begin to copy a stage's matrices, unless they are there or on their way."""
@@ -167,7 +205,7 @@ class Borrowing:
         turn = 0
         for name in names:
             source, planes = self._sources[name], self._planes[name]
-            rows = source.data.flatten(0, 1)
+            rows = _rows(source)
             n_at_once = max(1, _PORTION // max(1, rows.shape[1]))
             for start in range(0, len(rows), n_at_once):
                 with self._on(turn):
@@ -197,10 +235,10 @@ class Borrowing:
     def _open(self) -> None:
         if self._computed:
             return
-        self._computed = [None] * _N_SETS
+        self._computed = [None] * self.n_sets
         if self._is_gpu:
-            self._lanes = [torch.cuda.Stream(self._device) for _ in range(2)]  # type: ignore[no-untyped-call]
-            self._copied = [[_event() for _ in self._lanes] for _ in range(_N_SETS)]
+            self._lanes = [torch.cuda.Stream(self._device) for _ in range(_N_LANES)]  # type: ignore[no-untyped-call]
+            self._copied = [[_event() for _ in self._lanes] for _ in range(self.n_sets)]
 
     def _on(self, turn: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._lanes[turn % len(self._lanes)]) if self._lanes else nullcontext()
@@ -215,6 +253,11 @@ class Borrowing:
             event = self._computed[number] or _event()
             event.record(torch.cuda.current_stream(self._device))
             self._computed[number] = event
+
+
+def _rows(matrix: PackedTensor) -> torch.Tensor:
+    """All rows, those of all experts one after the other."""
+    return matrix.data if matrix.data.ndim == 2 else matrix.data.flatten(0, 1)
 
 
 def _event() -> torch.cuda.Event:

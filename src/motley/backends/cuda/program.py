@@ -98,12 +98,13 @@ class Program:
         self._fixed: dict[Tensor, Any] = {
             node: node.op.reference([]).to(self.device) for node in graph.nodes if node.op.is_constant
         }
-        steps = Steps(graph, plan.stages, weights, matrices)
         borrowed = _borrowed(plan.stages, weights)
         if borrowed:  # copies from the host's memory are no part of a graph
             self.captures = False
         for names in borrowed.values():
             matrices.borrowing.assign(names, [_source(weights[name]) for name in names])
+        steps = Steps(graph, plan.stages, weights, matrices)
+        self._borrowing, self._borrowed = matrices.borrowing, list(borrowed.values())
         prepare = partial(_prepare, steps, matrices.borrowing, borrowed)
         self.segments = _segments(plan.stages, graph.outputs, prepare)
         # How a device on a thread of its own takes part in each collective, by its node.
@@ -127,6 +128,8 @@ class Program:
 
     def begin(self, inputs: Mapping[str, Any], staged: Staged) -> Values:
         """Values to run with: what is given, before the first step."""
+        if self._borrowed:
+            self._borrowing.begin(self._borrowed)
         given: dict[Tensor, Any] = {}
         for node in self._inputs:
             if node.dtype == CACHE:
@@ -164,8 +167,8 @@ def _prepare(steps: Steps, borrowing: Borrowing, borrowed: Mapping[Stage, list[s
     step = steps.prepare(stage)
     if stage not in borrowed:
         return step
-    after = list(borrowed)[list(borrowed).index(stage) + 1 :][:1]
-    return borrowing.around(step, borrowed[stage], borrowed[after[0]] if after else None)
+    after = list(borrowed)[list(borrowed).index(stage) + 1 :]
+    return borrowing.around(step, borrowed[stage], [borrowed[each] for each in after])
 
 
 def _segments(

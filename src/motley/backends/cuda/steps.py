@@ -181,7 +181,8 @@ class Steps:
         x, added = stage.x, stage.parts[0].residual
         matrix = self._matrices.joined([part.weight.name for part in stage.parts], self._weights)
         form, n_tokens = self._form_of(stage), x.shape[0]
-        sizes, copies = [node.shape[1] for node in stage.outputs], self._matrices.copies
+        sizes = [node.shape[1] for node in stage.outputs]
+        copies = self._matrices.copies_of(stage.parts[0].weight.name, self._weights)
         takes_copy = n_tokens >= MIN_COPY_ROWS and n_tokens not in matmul_kernel.fast_rows(matrix)
 
         def step(values: Values) -> None:

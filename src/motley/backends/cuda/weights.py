@@ -38,9 +38,9 @@ class DeviceMatrix:
 
 @dataclass(frozen=True, eq=False)
 class BorrowedMatrix:
-    """Matrices of experts in the host's memory, which are copied for each batch that needs them (see `borrowing`)."""
+    """A matrix, or those of experts, in the host's memory, copied for each batch that needs it (see `borrowing`)."""
 
-    source: PackedTensor  # (experts, rows, columns), as in the file
+    source: PackedTensor  # (rows, columns) or (experts, rows, columns), as in the file
 
     @property
     def nbytes(self) -> int:
@@ -70,10 +70,10 @@ def own_weights(weights: Mapping[str, LoadedWeight]) -> dict[str, DeviceWeight]:
 class Matrices:
     """All matrices of one model on one device by weight name. Those that are joined become rows of one allocation."""
 
-    def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
+    def __init__(self, device: torch.device, copies: Copies | None = None, n_ahead: int = 2) -> None:
         self.device = device
         self.copies = copies or Copies()
-        self.borrowing = Borrowing(device)
+        self.borrowing = Borrowing(device, n_ahead)
         self._small: dict[Hashable, torch.Tensor] = {}
         self._refs: dict[str, PlaneRef] = {}
         self._joined: dict[tuple[str, ...], WeightPlanes] = {}
@@ -95,11 +95,17 @@ class Matrices:
             self._refs[name] = loaded.ref
         return self._refs[name].planes
 
+    def copies_of(self, name: str, weights: Mapping[str, DeviceWeight]) -> Copies:
+        """Where a matrix's float16 copy is kept; nowhere if it is borrowed, because others take its place."""
+        return Copies() if isinstance(weights[name], BorrowedMatrix) else self.copies
+
     def joined(self, names: Sequence[str], weights: Mapping[str, DeviceWeight]) -> WeightPlanes:
         """The matrices on top of each other."""
         key = tuple(names)
         if len(key) == 1:
             return self.get(key[0], weights)
+        if isinstance(weights[key[0]], BorrowedMatrix):
+            return self.borrowing.joined(key)
         if key not in self._joined:
             parts = [self.get(name, weights) for name in key]
             whole, start = join_rows(parts), 0
