@@ -53,7 +53,7 @@ from motley.runtime.hosts.wire import choose_wire
 from motley.runtime.hosts.workers import Hosts
 from motley.runtime.lending import settle_lending
 from motley.runtime.notices import notices
-from motley.runtime.warming import KernelWarmer, WarmUp
+from motley.runtime.warming import KernelWarmer
 from motley.text import Tokenizer
 
 _MAX_TOKENS, _MAX_THREADS = 2**26, 2**10  # tokens or requests; threads. Larger numbers are typing mistakes
@@ -126,7 +126,7 @@ class LoadedModel:
     chosen: str | None  # the devices, where the choice was ours
     notices: tuple[str, ...]
     details: tuple[str, ...]  # what devices chose by themselves while they loaded
-    warm_up: WarmUp
+    warmer: KernelWarmer
     split: ModelSplit
     fit: CacheFit
     cache: CacheManager
@@ -136,6 +136,7 @@ class LoadedModel:
 
     def close(self) -> None:
         """Frees the memory of the model and of those that draft for it."""
+        self.warmer.close()
         self.runner.close()
         for companion in self.companions:
             companion.close()
@@ -204,7 +205,14 @@ def load_model(
             on = given if len(given) == len(crew) else crew
             loaded.append(load_companion(companion, on, backends, cache, _draft_options(options, planned)))
             undo.callback(loaded[-1].close)
-        warmer = KernelWarmer(split, backends, fit.plan, n_batch=n_batch, n_parallel=n_parallel)
+        warmer = KernelWarmer(
+            split,
+            backends,
+            fit.plan,
+            n_batch=n_batch,
+            n_parallel=n_parallel,
+            waits_for_all=bool(companions),  # these have batches of their own
+        )
         undo.callback(warmer.close)
         # A large vocabulary takes most of a second: time in which other threads read the weights.
         reading = undo.enter_context(ThreadPoolExecutor(1)).submit(Tokenizer.from_spec, spec)
@@ -223,7 +231,7 @@ def load_model(
         mark("weights")
         tokenizer = reading.result()
         mark("vocabulary")
-        warm_up = warmer.warm(runner, compiling)
+        warmer.warm(runner, compiling)
         mark("kernels")
         plan_seconds = warmer.run_first_batches(runner)
         mark("first batches")
@@ -256,8 +264,11 @@ def load_model(
             computed=runner.computed_rows,
         ),
     )
-    if engine.speculator.default.drafters:
-        engine.idle_tasks.extend(partial(_prepare_drafts, warmer, engine, n) for n in warmer.draft_rows)
+    engine.scheduler.max_rows = warmer.max_rows
+    ahead = [partial(warmer.run_ahead, runner, *each) for each in warmer.batches_ahead]
+    has_drafts = bool(engine.speculator.default.drafters)
+    drafts = [partial(_prepare_drafts, warmer, engine, n) for n in warmer.draft_rows if has_drafts]
+    engine.plan_idle_tasks([*ahead[:1], *drafts, *ahead[1:]])  # the prompt comes first
     said = notices(spec, params, cache, backends, n_ctx=n_ctx, rotates=options.kv_rotation)
     said = tuple(
         notice
@@ -277,7 +288,7 @@ def load_model(
         chosen,
         said,
         details,
-        warm_up,
+        warmer,
         split,
         fit,
         manager,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
@@ -43,6 +44,7 @@ from motley.errors import ConfigError, RequestError
 from motley.gguf import ModelSpec
 from motley.kvcache.types import get_cache_type
 from motley.runtime import CacheConfig, DeviceFigures, KVStats, Progress, cache_figures
+from motley.runtime.background_warming import BackgroundWarming
 from motley.runtime.exchange import CacheExchange, identity_of
 from motley.runtime.traffic import token_bytes
 from motley.runtime.warming import WarmUp
@@ -64,7 +66,6 @@ class LLM:
     """
 
     chosen_devices: str | None  # a sentence about the devices, where they were left to Motley
-    warm_up: WarmUp  # kernels that were compiled for this model
     notices: tuple[str, ...]  # sentences about what was asked for and is done another way
     details: tuple[str, ...]  # what devices chose by themselves while they loaded
     load_seconds: float  # how long it took to open and load the model
@@ -182,7 +183,6 @@ class LLM:
         self.n_ctx: int = loaded.n_ctx
         self.chosen_devices = loaded.chosen
         self.notices = loaded.notices
-        self.warm_up = loaded.warm_up
         self.details = loaded.details
         self._loaded: LoadedModel = loaded
         self._guest_lock = (
@@ -190,11 +190,31 @@ class LLM:
         )  # one text is scored or saved at a time: two might wait for each other's room
         self._service = EngineService(loaded.engine, on_stop=loaded.close)
         loaded.runner.tell_losses(loaded.engine.report_loss)
+        self._warming = BackgroundWarming(
+            loaded.warmer,
+            loaded.runner,
+            call=_calling(self._service),
+            is_busy=lambda: loaded.engine.has_work,
+            lift_limit=loaded.engine.lift_limit,
+        )
+        loaded.engine.wait_for_kernels = self._warming.wait
+        self._warming.start()
         self.load_seconds = time.perf_counter() - started
 
     def allow_idle_tasks(self) -> None:
         """Lets the engine prepare steps with drafts before its first answer, while it is idle; otherwise after it."""
         self._service.allow_idle_tasks()
+
+    @property
+    def warm_up(self) -> WarmUp:
+        """Kernels that were compiled for this model so far."""
+        return self._loaded.warmer.warm_up
+
+    def finish_compiling(self) -> None:
+        """Wait until all kernels are compiled. Until then, on a GPU that runs the model for the first time, steps have
+        few rows: long prompts are slow, and only some requests run at the same time.
+        """
+        self._warming.wait()
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -531,3 +551,16 @@ def _shaped(results: list[list[Completion]], is_list: bool) -> Any:
     """What `generate` returns: a list for a list of prompts, a list for `n` > 1."""
     answers = [choices[0] if len(choices) == 1 else choices for choices in results]
     return answers if is_list else answers[0]
+
+
+def _calling(service: EngineService) -> Callable[[Callable[[], None]], None]:
+    """`service.call`, which does not keep the service: the engine refers to it, and the service to the engine."""
+    found = weakref.ref(service)
+
+    def call(work: Callable[[], None]) -> None:
+        service = found()
+        if service is None:
+            raise closed_error()
+        service.call(work)
+
+    return call

@@ -97,6 +97,29 @@ def test_a_long_prompt_is_fed_in_chunks_beside_running_requests() -> None:
     assert long.tokens == expected(long)
 
 
+def test_steps_have_few_rows_until_the_limit_is_lifted() -> None:
+    s, counts = scheduler(), []
+    s.max_rows = 3
+    requests = [request(range(50 * i, 51 * i + 4), max_tokens=12) for i in range(1, 7)]
+    for r in requests:
+        s.add(r)
+    while s.has_work:
+        if len(counts) == 8:
+            s.max_rows = None
+        step = s.schedule()
+        counts.append((step.n_tokens, len(s.running)))
+        s.complete(step)
+        for r, _ in step.work:
+            if not r.n_pending:
+                r.accept(r.sampler(None, r.tokens))
+                if r.is_finished:
+                    s.remove(r)
+    assert max(counts[:8]) <= (3, 3)
+    assert max(n_running for _, n_running in counts[:8]) == 3
+    assert max(n_running for _, n_running in counts[8:]) == 6
+    assert [r.tokens for r in requests] == [expected(r) for r in requests]
+
+
 def test_a_full_cache_preempts_the_youngest_and_it_resumes_with_the_same_answer() -> None:
     s = scheduler(n_blocks=6)
     requests = [request([i, i + 1, i + 2, i + 3], max_tokens=14) for i in (1, 30, 60)]

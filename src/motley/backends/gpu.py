@@ -3,11 +3,21 @@
 Needs Triton, so it is imported where a GPU is used, and nowhere else.
 """
 
-from motley.backends.cuda.compiling import Compiler, Job, Manifest, Target, can_compile_ahead, recording
+from motley.backends.cuda.compiling import (
+    Compiled,
+    Compiler,
+    Job,
+    Manifest,
+    Target,
+    can_compile_ahead,
+    load_compiler,
+    recording,
+)
 from motley.backends.cuda.products import load_library
 from motley.backends.cuda.sampler import DeviceSampler, RowSettings
 
 __all__ = [
+    "Compiled",
     "Compiler",
     "DeviceSampler",
     "Job",
@@ -15,6 +25,7 @@ __all__ = [
     "RowSettings",
     "Target",
     "can_compile_ahead",
+    "load_compiler",
     "load_library",
     "recording",
 ]

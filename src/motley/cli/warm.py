@@ -30,6 +30,7 @@ def warm(
             for n_parallel in dict.fromkeys((chosen.parallel, 1)):  # `motley run` has one request
                 arguments = placed.arguments() | {"n_parallel": n_parallel}
                 with LLM(path, progress=progress, compiling=compiling, **arguments) as llm:
+                    llm.finish_compiling()
                     say(str(llm.warm_up))
                     for name, seconds in llm.warm_up.kernels if chosen.verbose else ():
                         say(f"  {name} {seconds:.2f} s")

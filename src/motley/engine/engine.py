@@ -82,6 +82,10 @@ class Engine:
         self.after_turn: Callable[[], object] = lambda: None  # called after each turn: messages, then a step
         self.idle_tasks: deque[Callable[[], object]] = deque()  # to be done while there is nothing else to do
         self.may_idle = False  # before the first step, another thread may drive the engine: a benchmark
+        self._tasks_after_limit: list[
+            Callable[[], object]
+        ] = []  # idle tasks that need kernels of large steps
+        self.wait_for_kernels: Callable[[], object] = lambda: None  # until steps have no limit; by any thread
         self.speculator = speculator or Speculator()
         self.n_guests = 0  # raw sequences that end by themselves: requests wait until their blocks are free
         self._followers: list[Request] = []  # wait for their leader's first token
@@ -222,6 +226,16 @@ class Engine:
             self.idle_tasks.popleft()()
         except BaseException:
             _log.warning("an idle task failed", exc_info=True)
+
+    def plan_idle_tasks(self, tasks: Sequence[Callable[[], object]]) -> None:
+        """Tasks to be done while there is nothing else to do, once steps may have any number of rows."""
+        (self.idle_tasks if self.scheduler.max_rows is None else self._tasks_after_limit).extend(tasks)
+
+    def lift_limit(self) -> None:
+        """Steps may have as many rows as they like: kernels for all of them are compiled."""
+        self.scheduler.max_rows = None
+        self.idle_tasks.extend(self._tasks_after_limit)
+        self._tasks_after_limit.clear()
 
     def give_back(self) -> None:
         """Releases the memory of empty blocks, if the cache is demand-paged."""

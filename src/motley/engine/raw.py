@@ -55,6 +55,7 @@ class RawSequence:
         self._owner = owner
         self._engine = engine
         self._runner, self._cache = engine.runner, engine.cache
+        engine.wait_for_kernels()
         self._n_batch = engine.scheduler.n_batch
         self._is_guest = is_guest
         self._effort = engine.efforts.default if effort is None else effort

@@ -104,6 +104,7 @@ class Scheduler:
         self.cache = cache
         self.n_batch = n_batch
         self.n_parallel = n_parallel
+        self.max_rows: int | None = None  # of a step, while kernels for larger ones are being compiled
         self.pace = pace or Pace()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
@@ -112,6 +113,16 @@ class Scheduler:
         self._refused: tuple[Request, int] | None = None  # (request, free tokens) when it had no room
         self._served: dict[int, int] = {}  # number of layers → the latest step that ran them
         self._n_steps = 0
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that a step may have at present."""
+        return self.n_batch if self.max_rows is None else min(self.n_batch, self.max_rows)
+
+    @property
+    def max_running(self) -> int:
+        """Requests that may run at present."""
+        return self.n_parallel if self.max_rows is None else min(self.n_parallel, self.max_rows)
 
     @property
     def has_work(self) -> bool:
@@ -176,7 +187,7 @@ class Scheduler:
 
     def _depths(self) -> list[int]:
         """The numbers of layers of all requests; the one whose latest step is longest ago comes first."""
-        has_room = self.waiting and len(self.running) < self.n_parallel
+        has_room = self.waiting and len(self.running) < self.max_running
         first_waiting = [self.waiting[0]] if has_room else []
         depths = dict.fromkeys(r.effort.n_layers for r in (*self.running, *first_waiting))
         return sorted(depths, key=lambda depth: self._served.get(depth, 0))
@@ -185,18 +196,18 @@ class Scheduler:
         for request in [r for r in self.running if r.effort.n_layers == depth]:
             if request.n_pending <= _FEW and request in self.running:  # not preempted meanwhile
                 draft, parents = drafts.get(request, ()), trees.get(request, ())
-                self._extend(step, request, self.n_batch - step.n_tokens, draft, parents)
+                self._extend(step, request, self.step_tokens - step.n_tokens, draft, parents)
         self._schedule_prompts(step, depth)
 
     def _schedule_prompts(self, step: Step, depth: int) -> None:
-        room = self.n_batch - step.n_tokens
+        room = self.step_tokens - step.n_tokens
         if step.work:
             room = min(room, self.pace.max_prompt_tokens())
         scheduled = {request for request, _ in step.work}
         prompts = [r for r in self.running if r not in scheduled and r.effort.n_layers == depth]
         if prompts:
             oldest, *others = prompts
-            n_newcomers = max(0, self.n_parallel - len(self.running))
+            n_newcomers = max(0, self.max_running - len(self.running))
             newcomers = [request for _, request in zip(range(n_newcomers), self.waiting, strict=False)]
             n_wanted = sum(request.n_pending for request in (*others, *newcomers))
             share = room if oldest.n_pending <= room else max(-(-room // 2), room - n_wanted)
@@ -204,7 +215,7 @@ class Scheduler:
             for request in sorted(others, key=lambda r: r.n_pending):
                 if request in self.running:
                     room -= self._extend(step, request, room)
-        while self.waiting and len(self.running) < self.n_parallel and room > 0:
+        while self.waiting and len(self.running) < self.max_running and room > 0:
             if self.waiting[0].effort.n_layers != depth:
                 break
             n_tokens = self._admit(step, self.waiting[0], room)
@@ -215,9 +226,9 @@ class Scheduler:
     def _schedule_alone(self, step: Step, request: Request) -> None:
         """Adds only this request to the step. Preempts the others if it needs their blocks."""
         if request in self.running:
-            self._extend(step, request, self.n_batch)
+            self._extend(step, request, self.step_tokens)
             return
-        while not self._admit(step, request, self.n_batch) and self.running:
+        while not self._admit(step, request, self.step_tokens) and self.running:
             self._preempt(step, self.running[-1])
 
     def plan_ahead(self, *, is_uncertain: bool = False) -> Step | None:
@@ -229,7 +240,7 @@ class Scheduler:
         """
         if is_uncertain and not self.cache.max_uncertain:
             return None
-        if self.waiting or self._suspects or len(self.running) > self.n_batch:
+        if self.waiting or self._suspects or len(self.running) > self.step_tokens:
             return None
         if any(request.n_pending or not request.continues for request in self.running):
             return None
@@ -251,7 +262,7 @@ class Scheduler:
         return (
             self.running == requests
             and not self._suspects
-            and (not self.waiting or len(self.running) >= self.n_parallel)
+            and (not self.waiting or len(self.running) >= self.max_running)
         )
 
     def note_begun(self, step: Step) -> None:
@@ -307,7 +318,7 @@ class Scheduler:
                 n_few += n_pending
             else:
                 has_prompts = True
-        return max(0, self.n_batch - n_few) // (2 if has_prompts else 1)
+        return max(0, self.step_tokens - n_few) // (2 if has_prompts else 1)
 
     def clear(self, request: Request) -> None:
         """Removes a request from the suspects, because it has got its next token."""

@@ -3,49 +3,48 @@
 Inert batches (`inert_batch`: nothing is stored, no context is read) go through the runner without kernel launches, one
 for each class of batch sizes for which kernels differ. The kernels that they would have compiled are compiled on all
 cores meanwhile. A manifest beside the compiled kernels records that this is done: later processes skip it.
-At last the batches of a first request are run: kernels and libraries are loaded, plans made, and a decode is captured.
-Steps with drafts are prepared later, while the engine is idle: `prepare_drafts`.
+
+Loading waits only for the kernels of batches of a few rows (`FIRST_ROWS`), about a third of all. Until the others are
+compiled, steps have no more rows than that (`KernelWarmer.max_rows`): a prompt is computed in small chunks, and further
+requests wait in the queue. `background_warming` does the rest while requests run.
+At last a decode of one request is run: its kernels are loaded, its plan is made and captured. Prompts of a whole batch,
+steps with drafts and decodes of several requests are prepared later, while the engine is idle.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from motley.backends import Backend
 from motley.errors import DeviceError
-from motley.kvcache.arena import GroupBatch, SequenceTable
-from motley.kvcache.state_arena import StateBatch
 from motley.models import N_EXPERT_USED, BatchShape
-from motley.runtime.batch import PlacedBatch
 from motley.runtime.caching import CachePlan
 from motley.runtime.loading import Progress
+from motley.runtime.rehearsals import (
+    FIRST_ROWS,
+    PREPARED_ROWS,
+    captured_ahead,
+    first_rehearsals,
+    inert_batch,
+    rehearsals,
+    rehearse_sampling,
+)
 from motley.runtime.runner import Runner
 from motley.runtime.splitting import ModelSplit
 
 if TYPE_CHECKING:
-    from motley.backends.gpu import Compiler, Manifest
+    from motley.backends.gpu import Compiled, Compiler, Job, Manifest, Target
 
-# Rows of decode batches for which kernels differ: one row; a few; one, two, four tiles of a tensor core; two tiles of
-# tokens.
-_DECODE_ROWS = (1, 2, 16, 32, 64, 128)
-# Rows of a sequence with drafts for which kernels differ; one with more rows is taken for a prompt.
-_DRAFT_ROWS = (4, 8, 16)
-_PREPARED_ROWS = (8, 4, 16, 2)
-# Rows of prompts for which kernels differ: spans of each size, and matrix products by the library.
-_PROMPT_ROWS = (32, 64, 128, 256)
 _LARGE = 2**15  # rows of a matrix over the vocabulary, which prompts are not multiplied by
 _NARROW = 32  # columns; what has fewer is no matrix of a product (a convolution)
-_FEW_ROWS = _DRAFT_ROWS[-1]  # a sequence with more rows in a batch is a prompt
-_BESIDE_ROWS = (1, 4, 16, 64)  # requests that decode beside a prompt: of many, contexts are split less
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,14 @@ class WarmUp:
     kernels: tuple[tuple[str, float], ...] = ()
     seconds: float = 0.0
     failures: tuple[str, ...] = ()
+    n_others: int = 0  # kernels that are still being compiled, as far as they are known
 
     def __str__(self) -> str:
         if not self.kernels:
             return "kernels: all compiled before"
         total = sum(seconds for _, seconds in self.kernels)
-        return f"kernels: {len(self.kernels)} compiled in {self.seconds:.1f} s ({total:.0f} s of one core)"
+        others = f"; {self.n_others} others are being compiled" if self.n_others else ""
+        return f"kernels: {len(self.kernels)} compiled in {self.seconds:.1f} s ({total:.0f} s of one core){others}"
 
 
 class KernelWarmer:
@@ -74,17 +75,32 @@ class KernelWarmer:
         *,
         n_batch: int,
         n_parallel: int,
+        waits_for_all: bool = False,
     ) -> None:
+        """`waits_for_all`: compile all kernels before the first request."""
         self._cache = cache
         experts = split.params.experts
         self._extra = {} if experts is None else {N_EXPERT_USED: experts.n_used}
         n_batch = min(n_batch, n_parallel * split.options.n_ctx)  # no batch is larger
-        self._shapes = list(rehearsals(n_batch, n_parallel))
-        self._n_batch = n_batch
+        shapes = list(rehearsals(n_batch, n_parallel))
+        first = [] if waits_for_all else list(first_rehearsals(n_batch, n_parallel))
+        self._first = first if len(first) < len(shapes) else []
+        self.waiting = [
+            each for each in shapes if each not in self._first
+        ]  # shapes that are not recorded yet
+        self.warm_up = WarmUp()
+        self._n_batch, self._max_decodes = n_batch, min(n_parallel, n_batch)
         self._is_gpu = False
+        self._is_limited = False
+        self._started = time.perf_counter()
+        self._jobs: dict[Job, None] = {}  # recorded so far
+        self._n_sent = 0
         self._manifest: Manifest | None = None
+        self._first_manifest: Manifest | None = None
+        self._target: Target | None = None
         self._compiler: Compiler | None = None
         self._libraries: list[Thread] = []
+        self._preparing: list[Thread] = []
         if any(backend.device.type != "cuda" for backend in backends):
             return  # a CPU does not pad batches and would compute these
         own = [backend for backend in backends if not backend.is_remote]
@@ -94,12 +110,31 @@ class KernelWarmer:
         if not compiling.can_compile_ahead():
             return
         self._is_gpu = not split.crew.hosts
+        self._preparing.append(_started(compiling.load_compiler))
         self._start_libraries(split, gpus)
         targets = sorted({compiling.Target.of(gpu) for gpu in gpus})
         variants = [backend.kernel_variant for backend in own]
-        manifest = compiling.Manifest(targets, _description(split, cache), variants, self._shapes)
+        described = targets, _description(split, cache), variants
+        manifest = compiling.Manifest(*described, shapes)
         if not manifest.exists and len(targets) == 1:  # several kinds of GPU: compiled at first use
-            self._manifest, self._compiler = manifest, compiling.Compiler(targets[0])
+            self._manifest, self._target = manifest, targets[0]
+            self._first_manifest = compiling.Manifest(*described, self._first)
+            self._is_limited = bool(self._first)
+            if not self._is_limited or not self._first_manifest.exists:
+                self._start_compiler()
+
+    def _start_compiler(self) -> Compiler:
+        from motley.backends.gpu import Compiler
+
+        if self._compiler is None:
+            assert self._target is not None
+            self._compiler = Compiler(self._target)
+        return self._compiler
+
+    @property
+    def max_rows(self) -> int | None:
+        """Rows of the batches whose kernels are compiled; None: all are, or are compiled at their first use."""
+        return FIRST_ROWS if self._is_limited else None
 
     def _start_libraries(self, split: ModelSplit, gpus: Sequence[torch.device]) -> None:
         """Load what multiplies prompts, on other threads: while weights are read."""
@@ -110,61 +145,129 @@ class KernelWarmer:
         shapes = {(n, m) for n, m in matrices if m >= _NARROW and max(n, m) < _LARGE}
         for gpu in gpus:
             task = partial(products.load_library, gpu, self._n_batch, sorted(shapes))
-            self._libraries.append(Thread(target=_try, args=(task,), name=f"motley-{gpu}"))
-            self._libraries[-1].start()
+            self._libraries.append(_started(task))
 
     def close(self) -> None:
         """Ends the processes, if they still run."""
-        for thread in self._libraries:
+        for thread in (*self._preparing, *self._libraries):
             thread.join()
+        self.stop_compiling()
+
+    def stop_compiling(self) -> None:
+        """End the processes. What is not compiled yet will be at its first use."""
+        self._is_limited = False
         if self._compiler is not None:
             self._compiler.close()
 
     def warm(self, runner: Runner, progress: Progress | None = None) -> WarmUp:
-        """Compiles the kernels; `progress(done, total)` counts them. One that fails here is compiled at first use."""
-        if self._compiler is None or self._manifest is None:
-            return WarmUp()
-        from motley.backends.gpu import Job, recording
-
-        started = time.perf_counter()
-        jobs: dict[Job, None] = {}
-        n_sent = 0
+        """Compiles the kernels that a first request needs; `progress(done, total)` counts them. Kernels of other
+        batches are recorded as long as that takes. One that fails here is compiled at first use.
+        """
+        if self._compiler is None:
+            return self.warm_up
+        self._started = time.perf_counter()
         try:
-            for shape, longest in self._shapes:
-                with recording(jobs):
-                    self._run_inert(runner, shape, longest)
-                self._compiler.submit(list(jobs)[n_sent:])
-                n_sent = len(jobs)
-            done = self._compiler.finish(progress)
+            if not self._is_limited:
+                while self.waiting:
+                    self.record_next(runner)
+                self.finish(progress)
+            else:
+                self._warm_first(self._compiler, runner, progress)
         except DeviceError as error:
-            return WarmUp(seconds=time.perf_counter() - started, failures=(error.message,))
+            self._give_up(error)
+        return self.warm_up
+
+    def _warm_first(self, compiler: Compiler, runner: Runner, progress: Progress | None) -> None:
+        for shape, longest in self._first:
+            self._record(runner, shape, longest, is_urgent=True)
+        n_first = compiler.n_jobs
+        if progress is not None:
+            progress(0, n_first)
+        while self.waiting and not compiler.is_done(n_first):
+            self.record_next(runner)
+        done = compiler.wait(n_first, progress)
+        self.warm_up = self._summary(done)
+        if not self.warm_up.failures and self._first_manifest is not None:
+            self._first_manifest.write(done)
+
+    def record_next(self, runner: Runner) -> None:
+        """Record the kernels of the next waiting shape, and have them compiled: a fraction of a second."""
+        self._record(runner, *self.waiting.pop(0), is_urgent=not self._is_limited)
+
+    def _record(self, runner: Runner, shape: BatchShape, longest: int, *, is_urgent: bool) -> None:
+        from motley.backends.gpu import recording
+
+        compiler = self._start_compiler()
+        with recording(self._jobs):
+            self._run_inert(runner, shape, longest)
+        compiler.submit(list(self._jobs)[self._n_sent :], is_urgent=is_urgent)
+        self._n_sent = len(self._jobs)
+
+    def finish(self, progress: Progress | None = None) -> None:
+        """Wait until everything that was recorded is compiled. The processes end."""
+        if self._compiler is None or self._manifest is None:
+            return
+        try:
+            done = self._compiler.finish(progress)
+            self.warm_up = self._summary(done)
+            if not self.warm_up.failures and not self.waiting:
+                self._manifest.write(done)
+        except DeviceError as error:
+            self._give_up(error)
         finally:
-            self.close()
-        failures = tuple(f"{each.name}: {each.error}" for each in done if each.error)
-        if not failures:
-            self._manifest.write(done)
+            self.stop_compiling()
+
+    def _give_up(self, error: DeviceError) -> None:
+        """What is not compiled will be at its first use."""
+        self.warm_up = WarmUp(seconds=time.perf_counter() - self._started, failures=(error.message,))
+        self._is_limited = False
+        self.waiting.clear()
+
+    def _summary(self, done: Sequence[Compiled]) -> WarmUp:
+        assert self._compiler is not None
         kernels = tuple((each.name, each.seconds) for each in done)
-        return WarmUp(kernels, time.perf_counter() - started, failures)
+        failures = tuple(f"{each.name}: {each.error}" for each in done if each.error)
+        seconds = time.perf_counter() - self._started
+        return WarmUp(kernels, seconds, failures, self._compiler.n_jobs - len(done))
 
     def run_first_batches(self, runner: Runner) -> float:
-        """Run the batches of a first request on GPUs: a prompt, and a decode, launched once and then captured.
+        """Run the batches of a first request on GPUs: a decode, launched once and then captured, and, while batches
+        have few rows, a part of a prompt.
 
         Returns the seconds that the plan of a decode takes, its capture included; 0.0: not measured.
         """
         if not self._is_gpu:
             return 0.0
+        for thread in self._preparing:
+            thread.join()
+        if self.max_rows is not None:
+            n_rows = min(self.max_rows, self._n_batch)
+            self._run_inert(runner, BatchShape(n_rows, 1), n_rows)
+        self._run_inert(runner, BatchShape(1, 1), 1)
+        started = time.perf_counter()
+        self._run_inert(runner, BatchShape(1, 1), 1)
+        return 2 * (
+            time.perf_counter() - started
+        )  # the first run has loaded kernels, too; a plan takes as long
+
+    @property
+    def batches_ahead(self) -> list[tuple[BatchShape, int]]:
+        """Batches of later requests, to be run while the engine is idle: a prompt of a whole batch, which loads kernels
+        and libraries, and decode batches, which are captured.
+        """
+        prompt = BatchShape(self._n_batch, 1), self._n_batch
+        return [prompt, *captured_ahead(self._max_decodes)] if self._is_gpu else []
+
+    def run_ahead(self, runner: Runner, shape: BatchShape, longest: int) -> None:
+        """Run one of `batches_ahead`."""
         for thread in self._libraries:
             thread.join()
-        self._run_inert(runner, BatchShape(self._n_batch, 1), self._n_batch)
-        started = time.perf_counter()
-        for _ in range(2):
-            self._run_inert(runner, BatchShape(1, 1), 1)
-        return time.perf_counter() - started
+        self._run_inert(runner, shape, longest)
 
     @property
     def draft_rows(self) -> tuple[int, ...]:
         """Rows of a sequence with drafts for which `prepare_drafts` makes plans, the most useful first."""
-        return tuple(n for n in _PREPARED_ROWS if n <= self._n_batch) if self._is_gpu else ()
+        return tuple(n for n in PREPARED_ROWS if n <= self._n_batch) if self._is_gpu else ()
 
     def prepare_drafts(self, runner: Runner, n_rows: int) -> None:
         """Makes the plan of a step of one sequence with `n_rows`, and captures it, so that no answer waits for that."""
@@ -173,60 +276,19 @@ class KernelWarmer:
 
     def _run_inert(self, runner: Runner, shape: BatchShape, longest: int) -> None:
         batch = inert_batch(shape, longest, self._cache, self._extra)
-        _rehearse_sampling(runner.run(batch, [0] * shape.n_tokens, ()))
+        rehearse_sampling(runner.run(batch, [0] * shape.n_tokens, ()))
 
 
-def rehearsals(n_batch: int, n_parallel: int) -> Iterator[tuple[BatchShape, int]]:
-    """Batch shapes that together use every kernel, each with the number of rows of its longest sequence.
+def _started(task: Callable[[], None]) -> Thread:
+    """A thread that does the task. A failure is left to the first batch, which reports it."""
 
-    Prompts come first, the longest before the others: their kernels take the compiler the most time.
-    """
-    prompts = [n for n in _PROMPT_ROWS if n <= n_batch]
-    yield from ((BatchShape(n, 1), n) for n in dict.fromkeys([n_batch, *prompts]) if n > _FEW_ROWS)
-    decodes = [n for n in _DECODE_ROWS if n <= min(n_parallel, n_batch)]
-    yield from ((BatchShape(n, n), 1) for n in dict.fromkeys([*decodes, min(n_parallel, n_batch)]))
-    yield from ((BatchShape(n, n), n) for n in _DRAFT_ROWS if n <= n_batch)
-    for n in _BESIDE_ROWS:  # a prompt in one batch with requests that decode
-        if n < n_parallel and _FEW_ROWS + 1 + n <= n_batch:
-            yield BatchShape(_FEW_ROWS + 1 + n, 1 + n), _FEW_ROWS + 1
+    def work() -> None:
+        with suppress(Exception):
+            task()
 
-
-def inert_batch(
-    shape: BatchShape, longest: int, cache: CachePlan, extra: Mapping[str, int] | None = None
-) -> PlacedBatch:
-    """A batch that stores nothing and reads no context: it has no slots, and its positions are before its tables.
-
-    `longest`: rows of its first sequence, which is a prompt if it has many rows; the other sequences have one row each.
-    `extra`: other inputs of each token, by name.
-    """
-    size, block = cache.config.block_size, np.zeros(1, dtype=np.int32)
-    starts = [0, *range(longest, shape.n_tokens)]
-    tables = [
-        SequenceTable(start, n, -n - size, 0, block)
-        for start, n in zip(starts, [longest] + [1] * len(starts), strict=False)
-    ]
-    batch = GroupBatch(torch.empty(0, dtype=torch.int64), tuple(tables))
-    zeros = {"positions": shape.n_tokens, "output_rows": shape.n_outputs}
-    inputs = {name: torch.zeros(n, dtype=torch.int32) for name, n in zeros.items()}
-    for name, value in (extra or {}).items():
-        inputs[name] = torch.full((shape.n_tokens,), value, dtype=torch.int32)
-    states = () if cache.states is None else (StateBatch(()),)
-    return PlacedBatch(shape, inputs, (*(batch for _ in cache.groups), *states))
-
-
-def _try(task: Callable[[], None]) -> None:
-    """A failure is left to the first batch, which reports it."""
-    with suppress(Exception):
-        task()
-
-
-def _rehearse_sampling(logits: torch.Tensor) -> None:
-    from motley.backends.gpu import DeviceSampler, RowSettings
-
-    if logits.device.type == "cuda":
-        n = len(logits)
-        edits = {0: {0: (1, 0.0)}}
-        DeviceSampler(logits.device).launch(logits, [RowSettings(0.8, 40)] * n, [0] * n, edits)
+    thread = Thread(target=work, name="motley-preparing")
+    thread.start()
+    return thread
 
 
 def _description(split: ModelSplit, cache: CachePlan) -> list[object]:

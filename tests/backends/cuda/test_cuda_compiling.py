@@ -28,7 +28,8 @@ from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, read_params
 from motley.runtime import CacheConfig, Runner, fit_cache, make_crew, split_model
 from motley.runtime.group import ThreadGroup
-from motley.runtime.warming import KernelWarmer, WarmUp, inert_batch, rehearsals
+from motley.runtime.rehearsals import inert_batch, rehearsals
+from motley.runtime.warming import KernelWarmer, WarmUp
 
 pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
 

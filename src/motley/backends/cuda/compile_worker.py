@@ -1,7 +1,8 @@
 """Compiles kernels into Triton's cache: a process of its own (`compiling.Compiler`), with the arguments CAPABILITY
 SHARED_MEMORY WORKERS, in which `without_torch` stands in for torch.
 
-Reads a job on each line, until the input ends; writes [name, seconds, error] for each, as they are done. Needs no GPU.
+Reads a job on each line, until the input ends; writes [number of the line, name, seconds, error] for each, as they are
+done. Needs no GPU. Jobs that are not urgent are compiled at a low priority: a model is at work meanwhile.
 It imports everything once and then forks: it has no threads and has touched no GPU, so that is safe here. In the
 process of the model it would not be.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import pkgutil
 import sys
 import time
@@ -20,7 +22,7 @@ from typing import Any
 
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.runtime import cache, driver
 
 from motley.backends.cuda import kernels
 
@@ -43,9 +45,16 @@ class NoGpu:
         return 0
 
 
-def compile_job(line: str) -> tuple[str, float, str | None]:
-    """Compile a job; gives the kernel's name, the seconds, and what went wrong."""
-    module, name, data = json.loads(line)
+Result = tuple[int, str, float, str | None]
+_NICENESS = 10  # of a process that compiles what is not urgent
+
+
+def compile_job(task: tuple[int, str]) -> Result:
+    """Compile a job; gives its number, the kernel's name, the seconds, and what went wrong."""
+    number, line = task
+    module, name, data, is_urgent = json.loads(line)
+    if not is_urgent and not os.getpriority(os.PRIO_PROCESS, 0):
+        os.nice(_NICENESS)  # for good: urgent jobs come first
     started = time.perf_counter()
     try:
         function = getattr(import_module(module), name)
@@ -58,9 +67,9 @@ def compile_job(line: str) -> tuple[str, float, str | None]:
                 break
             data, kernel = fewer, function.preload(fewer)
         _build_launcher(kernel)
-        return name, time.perf_counter() - started, None
+        return number, name, time.perf_counter() - started, None
     except Exception as error:  # the launch will say it again, to someone who can do something about it
-        return name, time.perf_counter() - started, f"{type(error).__name__}: {error}"[:500]
+        return number, name, time.perf_counter() - started, f"{type(error).__name__}: {error}"[:500]
 
 
 def keep_strings() -> None:
@@ -89,10 +98,8 @@ def _build_launcher(kernel: Any) -> None:
         return  # no driver or no compiler here, or another Triton: the first launch builds it
 
 
-def _lines() -> Iterator[str]:
-    for line in sys.stdin:
-        if line.strip():
-            yield line
+def _tasks() -> Iterator[tuple[int, str]]:
+    return enumerate(line for line in sys.stdin if line.strip())
 
 
 def import_kernels() -> None:
@@ -106,6 +113,7 @@ def main() -> None:
     driver.set_active(NoGpu(capability, shared_memory))
     keep_strings()
     import_kernels()
+    getattr(cache, "triton_key", lambda: None)()  # half a second, which each process would take for itself
     with multiprocessing.get_context("fork").Pool(n_workers) as pool:
-        for result in pool.imap_unordered(compile_job, _lines()):
+        for result in pool.imap_unordered(compile_job, _tasks()):
             print(json.dumps(result), flush=True)

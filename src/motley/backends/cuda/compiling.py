@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Condition, Lock, Thread
 from typing import Any
 
 import torch
 import triton
 from triton import knobs
+from triton.runtime import cache
 from triton.runtime.jit import JITFunction
 
 from motley.backends.cuda.kernels.bits import INTERPRETED
@@ -65,8 +66,8 @@ class Job:
     name: str
     data: str
 
-    def message(self) -> str:
-        return json.dumps([self.module, self.name, self.data])
+    def message(self, *, is_urgent: bool = True) -> str:
+        return json.dumps([self.module, self.name, self.data, is_urgent])
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,13 @@ def can_compile_ahead() -> bool:
     return not INTERPRETED
 
 
+def load_compiler() -> None:
+    """Compute the key of Triton's own files, a part of the key of each kernel in its cache: half a second of hashing,
+    which needs no Python.
+    """
+    getattr(cache, "triton_key", lambda: None)()  # not in all versions
+
+
 class Compiler:
     """The compile processes. They take one or two seconds to start: create the object as early as possible."""
 
@@ -142,41 +150,54 @@ class Compiler:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
         environment = os.environ | own
-        self._n_jobs = 0
+        self.n_jobs = 0  # submitted so far
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
+        self._results: dict[int, Compiled] = {}  # by the number of the job
+        self._has_ended = False
+        self._changed = Condition()
+        self._reader = Thread(target=self._read, name="motley-compiled", daemon=True)
+        self._reader.start()
 
-    def submit(self, jobs: Iterable[Job]) -> None:
-        """Give jobs to the processes; they begin at once. A failed job is compiled at launch, with the full message."""
+    def submit(self, jobs: Iterable[Job], *, is_urgent: bool = True) -> None:
+        """Give jobs to the processes; they begin at once, in this order. A failed job is compiled at launch, with the
+        full message. Jobs that are not urgent have a low priority, and must come after the urgent ones.
+        """
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: it is closed
             for job in jobs:
-                self._process.stdin.write(job.message() + "\n")
-                self._n_jobs += 1
+                self._process.stdin.write(job.message(is_urgent=is_urgent) + "\n")
+                self.n_jobs += 1
             self._process.stdin.flush()
 
-    def finish(self, on_done: OnDone | None = None) -> list[Compiled]:
-        """Wait for all submitted jobs. A failed job has an `error`."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        results: list[Compiled] = []
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        if on_done is not None:
-            on_done(0, self._n_jobs)
-        for line in self._process.stdout:
-            if not line.startswith("["):  # other output of the process
-                continue
-            results.append(Compiled(*json.loads(line)))
-            if on_done is not None:
-                on_done(len(results), self._n_jobs)
-        if self._process.wait() != 0 and len(results) < self._n_jobs:
+    def is_done(self, n_jobs: int) -> bool:
+        """Whether the first `n_jobs` are compiled, or never will be."""
+        return self._has_ended or all(number in self._results for number in range(n_jobs))
+
+    def wait(self, n_jobs: int, on_done: OnDone | None = None) -> list[Compiled]:
+        """Wait for the first `n_jobs`, and return them. A failed job has an `error`."""
+        with self._changed:
+            while True:
+                done = [self._results[i] for i in range(n_jobs) if i in self._results]
+                if on_done is not None:
+                    on_done(len(done), n_jobs)
+                if self.is_done(n_jobs):
+                    break
+                self._changed.wait()
+        if len(done) < n_jobs:
             raise DeviceError(
-                f"the process that compiles kernels has ended with {self._process.returncode}",
+                f"the process that compiles kernels has ended with {self._process.wait()}",
                 hint="they will be compiled one by one when they are first used",
             )
-        return results
+        return done
+
+    def finish(self, on_done: OnDone | None = None) -> list[Compiled]:
+        """Wait for all submitted jobs; there can be no others."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._process.stdin.close()
+        return self.wait(self.n_jobs, on_done)
 
     def run(self, jobs: Iterable[Job], on_done: OnDone | None = None) -> list[Compiled]:
         """Compile all jobs: `submit` and `finish`."""
@@ -188,10 +209,23 @@ class Compiler:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError, ValueError):
+                self._process.stdin.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as results:
+            for line in results:
+                if not line.startswith("["):  # other output of the process
+                    continue
+                number, *rest = json.loads(line)
+                with self._changed:
+                    self._results[number] = Compiled(*rest)
+                    self._changed.notify_all()
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
 
 
 class Manifest:

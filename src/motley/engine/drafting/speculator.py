@@ -189,7 +189,7 @@ class Speculator:
     def _room(self, scheduler: Scheduler) -> int:
         """How many drafted tokens the next step may have, in all."""
         # With prompts that end in this step.
-        n_outputs = min(len(scheduler.running) + len(scheduler.waiting), scheduler.n_parallel)
+        n_outputs = min(len(scheduler.running) + len(scheduler.waiting), scheduler.max_running)
         return max(0, min(scheduler.room_for_drafts(), self._max_rows - n_outputs))
 
     def may_draft(self, requests: Sequence[Request]) -> bool:

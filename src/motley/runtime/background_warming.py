@@ -1,0 +1,77 @@
+"""Compiles the kernels that loading did not wait for, while requests run.
+
+Batches are recorded on the engine's thread, between two steps and one at a time: each takes a fraction of a second.
+While requests run, there is a pause after each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from threading import Event, Thread
+
+from motley.errors import MotleyError
+from motley.runtime.runner import Runner
+from motley.runtime.warming import KernelWarmer
+
+Call = Callable[[Callable[[], None]], None]  # runs work on the engine's thread and waits for it
+
+_FIRST_PAUSE = 1.0  # seconds that are left to a first request
+_PAUSE = 0.5  # seconds between batches while requests run
+_log = logging.getLogger("motley")
+
+
+class BackgroundWarming:
+    """A thread that ends by itself, or when the model is closed."""
+
+    def __init__(
+        self,
+        warmer: KernelWarmer,
+        runner: Runner,
+        *,
+        call: Call,
+        is_busy: Callable[[], bool],
+        lift_limit: Callable[[], None],
+    ) -> None:
+        """`lift_limit` is called on the engine's thread when all kernels are compiled."""
+        self._warmer, self._runner = warmer, runner
+        self._call, self._is_busy, self._lift_limit = call, is_busy, lift_limit
+        self._is_compiled, self._has_hurry = Event(), Event()
+        if warmer.max_rows is None:
+            self._is_compiled.set()
+
+    def start(self) -> None:
+        if not self._is_compiled.is_set():
+            Thread(target=self.run, name="motley-warming", daemon=True).start()
+
+    def wait(self) -> None:
+        """Wait until all kernels are compiled; nothing pauses meanwhile."""
+        self._has_hurry.set()
+        self._is_compiled.wait()
+        self._has_hurry.clear()
+
+    def run(self) -> None:
+        """What the thread does."""
+        try:
+            self._pause(_FIRST_PAUSE)
+            self._compile()
+        except MotleyError:  # the model is closed
+            pass
+        except Exception:
+            _log.warning("kernels are not compiled ahead", exc_info=True)
+        finally:
+            self._is_compiled.set()
+
+    def _compile(self) -> None:
+        try:
+            while self._warmer.waiting:
+                self._call(lambda: self._warmer.record_next(self._runner))
+                if self._is_busy():
+                    self._pause(_PAUSE)
+            self._warmer.finish()
+        finally:
+            self._warmer.stop_compiling()
+            self._call(self._lift_limit)
+
+    def _pause(self, seconds: float) -> None:
+        self._has_hurry.wait(seconds)
