@@ -88,7 +88,7 @@ class _Loader:
             whole = _with_axes(self._spec.tensor(op.source), len(op.size))
             within = whole if op.middle is None else _joined(whole, 1, [op.middle])
             self._memo[key] = loaded = self._backend.load(part_of(within, state, self._device, op.rows))
-            self.n_bytes += loaded.nbytes
+            self.n_bytes += packed_bytes(node)
             if isinstance(loaded, PackedTensor) and _share_memory(loaded.data, whole.data):
                 _read_ahead(self._spec, op.source)
             else:

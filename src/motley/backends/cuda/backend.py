@@ -20,7 +20,7 @@ from motley.backends.cuda.products import Copies
 from motley.backends.cuda.program import Program
 from motley.backends.cuda.support import MIN_COPY_ROWS
 from motley.backends.cuda.upload import Uploader
-from motley.backends.cuda.weights import BorrowedMatrix, Matrices, load, own_weights
+from motley.backends.cuda.weights import BorrowedMatrix, Matrices, Repacker, load, own_weights
 from motley.formats import PackedTensor
 from motley.graph import Graph, Tensor
 from motley.plan import DevicePlan
@@ -44,7 +44,7 @@ class CudaBackend(GpuPlanning):
         self.copies = Copies()
         # By the identity of its weights: a model that drafts has the same names of weights, and other graphs.
         self._models: dict[int, _Model] = {}
-        self._uploader = Uploader(self.device)
+        self._uploader, self._repacker = Uploader(self.device), Repacker(self.device)
         self._pinned = PinnedPages(self.device)
         self._n_ahead = 2  # see `borrow`
 
@@ -68,7 +68,7 @@ class CudaBackend(GpuPlanning):
 
     def load(self, weight: PackedTensor) -> LoadedWeight:
         with as_device_errors(self.device):
-            return load(weight, self.device, self._uploader)
+            return load(weight, self.device, self._uploader, self._repacker)
 
     def can_borrow(self, weight: Tensor) -> bool:
         return len(weight.shape) in (2, 3) and has_planes(weight.dtype, weight.shape[-1])
@@ -90,6 +90,7 @@ class CudaBackend(GpuPlanning):
     def finish_loading(self) -> None:
         with as_device_errors(self.device):
             self._uploader.finish()
+            self._repacker.finish()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what repacking took: a graph's memory is apart from torch's other memory
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +17,21 @@ from motley.backends.cuda.upload import Uploader
 from motley.formats import PackedTensor
 
 
-@dataclass(eq=False)
 class PlaneRef:
-    """Where a matrix's planes are now: on their own, or rows of a joined matrix."""
+    """Where a matrix's planes are now: on their own, or rows of a joined matrix. They may still be being made."""
 
-    planes: WeightPlanes
+    def __init__(self, planes: WeightPlanes | Future[WeightPlanes]) -> None:
+        self._planes = planes
+
+    @property
+    def planes(self) -> WeightPlanes:
+        if isinstance(self._planes, Future):
+            self._planes = self._planes.result()
+        return self._planes
+
+    @planes.setter
+    def planes(self, planes: WeightPlanes) -> None:
+        self._planes = planes
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +65,53 @@ class BorrowedMatrix:
 DeviceWeight = PackedTensor | DeviceMatrix | BorrowedMatrix
 
 
-def load(weight: PackedTensor, device: torch.device, uploader: Uploader | None = None) -> DeviceWeight:
+class Repacker:
+    """Makes planes of matrices on the device, on a thread: the next matrix is read from the file meanwhile.
+
+    At most one matrix waits while another one is repacked, so that little memory is taken twice.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._thread: ThreadPoolExecutor | None = None
+        self._latest: deque[Future[WeightPlanes]] = deque()
+
+    def repack(self, weight: PackedTensor) -> Future[WeightPlanes]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="motley-repacking")
+        while len(self._latest) > 1:
+            self._latest.popleft().result()
+        self._latest.append(self._thread.submit(self._planes, weight))
+        return self._latest[-1]
+
+    def finish(self) -> None:
+        """Wait for all matrices, and end the thread."""
+        while self._latest:
+            self._latest.popleft().result()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _planes(self, weight: PackedTensor) -> WeightPlanes:
+        if self._device.type != "cuda":
+            return to_planes(weight)
+        with torch.cuda.device(self._device):
+            return to_planes(weight)
+
+
+def load(
+    weight: PackedTensor,
+    device: torch.device,
+    uploader: Uploader | None = None,
+    repacker: Repacker | None = None,
+) -> DeviceWeight:
     """Matrices become planes on the device, those of experts as one of all their rows; anything else is copied."""
     data = weight.data.to(device) if uploader is None else uploader.upload(weight.data)
     n_axes = len(weight.shape)
     on_device = PackedTensor(data.flatten(0, 1) if n_axes == 3 else data, weight.format)
-    return DeviceMatrix(PlaneRef(to_planes(on_device))) if n_axes in (2, 3) else on_device
+    if n_axes not in (2, 3):
+        return on_device
+    return DeviceMatrix(PlaneRef(to_planes(on_device) if repacker is None else repacker.repack(on_device)))
 
 
 def own_weights(weights: Mapping[str, LoadedWeight]) -> dict[str, DeviceWeight]:
