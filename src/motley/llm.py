@@ -195,7 +195,7 @@ class LLM:
             loaded.runner,
             call=_calling(self._service),
             is_busy=lambda: loaded.engine.has_work,
-            lift_limit=loaded.engine.lift_limit,
+            set_limit=loaded.engine.set_limit,
         )
         loaded.engine.wait_for_kernels = self._warming.wait
         self._warming.start()

@@ -4,15 +4,14 @@ Needs Triton, so it is imported where a GPU is used, and nowhere else.
 """
 
 from motley.backends.cuda.compiling import (
-    Compiled,
     Compiler,
     Job,
-    Manifest,
     Target,
     can_compile_ahead,
     load_compiler,
     recording,
 )
+from motley.backends.cuda.manifests import Compiled, Manifest
 from motley.backends.cuda.products import load_library
 from motley.backends.cuda.sampler import DeviceSampler, RowSettings
 

@@ -231,9 +231,11 @@ class Engine:
         """Tasks to be done while there is nothing else to do, once steps may have any number of rows."""
         (self.idle_tasks if self.scheduler.max_rows is None else self._tasks_after_limit).extend(tasks)
 
-    def lift_limit(self) -> None:
-        """Steps may have as many rows as they like: kernels for all of them are compiled."""
-        self.scheduler.max_rows = None
+    def set_limit(self, max_rows: int | None) -> None:
+        """Sets the rows that a step may have. None: any number, as kernels for all steps are compiled."""
+        self.scheduler.max_rows = max_rows
+        if max_rows is not None:
+            return
         self.idle_tasks.extend(self._tasks_after_limit)
         self._tasks_after_limit.clear()
 

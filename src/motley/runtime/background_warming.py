@@ -31,13 +31,13 @@ class BackgroundWarming:
         *,
         call: Call,
         is_busy: Callable[[], bool],
-        lift_limit: Callable[[], None],
+        set_limit: Callable[[int | None], None],
     ) -> None:
-        """`lift_limit` is called on the engine's thread when all kernels are compiled."""
+        """`set_limit` is called on the engine's thread, with the rows that steps may have from then on."""
         self._warmer, self._runner = warmer, runner
-        self._call, self._is_busy, self._lift_limit = call, is_busy, lift_limit
+        self._call, self._is_busy, self._set_limit = call, is_busy, set_limit
         self._is_compiled, self._has_hurry = Event(), Event()
-        if warmer.max_rows is None:
+        if not warmer.is_compiling:
             self._is_compiled.set()
 
     def start(self) -> None:
@@ -63,15 +63,21 @@ class BackgroundWarming:
             self._is_compiled.set()
 
     def _compile(self) -> None:
+        warmer = self._warmer
         try:
-            while self._warmer.waiting:
-                self._call(lambda: self._warmer.record_next(self._runner))
-                if self._is_busy():
-                    self._pause(_PAUSE)
-            self._warmer.finish()
-        finally:
-            self._warmer.stop_compiling()
-            self._call(self._lift_limit)
+            while warmer.is_compiling:
+                if warmer.waiting:
+                    self._call(lambda: warmer.record_next(self._runner))
+                    if self._is_busy():
+                        self._pause(_PAUSE)
+                if warmer.advance(waits=not warmer.waiting):
+                    self._call(lambda: self._set_limit(warmer.max_rows))
+        except MotleyError:
+            raise
+        except Exception as error:
+            warmer.give_up(str(error))
+            self._call(lambda: self._set_limit(None))
+            raise
 
     def _pause(self, seconds: float) -> None:
         self._has_hurry.wait(seconds)

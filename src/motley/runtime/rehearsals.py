@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from motley.kvcache.state_arena import StateBatch
 from motley.models import BatchShape
 from motley.runtime.batch import PlacedBatch
 from motley.runtime.caching import CachePlan
+
+Rehearsal = tuple[BatchShape, int]  # a batch, and the rows of its longest sequence
 
 # Rows of decode batches for which kernels differ: one row; a few; one, two, four tiles of a tensor core; two tiles of
 # tokens.
@@ -28,20 +31,30 @@ PREPARED_ROWS = (
 _PROMPT_ROWS = (32, 64, 128, 256)
 _FEW_ROWS = _DRAFT_ROWS[-1]  # a sequence with more rows in a batch is a prompt
 _DECODE_AHEAD = (2, 4, 8, 16, 32, 64, 128)  # rows of decode batches that are captured before they are needed
-FIRST_ROWS = (
-    8  # of the batches whose kernels are compiled first: those that are multiplied as single rows are
-)
+_FEW_AT_FIRST = 8  # rows of the second tier: those that are multiplied as single rows are
 _BESIDE_ROWS = (1, 4, 16, 64)  # requests that decode beside a prompt: of many, contexts are split less
 
 
-def first_rehearsals(n_batch: int, n_parallel: int) -> Iterator[tuple[BatchShape, int]]:
-    """Like `rehearsals`, for batches of up to FIRST_ROWS rows."""
-    decodes = [n for n in (1, 2) if n <= min(n_parallel, n_batch)]
-    yield from ((BatchShape(n, n), 1) for n in decodes)
-    yield from ((BatchShape(n, n), n) for n in _DRAFT_ROWS if n <= min(FIRST_ROWS, n_batch))
+@dataclass(frozen=True)
+class Tier:
+    """Batches whose kernels are compiled before those of the next tier."""
+
+    max_rows: int | None  # of the batches that need no others; None: all batches
+    shapes: tuple[Rehearsal, ...]
 
 
-def rehearsals(n_batch: int, n_parallel: int) -> Iterator[tuple[BatchShape, int]]:
+def tiers(n_batch: int, n_parallel: int, *, is_one: bool = False) -> list[Tier]:
+    """All batches of `rehearsals`: first a single row, then a few, then the rest. `is_one`: all in one tier."""
+    everything = tuple(rehearsals(n_batch, n_parallel))
+    single = ((BatchShape(1, 1), 1),)
+    few = tuple(each for each in everything if 1 < each[0].n_tokens <= _FEW_AT_FIRST)[::-1]  # slow ones first
+    rest = tuple(each for each in everything if each not in (*single, *few))
+    if is_one or not rest:
+        return [Tier(None, everything)]
+    return [Tier(1, single), *([Tier(_FEW_AT_FIRST, few)] if few else []), Tier(None, rest)]
+
+
+def rehearsals(n_batch: int, n_parallel: int) -> Iterator[Rehearsal]:
     """Batch shapes that together use every kernel, each with the number of rows of its longest sequence.
 
     Prompts come first, the longest before the others: their kernels take the compiler the most time.
@@ -56,11 +69,11 @@ def rehearsals(n_batch: int, n_parallel: int) -> Iterator[tuple[BatchShape, int]
             yield BatchShape(_FEW_ROWS + 1 + n, 1 + n), _FEW_ROWS + 1
 
 
-def captured_ahead(max_decodes: int) -> list[tuple[BatchShape, int]]:
-    """Decode batches in the order of their size, each launched once and then captured: a first batch of a size takes
-    some tenths of a second otherwise, in which all requests wait.
+def captured_ahead(max_decodes: int) -> list[Rehearsal]:
+    """Decode batches, each launched once and then captured: a first batch of a size takes some tenths of a second
+    otherwise, in which all requests wait. The largest is the first: the memory for its graph is enough for the others.
     """
-    sizes = [n for n in _DECODE_AHEAD if n <= max_decodes]
+    sizes = [n for n in _DECODE_AHEAD if n <= max_decodes][::-1]
     return [(BatchShape(n, n), 1) for n in sizes for _ in range(2)]
 
 

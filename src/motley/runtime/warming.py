@@ -4,9 +4,9 @@ Inert batches (`inert_batch`: nothing is stored, no context is read) go through 
 for each class of batch sizes for which kernels differ. The kernels that they would have compiled are compiled on all
 cores meanwhile. A manifest beside the compiled kernels records that this is done: later processes skip it.
 
-Loading waits only for the kernels of batches of a few rows (`FIRST_ROWS`), about a third of all. Until the others are
-compiled, steps have no more rows than that (`KernelWarmer.max_rows`): a prompt is computed in small chunks, and further
-requests wait in the queue. `background_warming` does the rest while requests run.
+Loading waits only for the kernels of a single row, about a quarter of all. Those of a few rows and then all others are
+compiled while requests run (`rehearsals.tiers`, `background_warming`). Until then, steps have no more rows than that
+(`KernelWarmer.max_rows`): a prompt is computed in small chunks, and further requests wait in the queue.
 At last a decode of one request is run: its kernels are loaded, its plan is made and captured. Prompts of a whole batch,
 steps with drafts and decodes of several requests are prepared later, while the engine is idle.
 """
@@ -29,13 +29,12 @@ from motley.models import N_EXPERT_USED, BatchShape
 from motley.runtime.caching import CachePlan
 from motley.runtime.loading import Progress
 from motley.runtime.rehearsals import (
-    FIRST_ROWS,
     PREPARED_ROWS,
+    Rehearsal,
     captured_ahead,
-    first_rehearsals,
     inert_batch,
-    rehearsals,
     rehearse_sampling,
+    tiers,
 )
 from motley.runtime.runner import Runner
 from motley.runtime.splitting import ModelSplit
@@ -82,21 +81,17 @@ class KernelWarmer:
         experts = split.params.experts
         self._extra = {} if experts is None else {N_EXPERT_USED: experts.n_used}
         n_batch = min(n_batch, n_parallel * split.options.n_ctx)  # no batch is larger
-        shapes = list(rehearsals(n_batch, n_parallel))
-        first = [] if waits_for_all else list(first_rehearsals(n_batch, n_parallel))
-        self._first = first if len(first) < len(shapes) else []
-        self.waiting = [
-            each for each in shapes if each not in self._first
-        ]  # shapes that are not recorded yet
+        self._tiers = tiers(n_batch, n_parallel, is_one=waits_for_all)
+        self._n_compiled = len(self._tiers)  # tiers whose kernels are compiled, or are compiled at first use
+        self._ends: list[int] = []  # jobs up to the end of each recorded tier
+        self.waiting: list[Rehearsal] = []  # batches that are not recorded yet
         self.warm_up = WarmUp()
         self._n_batch, self._max_decodes = n_batch, min(n_parallel, n_batch)
         self._is_gpu = False
-        self._is_limited = False
         self._started = time.perf_counter()
         self._jobs: dict[Job, None] = {}  # recorded so far
         self._n_sent = 0
-        self._manifest: Manifest | None = None
-        self._first_manifest: Manifest | None = None
+        self._manifests: list[Manifest] = []  # of the tiers
         self._target: Target | None = None
         self._compiler: Compiler | None = None
         self._libraries: list[Thread] = []
@@ -115,13 +110,19 @@ class KernelWarmer:
         targets = sorted({compiling.Target.of(gpu) for gpu in gpus})
         variants = [backend.kernel_variant for backend in own]
         described = targets, _description(split, cache), variants
-        manifest = compiling.Manifest(*described, shapes)
-        if not manifest.exists and len(targets) == 1:  # several kinds of GPU: compiled at first use
-            self._manifest, self._target = manifest, targets[0]
-            self._first_manifest = compiling.Manifest(*described, self._first)
-            self._is_limited = bool(self._first)
-            if not self._is_limited or not self._first_manifest.exists:
-                self._start_compiler()
+        if len(targets) > 1:  # several kinds of GPU: compiled at first use
+            return
+        self._target = targets[0]
+        self._manifests = [
+            compiling.Manifest(*described, self._tiers[: i + 1]) for i in range(len(self._tiers))
+        ]
+        self._n_compiled = next(
+            (i for i, each in enumerate(self._manifests) if not each.exists), len(self._tiers)
+        )
+        self._ends = [0] * self._n_compiled
+        self.waiting = [each for tier in self._tiers[self._n_compiled :] for each in tier.shapes]
+        if not self._n_compiled:
+            self._start_compiler()
 
     def _start_compiler(self) -> Compiler:
         from motley.backends.gpu import Compiler
@@ -134,7 +135,12 @@ class KernelWarmer:
     @property
     def max_rows(self) -> int | None:
         """Rows of the batches whose kernels are compiled; None: all are, or are compiled at their first use."""
-        return FIRST_ROWS if self._is_limited else None
+        return self._tiers[max(self._n_compiled, 1) - 1].max_rows if self.is_compiling else None
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether kernels are not compiled yet, and will be before their first use."""
+        return self._n_compiled < len(self._tiers)
 
     def _start_libraries(self, split: ModelSplit, gpus: Sequence[torch.device]) -> None:
         """Load what multiplies prompts, on other threads: while weights are read."""
@@ -148,80 +154,69 @@ class KernelWarmer:
             self._libraries.append(_started(task))
 
     def close(self) -> None:
-        """Ends the processes, if they still run."""
+        """Nothing is recorded any more. What was recorded is still compiled, for the next process."""
         for thread in (*self._preparing, *self._libraries):
             thread.join()
-        self.stop_compiling()
-
-    def stop_compiling(self) -> None:
-        """End the processes. What is not compiled yet will be at its first use."""
-        self._is_limited = False
+        self._n_compiled = len(self._tiers)
         if self._compiler is not None:
-            self._compiler.close()
+            self._compiler.leave()
 
     def warm(self, runner: Runner, progress: Progress | None = None) -> WarmUp:
         """Compiles the kernels that a first request needs; `progress(done, total)` counts them. Kernels of other
         batches are recorded as long as that takes. One that fails here is compiled at first use.
         """
-        if self._compiler is None:
+        if self._n_compiled or self._compiler is None:
             return self.warm_up
         self._started = time.perf_counter()
-        try:
-            if not self._is_limited:
-                while self.waiting:
-                    self.record_next(runner)
-                self.finish(progress)
-            else:
-                self._warm_first(self._compiler, runner, progress)
-        except DeviceError as error:
-            self._give_up(error)
+        while not self._ends:
+            self.record_next(runner)
+        if progress is not None:
+            progress(0, self._ends[0])
+        while self.waiting and not self._compiler.is_done(self._ends[0]):
+            self.record_next(runner)
+        self.advance(progress=progress)
         return self.warm_up
 
-    def _warm_first(self, compiler: Compiler, runner: Runner, progress: Progress | None) -> None:
-        for shape, longest in self._first:
-            self._record(runner, shape, longest, is_urgent=True)
-        n_first = compiler.n_jobs
-        if progress is not None:
-            progress(0, n_first)
-        while self.waiting and not compiler.is_done(n_first):
-            self.record_next(runner)
-        done = compiler.wait(n_first, progress)
-        self.warm_up = self._summary(done)
-        if not self.warm_up.failures and self._first_manifest is not None:
-            self._first_manifest.write(done)
-
     def record_next(self, runner: Runner) -> None:
-        """Record the kernels of the next waiting shape, and have them compiled: a fraction of a second."""
-        self._record(runner, *self.waiting.pop(0), is_urgent=not self._is_limited)
-
-    def _record(self, runner: Runner, shape: BatchShape, longest: int, *, is_urgent: bool) -> None:
+        """Record the kernels of the next waiting batch, and have them compiled: a fraction of a second."""
         from motley.backends.gpu import recording
 
         compiler = self._start_compiler()
+        tier = self._tiers[len(self._ends)]
+        shape, longest = self.waiting.pop(0)
         with recording(self._jobs):
             self._run_inert(runner, shape, longest)
-        compiler.submit(list(self._jobs)[self._n_sent :], is_urgent=is_urgent)
+        compiler.submit(list(self._jobs)[self._n_sent :], is_urgent=not self._ends)
         self._n_sent = len(self._jobs)
+        if (shape, longest) == tier.shapes[-1]:
+            compiler.send(self._manifests[len(self._ends)])
+            self._ends.append(compiler.n_jobs)
 
-    def finish(self, progress: Progress | None = None) -> None:
-        """Wait until everything that was recorded is compiled. The processes end."""
-        if self._compiler is None or self._manifest is None:
-            return
+    def advance(self, *, waits: bool = True, progress: Progress | None = None) -> bool:
+        """Whether another tier's kernels are compiled now. `waits`: wait for that, if the tier is recorded."""
+        if not self.is_compiling or len(self._ends) <= self._n_compiled or self._compiler is None:
+            return False
+        n_jobs = self._ends[self._n_compiled]
+        if not waits and not self._compiler.is_done(n_jobs):
+            return False
         try:
-            done = self._compiler.finish(progress)
-            self.warm_up = self._summary(done)
-            if not self.warm_up.failures and not self.waiting:
-                self._manifest.write(done)
+            done = self._compiler.wait(n_jobs, progress)
         except DeviceError as error:
-            self._give_up(error)
-        finally:
-            self.stop_compiling()
+            self.give_up(error.message)
+            return True
+        self.warm_up = self._summary(done)
+        self._n_compiled = min(self._n_compiled + 1, len(self._tiers))
+        if self._n_compiled == len(self._tiers):
+            self._compiler.leave()
+        return True
 
-    def _give_up(self, error: DeviceError) -> None:
-        """What is not compiled will be at its first use."""
-        self.warm_up = WarmUp(seconds=time.perf_counter() - self._started, failures=(error.message,))
-        self._is_limited = False
+    def give_up(self, why: str) -> None:
+        """End the processes. What is not compiled will be at its first use."""
+        self.warm_up = replace(self.warm_up, failures=(*self.warm_up.failures, why), n_others=0)
         self.waiting.clear()
+        self._n_compiled = len(self._tiers)
+        if self._compiler is not None:
+            self._compiler.close()
 
     def _summary(self, done: Sequence[Compiled]) -> WarmUp:
         assert self._compiler is not None
@@ -251,7 +246,7 @@ class KernelWarmer:
         )  # the first run has loaded kernels, too; a plan takes as long
 
     @property
-    def batches_ahead(self) -> list[tuple[BatchShape, int]]:
+    def batches_ahead(self) -> list[Rehearsal]:
         """Batches of later requests, to be run while the engine is idle: a prompt of a whole batch, which loads kernels
         and libraries, and decode batches, which are captured.
         """

@@ -27,7 +27,7 @@ from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, read_params
 from motley.runtime import CacheConfig, Runner, fit_cache, make_crew, split_model
 from motley.runtime.batch import PlacedBatch
-from motley.runtime.rehearsals import FIRST_ROWS, first_rehearsals, inert_batch, rehearsals
+from motley.runtime.rehearsals import inert_batch, tiers
 
 MODEL = Path(motley.__file__).parent / "bundled" / "motley-15m-q8_0.gguf"
 N_BATCH, SIZE = 256, 32
@@ -58,14 +58,16 @@ def main() -> int:
     known, unknown = rehearse(128, BATCHES)
     unknown += rehearse(128, [rows for rows in BATCHES if sum(rows) > 64], has_copies=True)[1]
     unknown += rehearse(1, [rows for rows in BATCHES if len(rows) == 1])[1]
-    few = [rows for rows in [*BATCHES, [7, 1], [2, 2, 4], [6], [1] * 4, [3]] if sum(rows) <= FIRST_ROWS]
-    unknown += rehearse(128, few, only_first=True)[1]
-    unknown += rehearse(1, [rows for rows in few if len(rows) == 1], only_first=True)[1]
+    some = [*BATCHES, [7, 1], [2, 2, 4], [6], [1] * 4, [3]]
+    for n_tiers, tier in enumerate(tiers(N_BATCH, 128)[:-1], 1):
+        few = [rows for rows in some if sum(rows) <= (tier.max_rows or 0)]
+        unknown += rehearse(128, few, n_tiers=n_tiers)[1]
+        unknown += rehearse(1, [rows for rows in few if len(rows) == 1], n_tiers=n_tiers)[1]
     return bool(unknown) or (compiled_elsewhere(list(known)) if len(sys.argv) > 1 else 0)
 
 
 def rehearse(
-    n_parallel: int, batches: list[list[int]], *, has_copies: bool = False, only_first: bool = False
+    n_parallel: int, batches: list[list[int]], *, has_copies: bool = False, n_tiers: int = 3
 ) -> tuple[dict[Job, None], int]:
     """What the rehearsal of a model meets, and how many kernels of `batches` are not among that."""
     spec, kind = read_spec(MODEL), get_cache_type("q8_0")
@@ -78,7 +80,8 @@ def rehearse(
     sampler = DeviceSampler(torch.device("cpu"))
     known: dict[Job, None] = {}
     with recording(known):
-        for shape, longest in (first_rehearsals if only_first else rehearsals)(N_BATCH, n_parallel):
+        shapes = [each for tier in tiers(N_BATCH, n_parallel)[:n_tiers] for each in tier.shapes]
+        for shape, longest in shapes:
             logits = runner.run(inert_batch(shape, longest, fit.plan), [0] * shape.n_tokens, ())
             n = len(logits)
             sampler.launch(logits, [RowSettings(0.8, 40)] * n, [0] * n, {0: {0: (1, 0.0)}})

@@ -16,7 +16,10 @@ import pkgutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import cache, driver
 
 from motley.backends.cuda import kernels
+from motley.backends.cuda.manifests import Compiled, Ledger
 
 
 class NoGpu:
@@ -98,8 +102,17 @@ def _build_launcher(kernel: Any) -> None:
         return  # no driver or no compiler here, or another Triton: the first launch builds it
 
 
-def _tasks() -> Iterator[tuple[int, str]]:
-    return enumerate(line for line in sys.stdin if line.strip())
+def _tasks(ledger: Ledger, lock: Lock) -> Iterator[tuple[int, str]]:
+    """The jobs with their numbers. A line with an object is a manifest, to be written when the jobs before are done."""
+    number = 0
+    for line in sys.stdin:
+        if line.startswith("{"):
+            manifest = json.loads(line)
+            with lock:
+                ledger.expect(manifest["n_jobs"], Path(manifest["manifest"]))
+        elif line.strip():
+            yield number, line
+            number += 1
 
 
 def import_kernels() -> None:
@@ -115,5 +128,9 @@ def main() -> None:
     import_kernels()
     getattr(cache, "triton_key", lambda: None)()  # half a second, which each process would take for itself
     with multiprocessing.get_context("fork").Pool(n_workers) as pool:
-        for result in pool.imap_unordered(compile_job, _tasks()):
-            print(json.dumps(result), flush=True)
+        ledger, lock = Ledger(), Lock()  # the pool reads tasks on a thread of its own
+        for result in pool.imap_unordered(compile_job, _tasks(ledger, lock)):
+            with lock:
+                ledger.note(result[0], Compiled(*result[1:]))
+            with suppress(OSError):  # the model's process may have ended
+                print(json.dumps(result), flush=True)

@@ -9,12 +9,10 @@ launch only loads the compiled kernel.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,12 +21,12 @@ from threading import Condition, Lock, Thread
 from typing import Any
 
 import torch
-import triton
 from triton import knobs
 from triton.runtime import cache
 from triton.runtime.jit import JITFunction
 
 from motley.backends.cuda.kernels.bits import INTERPRETED
+from motley.backends.cuda.manifests import Compiled, Manifest
 from motley.errors import DeviceError
 
 OnDone = Callable[[int, int], None]  # number of jobs done, number of all jobs
@@ -68,15 +66,6 @@ class Job:
 
     def message(self, *, is_urgent: bool = True) -> str:
         return json.dumps([self.module, self.name, self.data, is_urgent])
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """The result of a job."""
-
-    name: str
-    seconds: float
-    error: str | None = None
 
 
 def is_recording() -> bool:
@@ -171,6 +160,17 @@ class Compiler:
                 self.n_jobs += 1
             self._process.stdin.flush()
 
+    def send(self, manifest: Manifest) -> None:
+        """Have a manifest written when all jobs that were submitted so far are compiled, also if this process ends
+        before.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._process.stdin.write(
+                json.dumps({"manifest": str(manifest.path), "n_jobs": self.n_jobs}) + "\n"
+            )
+            self._process.stdin.flush()
+
     def is_done(self, n_jobs: int) -> bool:
         """Whether the first `n_jobs` are compiled, or never will be."""
         return self._has_ended or all(number in self._results for number in range(n_jobs))
@@ -194,15 +194,19 @@ class Compiler:
 
     def finish(self, on_done: OnDone | None = None) -> list[Compiled]:
         """Wait for all submitted jobs; there can be no others."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            self._process.stdin.close()
+        self.leave()
         return self.wait(self.n_jobs, on_done)
 
     def run(self, jobs: Iterable[Job], on_done: OnDone | None = None) -> list[Compiled]:
         """Compile all jobs: `submit` and `finish`."""
         self.submit(jobs)
         return self.finish(on_done)
+
+    def leave(self) -> None:
+        """Let the process compile what was submitted, and end then: the next process finds it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._process.stdin.close()
 
     def close(self) -> None:
         """Stop the process if it is still running."""
@@ -226,32 +230,3 @@ class Compiler:
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
-
-
-class Manifest:
-    """A file in Triton's cache folder that lists the kernels compiled for a model. Deleting the folder deletes it."""
-
-    def __init__(self, *description: object) -> None:
-        """`description`: everything that the variants depend on, except the kernels' source and Triton's version."""
-        text = repr((triton.__version__, _source_hash(), *description))
-        name = hashlib.sha256(text.encode()).hexdigest()[:32]
-        self._path = Path(knobs.cache.dir) / f"motley-{name}.json"
-
-    @property
-    def exists(self) -> bool:
-        return self._path.exists()
-
-    def write(self, compiled: Iterable[Compiled]) -> None:
-        """Write the file. If the folder is not writable, no error is raised, and kernels are compiled again later."""
-        kernels = [[each.name, round(each.seconds, 3)] for each in compiled]
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = self._path.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(json.dumps({"written": time.time(), "kernels": kernels}))
-            unfinished.replace(self._path)
-
-
-def _source_hash() -> str:
-    folder = Path(__file__).parent
-    files = [*sorted((folder / "kernels").glob("*.py")), folder / "attending.py", folder / "steps.py"]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files if path.exists())).hexdigest()
