@@ -20,6 +20,7 @@ import motley
 from motley.backends import get_backend
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.compiling import Compiler, Job, Target, recording
+from motley.backends.cuda.manifests import Manifest
 from motley.backends.cuda.sampler import DeviceSampler, RowSettings
 from motley.gguf import read_spec
 from motley.kvcache.arena import GroupBatch, SequenceTable
@@ -106,14 +107,21 @@ def compiled_elsewhere(jobs: list[Job]) -> int:
     """Compile some of the kernels in other processes; 1 if a launch here would compile one of them again."""
     quick = [job for job in jobs if job.name in ("_edit", "_convert", "_rms_norm", "_unpack")]
     compiler = Compiler(Target(90, 227 << 10), 2)
-    done = compiler.run(quick)
+    compiler.submit(quick[:1])
+    compiler.submit(quick[1:], is_urgent=False)
+    manifest = Manifest("a model")
+    compiler.send(manifest)
+    first = compiler.wait(1)
+    done = compiler.finish()
+    compiler._reader.join(60)  # the process has ended
     compiler.close()
     hits: list[bool] = []
     knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     for job in quick:
         getattr(sys.modules[job.module], job.name).preload(job.data)
     print(f"{len(done)} compiled, found again: {hits}")
-    return int(not quick or len(done) != len(quick) or any(each.error for each in done) or not all(hits))
+    is_complete = first == done[:1] and len(done) == len(quick) and manifest.exists
+    return int(not quick or not is_complete or any(each.error for each in done) or not all(hits))
 
 
 if __name__ == "__main__":
