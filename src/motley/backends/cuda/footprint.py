@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -50,12 +50,13 @@ def workspace_bytes(graph: Graph) -> int:
     unpacked matrices or for pieces of long contexts, once by launches and once in captured graphs, whose memory is
     apart.
     """
+    stages = list(_linear_stages(graph))
     of_steps = max(
         max(_slot_bytes(graph), default=0),
-        _UNPACKED * max(_unpacked(graph), default=0),
+        _UNPACKED * max(_unpacked(stages), default=0),
         max(_piece_bytes(graph), default=0),
     )
-    return RESERVE + max(_REPACKING * max(_at_once(graph), default=0), 2 * of_steps + _run_bytes(graph))
+    return RESERVE + max(_REPACKING * max(_at_once(graph, stages), default=0), 2 * of_steps + _run_bytes(graph))
 
 
 def copied_bytes(graph: Graph) -> int:
@@ -82,16 +83,16 @@ def _piece_bytes(graph: Graph) -> Iterator[int]:
             yield 2 * (2 * PIECE_SIZES[0] * n_heads * dim + 2 * node.n_values)
 
 
-def _at_once(graph: Graph) -> Iterator[int]:
+def _at_once(graph: Graph, stages: Iterable[Linear]) -> Iterator[int]:
     """Values that are unpacked together: of a matrix, or of all that one stage multiplies by."""
     yield from (weight.n_values for weight in graph.weights)
-    for stage in _linear_stages(graph):
+    for stage in stages:
         yield sum(part.weight.n_values for part in stage.parts)
 
 
-def _unpacked(graph: Graph) -> Iterator[int]:
+def _unpacked(stages: Iterable[Linear]) -> Iterator[int]:
     """Values of the matrices of each stage that unpacks them, for a product by the library."""
-    for stage in _linear_stages(graph):
+    for stage in stages:
         if stage.x.shape[0] > MAX_KERNEL_ROWS:
             yield sum(part.weight.n_values for part in stage.parts)
 
