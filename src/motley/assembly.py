@@ -213,7 +213,7 @@ def load_model(
             n_parallel=n_parallel,
             waits_for_all=bool(companions),  # these have batches of their own
         )
-        undo.callback(warmer.close)
+        undo.callback(warmer.abort)
         # A large vocabulary takes most of a second: time in which other threads read the weights.
         reading = undo.enter_context(ThreadPoolExecutor(1)).submit(Tokenizer.from_spec, spec)
         hosts = None

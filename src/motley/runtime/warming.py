@@ -155,11 +155,17 @@ class KernelWarmer:
 
     def close(self) -> None:
         """Nothing is recorded any more. What was recorded is still compiled, for the next process."""
-        for thread in (*self._preparing, *self._libraries):
-            thread.join()
         self._n_compiled = len(self._tiers)
         if self._compiler is not None:
             self._compiler.leave()
+        for thread in (*self._preparing, *self._libraries):
+            thread.join()
+
+    def abort(self) -> None:
+        """The model is not loaded: nothing is compiled any more."""
+        if self._compiler is not None:
+            self._compiler.close()
+        self.close()
 
     def warm(self, runner: Runner, progress: Progress | None = None) -> WarmUp:
         """Compiles the kernels that a first request needs; `progress(done, total)` counts them. Kernels of other

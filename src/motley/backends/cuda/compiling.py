@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -140,8 +141,16 @@ class Compiler:
         }
         environment = os.environ | own
         self.n_jobs = 0  # submitted so far
+        # A session of its own, and no stream of ours: Ctrl-C stops an answer, not the compiler, and a reader of our
+        # output must not wait for a process that outlives us.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
         self._results: dict[int, Compiled] = {}  # by the number of the job
         self._has_ended = False
@@ -211,7 +220,8 @@ class Compiler:
     def close(self) -> None:
         """Stop the process if it is still running."""
         if self._process.poll() is None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # those that it has forked, too
             self._process.wait()
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError, ValueError):
@@ -227,6 +237,7 @@ class Compiler:
                 with self._changed:
                     self._results[number] = Compiled(*rest)
                     self._changed.notify_all()
+        self._process.wait()
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()

@@ -56,7 +56,9 @@ def workspace_bytes(graph: Graph) -> int:
         _UNPACKED * max(_unpacked(stages), default=0),
         max(_piece_bytes(graph), default=0),
     )
-    return RESERVE + max(_REPACKING * max(_at_once(graph, stages), default=0), 2 * of_steps + _run_bytes(graph))
+    return RESERVE + max(
+        _REPACKING * max(_at_once(graph, stages), default=0), 2 * of_steps + _run_bytes(graph)
+    )
 
 
 def copied_bytes(graph: Graph) -> int:
