@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motley.backends import is_available
-from motley.engine.choosing import ChoiceRow, HostChooser, NativeChooser
+from motley.engine.choosing import ChoiceRow, CopyingChooser, HostChooser, NativeChooser
 from motley.engine.sampling import SamplingParams, build_sampler
 from motley.errors import RequestError
 
@@ -104,3 +104,12 @@ def test_rows_of_a_larger_tensor_are_found() -> None:
     assert not apart.is_contiguous()
     expected = HostChooser().choose(apart.contiguous(), rows).tokens()
     assert NativeChooser().choose(apart, rows).tokens() == expected
+
+
+def test_tokens_chosen_from_a_copy_are_the_same_and_leave_the_logits_alone() -> None:
+    rows, logits = rows_of([SamplingParams(seed=6), SamplingParams(temperature=0)]), logits_of(2, 2)
+    before = logits.clone()
+    pending = CopyingChooser().choose(logits, rows)
+    assert pending.on_device is None  # the next step cannot be launched before the token is known
+    assert pending.tokens() == NativeChooser().choose(before.clone(), rows).tokens()
+    assert torch.equal(logits, before)

@@ -91,9 +91,11 @@ def checked(found: Sequence[int]) -> list[Found]:
     return [number if number >= 0 else _or_error(_token, number) for number in found]
 
 
-def chooser_for(device: torch.device) -> Chooser:
-    """The chooser for logits on `device`."""
-    return MaskingChooser(GpuChooser(device) if device.type == "cuda" else NativeChooser())
+def chooser_for(device: torch.device, *, on_host: bool = False) -> Chooser:
+    """The chooser for logits on `device`. `on_host`: it chooses on the CPU, from a copy of a GPU's logits."""
+    if device.type != "cuda":
+        return MaskingChooser(NativeChooser())
+    return MaskingChooser(CopyingChooser() if on_host else GpuChooser(device))
 
 
 class MaskingChooser:
@@ -154,6 +156,16 @@ class NativeChooser:
     def settings(self, rows: Sequence[ChoiceRow]) -> list[Any] | None:
         settings = [row.sampler.native for row in rows]
         return settings if all(settings) else None
+
+
+class CopyingChooser:
+    """Chooses on the CPU, from a copy of a GPU's logits: while the GPU's samplers are being compiled."""
+
+    def __init__(self) -> None:
+        self._native = NativeChooser()
+
+    def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
+        return self._native.choose(logits.cpu(), rows)
 
 
 class GpuChooser:

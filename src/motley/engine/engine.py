@@ -232,8 +232,12 @@ class Engine:
         (self.idle_tasks if self.scheduler.max_rows is None else self._tasks_after_limit).extend(tasks)
 
     def set_limit(self, max_rows: int | None) -> None:
-        """Sets the rows that a step may have. None: any number, as kernels for all steps are compiled."""
+        """Sets the rows that a step may have. None: any number, as kernels for all steps are compiled.
+
+        While a step has a single row, tokens are chosen on the host: a GPU's samplers are not compiled yet, either.
+        """
         self.scheduler.max_rows = max_rows
+        self._chooser = None
         if max_rows is not None:
             return
         self.idle_tasks.extend(self._tasks_after_limit)
@@ -292,7 +296,7 @@ class Engine:
         if not ready:
             return step, [], NONE_CHOSEN
         if self._chooser is None:
-            self._chooser = chooser_for(logits.device)
+            self._chooser = chooser_for(logits.device, on_host=self.scheduler.max_rows == 1)
         if step.drafts:
             self._verification = DraftVerification(self._chooser, step, ready, logits, self._drafts)
             self._verification.begin(self.speculator)

@@ -4,9 +4,10 @@ Inert batches (`inert_batch`: nothing is stored, no context is read) go through 
 for each class of batch sizes for which kernels differ. The kernels that they would have compiled are compiled on all
 cores meanwhile. A manifest beside the compiled kernels records that this is done: later processes skip it.
 
-Loading waits only for the kernels of a single row, about a quarter of all. Those of a few rows and then all others are
-compiled while requests run (`rehearsals.tiers`, `background_warming`). Until then, steps have no more rows than that
-(`KernelWarmer.max_rows`): a prompt is computed in small chunks, and further requests wait in the queue.
+Loading waits only for the kernels of a single row, about a fifth of all. Those of a few rows and of samplers and then
+all others are compiled while requests run (`rehearsals.tiers`, `background_warming`). Until then, steps have no more
+rows than that (`KernelWarmer.max_rows`): a prompt is computed in small chunks, further requests wait in the queue, and
+tokens of single rows are chosen on the host.
 At last a decode of one request is run: its kernels are loaded, its plan is made and captured. Prompts of a whole batch,
 steps with drafts and decodes of several requests are prepared later, while the engine is idle.
 """
@@ -191,7 +192,7 @@ class KernelWarmer:
         tier = self._tiers[len(self._ends)]
         shape, longest = self.waiting.pop(0)
         with recording(self._jobs):
-            self._run_inert(runner, shape, longest)
+            self._run_inert(runner, shape, longest, samples=tier.max_rows != 1)
         compiler.submit(list(self._jobs)[self._n_sent :], is_urgent=not self._ends)
         self._n_sent = len(self._jobs)
         if (shape, longest) == tier.shapes[-1]:
@@ -241,12 +242,12 @@ class KernelWarmer:
             return 0.0
         for thread in self._preparing:
             thread.join()
-        if self.max_rows is not None:
-            n_rows = min(self.max_rows, self._n_batch)
-            self._run_inert(runner, BatchShape(n_rows, 1), n_rows)
-        self._run_inert(runner, BatchShape(1, 1), 1)
+        n_prompt, samples = min(self.max_rows or 1, self._n_batch), self.max_rows != 1
+        if n_prompt > 1:
+            self._run_inert(runner, BatchShape(n_prompt, 1), n_prompt)
+        self._run_inert(runner, BatchShape(1, 1), 1, samples=samples)
         started = time.perf_counter()
-        self._run_inert(runner, BatchShape(1, 1), 1)
+        self._run_inert(runner, BatchShape(1, 1), 1, samples=samples)
         return 2 * (
             time.perf_counter() - started
         )  # the first run has loaded kernels, too; a plan takes as long
@@ -275,9 +276,11 @@ class KernelWarmer:
         for _ in range(2):
             self._run_inert(runner, BatchShape(n_rows, n_rows), n_rows)
 
-    def _run_inert(self, runner: Runner, shape: BatchShape, longest: int) -> None:
+    def _run_inert(self, runner: Runner, shape: BatchShape, longest: int, *, samples: bool = True) -> None:
         batch = inert_batch(shape, longest, self._cache, self._extra)
-        rehearse_sampling(runner.run(batch, [0] * shape.n_tokens, ()))
+        logits = runner.run(batch, [0] * shape.n_tokens, ())
+        if samples:
+            rehearse_sampling(logits)
 
 
 def _started(task: Callable[[], None]) -> Thread:

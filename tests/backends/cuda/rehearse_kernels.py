@@ -85,17 +85,19 @@ def rehearse(
         for shape, longest in shapes:
             logits = runner.run(inert_batch(shape, longest, fit.plan), [0] * shape.n_tokens, ())
             n = len(logits)
-            sampler.launch(logits, [RowSettings(0.8, 40)] * n, [0] * n, {0: {0: (1, 0.0)}})
+            if n_tiers > 1:  # tokens of the first tier are chosen on the host
+                sampler.launch(logits, [RowSettings(0.8, 40)] * n, [0] * n, {0: {0: (1, 0.0)}})
     print(f"{len(known)} kernels")
     unknown = 0
     for rows in batches:
         met: dict[Job, None] = {}
         with recording(met):
             logits = runner.run(placed(rows), [1] * sum(rows), ())
-            n = len(logits)
-            sampler.launch(
-                logits, [RowSettings(0.7, 0, 0.9)] * n, range(n), {i: {i: (1, 0.5)} for i in range(n)}
-            )
+            n = len(logits) if n_tiers > 1 else 0
+            if n:
+                sampler.launch(
+                    logits, [RowSettings(0.7, 0, 0.9)] * n, range(n), {i: {i: (1, 0.5)} for i in range(n)}
+                )
         for job in met.keys() - known.keys():
             print(f"a batch of {rows} compiles {job.name}: {job.data}")
             unknown += 1
