@@ -31,6 +31,7 @@ def answer(kind: str, **options: Any) -> tuple[np.ndarray, str, float]:
     """Logits of the text, a greedy continuation, and its tokens per second."""
     common = {"cache_type_k": kind, "cache_type_v": kind, "kv_block_size": 32, "n_ctx": 512}
     with LLM(MODEL, **common, **options) as llm:
+        llm.finish_compiling()
         tokens = llm.tokenizer.encode(TEXT)
         logits = llm.logits(tokens)
         llm.generate(TEXT, max_tokens=16, temperature=0.0)  # warm-up: compiles kernels and captures graphs

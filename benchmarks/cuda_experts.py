@@ -61,6 +61,7 @@ class Bench:
     def __init__(self, path: Path, **options: Any) -> None:
         started = time.perf_counter()
         self.llm = LLM(path, prefix_cache=False, **options)
+        self.llm.finish_compiling()
         self.loaded = {
             "load_s": round(time.perf_counter() - started, 2),
             "failures": self.llm.warm_up.failures,

@@ -167,6 +167,7 @@ def main() -> None:
     forms: list[speculation_lookahead.FormResult] = []
     cache = {"cache_type_k": chosen.cache_type, "cache_type_v": chosen.cache_type}
     with LLM(path, n_ctx=2048, n_parallel=max(numbers), **cache, **options) as llm:
+        llm.finish_compiling()
         engine = llm._loaded.engine
         scripted = _script(engine)
         for workload in chosen.workloads.split(","):
@@ -210,6 +211,7 @@ def _measure_machine(chosen: argparse.Namespace) -> None:
         path, n_ctx=n_ctx, n_parallel=max(numbers), prefix_cache=False, devices=chosen.device, **cache
     ) as llm:
         print(f"loaded in {llm.load_seconds:.1f} s", file=sys.stderr, flush=True)
+        llm.finish_compiling()
         scripted = _script(llm._loaded.engine)
         for depth in depths:
             for n in numbers:

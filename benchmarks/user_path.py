@@ -237,6 +237,7 @@ def measure_defaults(report: Report, args: argparse.Namespace) -> None:
 
     def load() -> Any:
         held.append(Watched(args.model))
+        held[0].llm.finish_compiling()
         return held[0].loaded()
 
     report.add("load", load)
@@ -256,6 +257,7 @@ def measure_long(report: Report, args: argparse.Namespace) -> None:
 
     def load() -> Any:
         held.append(Watched(args.model, devices=args.device, **options))
+        held[0].llm.finish_compiling()
         return held[0].loaded()
 
     report.add("load", load)

@@ -62,6 +62,20 @@ def test_idle_tasks_are_done_while_there_are_no_requests(llm: LLM) -> None:
     assert not engine.idle_tasks
 
 
+def test_steps_of_few_rows_give_the_same_texts(llm: LLM, alone: dict[str, tuple[int, ...]]) -> None:
+    engine, done = llm._loaded.engine, threading.Event()
+    try:
+        for max_rows in (1, 3):
+            llm._call(lambda n=max_rows: engine.set_limit(n))
+            found = llm.generate(PROMPTS, **GREEDY)
+            assert [each.tokens for each in found] == [alone[prompt] for prompt in PROMPTS]
+        llm._call(lambda: engine.plan_idle_tasks([done.set]))
+        assert not engine.idle_tasks  # tasks need large steps
+    finally:
+        llm._call(lambda: engine.set_limit(None))
+    assert done.wait(60)
+
+
 def test_threads_may_all_ask_at_once(llm: LLM, alone: dict[str, tuple[int, ...]]) -> None:
     """Each thread generates, streams, scores, reads figures and cancels."""
 
