@@ -14,6 +14,7 @@ from motley.engine.engine import Engine
 def stepped_by_hand(llm: LLM) -> Iterator[Callable[[int], None]]:
     """Within this context the engine still handles messages, but only `step(n)` computes."""
     engine = llm._loaded.engine
+    llm._call(engine.idle_tasks.clear)  # tests may drive the engine from their own thread
 
     def step(n: int) -> None:
         for _ in range(n):
