@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -32,6 +33,33 @@ def test_a_process_streams_a_story_and_shows_the_figures(model: str) -> None:
     assert result.stdout.startswith("Once upon a time there was a ")
     assert re.search(r"^16 tokens, \d+\.\d tokens/s$", result.stderr, re.MULTILINE)
     assert re.search(r"^loaded \d+\.\d MiB in \d+\.\d\d s$", result.stderr, re.MULTILINE)
+
+
+def test_a_process_makes_random_weights_and_measures_them(tmp_path: Path) -> None:
+    """In a process of its own, which imports only parts of torch."""
+    command = [
+        sys.executable,
+        "-m",
+        "motley",
+        "bench",
+        "--shape",
+        "llama-15m",
+        "--layers",
+        "1",
+        "--device",
+        "cpu",
+    ]
+    result = subprocess.run(
+        [*command, "-p", "8", "-n", "4", "-r", "1"],
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"pp8 +\d+\.\d", result.stdout)
+    assert list(tmp_path.rglob("*.gguf"))
 
 
 def test_speculation_shows_tokens_a_step_and_leaves_the_text(

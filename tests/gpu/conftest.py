@@ -37,7 +37,13 @@ Load = Callable[..., LLM]
 
 @pytest.fixture
 def load() -> Iterator[Load]:
-    """The bundled model with options of `LLM`, closed after the test."""
+    """The bundled model with options of `LLM`, closed after the test. All its kernels are compiled."""
     with ExitStack() as stack:
         plain: dict[str, Any] = {"devices": "cuda:0", "n_ctx": 512, "n_parallel": 8, "prefix_cache": False}
-        yield lambda **options: stack.enter_context(LLM(MODEL, **plain | options))
+
+        def load(**options: Any) -> LLM:
+            llm = stack.enter_context(LLM(MODEL, **plain | options))
+            llm.finish_compiling()  # otherwise steps have few rows, and no drafts, for some seconds
+            return llm
+
+        yield load
