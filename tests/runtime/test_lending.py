@@ -29,7 +29,6 @@ FEW, MANY = BatchShape(MIN_ROWS - 1, 1), BatchShape(MIN_ROWS, 1)
 @pytest.fixture(autouse=True)
 def borrow_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOTLEY_BORROW_ROWS", raising=False)
-    monkeypatch.delenv("MOTLEY_BORROW_KEEP", raising=False)
 
 
 class Borrower(ReferenceBackend):
@@ -64,33 +63,6 @@ def test_many_rows_are_computed_where_the_rest_of_the_layer_is() -> None:
     assert [t.kind for t in split.split(FEW).collectives].count("send") == 8
     ffns = [node for node in split.share(0, MANY).graph.nodes if isinstance(node.op, ExpertFfn)]
     assert len(ffns) == 6
-
-
-def test_the_owner_computes_one_layer_of_some_while_the_others_are_copied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MOTLEY_BORROW_KEEP", "3")
-    split = split_of(settled())
-    assert [n_experts(split, device, FEW) for device in range(2)] == [3 * 2, 3 * 4]
-    assert [n_experts(split, device, MANY) for device in range(2)] == [3 * 4, 3 * 2]  # layers 0 and 3
-    assert [t.kind for t in split.split(MANY).collectives].count("send") == 4
-    own = {node.name for node in split.share(0, FEW).graph.weights}
-    lacked = {node.name for node in split.lent_share(0).graph.weights} - own
-    borrowed = {node.name for node in split.share(0, MANY).graph.weights} - own
-    assert borrowed < lacked
-
-
-def test_batches_of_very_many_rows_are_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOTLEY_BORROW_KEEP", "3")
-    split = split_of(settled())
-    assert [n_experts(split, device, BatchShape(2048, 1)) for device in range(2)] == [3 * 6, 0]
-
-
-@pytest.mark.parametrize("wrong", ["some", "1", "9"])
-def test_impossible_numbers_of_layers_are_refused(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    monkeypatch.setenv("MOTLEY_BORROW_KEEP", wrong)
-    with pytest.raises(ConfigError, match=wrong):
-        settled()
 
 
 def test_memory_is_that_of_own_weights_and_of_copies() -> None:

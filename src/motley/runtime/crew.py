@@ -106,7 +106,7 @@ class Crew:
     @property
     def n_lent_ahead(self) -> int:
         """How many stages' weights the borrower has room for: of this one, and of those that are copied meanwhile."""
-        return 4 if self.lent is not None else max(2, self.apart.kept if self.apart else 0)
+        return 4 if self.lent is not None else 2
 
     @property
     def local(self) -> Crew:

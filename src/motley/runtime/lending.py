@@ -37,9 +37,6 @@ _log = logging.getLogger(__name__)
 # which 4 ms are the bytes; copying takes 6 ms by PCIe 5 (55 GB/s).
 MIN_ROWS = 96
 _VARIABLE = "MOTLEY_BORROW_ROWS"  # another number of rows; 0: never
-# The CPU computes the experts of one layer of so many while the others are copied; 0: of none. Pays if a layer takes it
-# no longer than the copies of the others.
-_KEEP_VARIABLE, _KEEP, _MAX_KEEP = "MOTLEY_BORROW_KEEP", 0, 8
 _SPARE_BYTES = 4 << 30  # of the host, beside the experts and the pages of their file
 
 
@@ -49,7 +46,7 @@ def settle_lending(crew: Crew, backends: Sequence[Backend], split_of: Callable[[
     the model's split over the crew.
     """
     apart = crew.apart
-    n_rows = _number(_VARIABLE, MIN_ROWS, "give a number of rows; 0: never")
+    n_rows = _min_rows()
     if apart is None and n_rows:
         return _with_lent_layers(crew, backends, split_of, n_rows)
     if apart is None or apart.owner is None or not apart.n_layers or crew.groups or crew.hosts or not n_rows:
@@ -64,10 +61,7 @@ def settle_lending(crew: Crew, backends: Sequence[Backend], split_of: Callable[[
     experts = [weight for weight in owned if len(weight.shape) == 3]
     if any(_is_cut(weight.op) or not borrower.can_borrow(weight) for weight in experts):
         return crew
-    kept = _number(_KEEP_VARIABLE, _KEEP, "give a number of layers from 2 to 8; 0: none")
-    if kept == 1 or kept > _MAX_KEEP:
-        raise ConfigError(f"{_KEEP_VARIABLE} is {kept}", hint="give a number of layers from 2 to 8; 0: none")
-    return replace(crew, apart=replace(apart, borrower=sharing[0], min_rows=n_rows, kept=kept))
+    return replace(crew, apart=replace(apart, borrower=sharing[0], min_rows=n_rows))
 
 
 def _with_lent_layers(
@@ -102,12 +96,12 @@ def _is_cut(op: object) -> bool:
     return isinstance(op, Weight) and (op.middle is not None or bool(op.rows))
 
 
-def _number(variable: str, default: int, hint: str) -> int:
-    text = os.environ.get(variable)
+def _min_rows() -> int:
+    text = os.environ.get(_VARIABLE)
     if text is None:
-        return default
+        return MIN_ROWS
     if not text.isdecimal():
-        raise ConfigError(f"{variable} is {text!r}", hint=hint)
+        raise ConfigError(f"{_VARIABLE} is {text!r}", hint="give a number of rows; 0: never")
     return int(text)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Generic, TypeVar
 
@@ -34,8 +34,7 @@ class _Group:
     options: GraphOptions
     placement: Placement
     is_cut: bool  # several devices have a part of each layer
-    # Of batches for which weights are copied to another device, by `ExpertsApart.kept_every`.
-    lent: Mapping[int, Placement] = field(default_factory=dict)
+    lent: Placement | None = None  # of batches for which weights are copied to another device
 
 
 class ModelSplit:
@@ -57,8 +56,8 @@ class ModelSplit:
         self.placement = Placement(states, experts, crew.apart)
         self._lends = True
         self._graphs: _Memo[tuple[int, BatchShape], Graph] = _Memo()
-        self._splits: _Memo[tuple[int, BatchShape, int | None], SplitGraph] = _Memo()
-        self._shares: _Memo[tuple[int, BatchShape, int | None], LocalGraph] = _Memo()
+        self._splits: _Memo[tuple[int, BatchShape, bool], SplitGraph] = _Memo()
+        self._shares: _Memo[tuple[int, BatchShape, bool], LocalGraph] = _Memo()
 
     def _place(self, options: GraphOptions, index: int) -> _Group:
         """A group's placement. `options`: of a graph with each KV head once."""
@@ -78,14 +77,13 @@ class ModelSplit:
             options = replace(options, kv_repeat=choose_kv_repeat(weights, params, shares))
             weights = own(options)
         placed = place(mode, weights, params, shares, options.kv_repeat, crew.experts, apart)
-        lent: dict[int, Placement] = {}
+        lent = None
         if apart is not None and apart.borrower is not None:
-            for every in {0, apart.kept}:
-                states = {**placed.states, **place_apart(weights, apart.lent, every)}
-                lent[every] = replace(placed, states=states, apart=apart.lent)
+            states = {**placed.states, **place_apart(weights, apart.lent)}
+            lent = replace(placed, states=states, apart=apart.lent)
         if crew.lent is not None:
             states = {**placed.states, **place_lent(weights, placed.states, crew.lent, params.n_kv_heads)}
-            lent[0] = replace(placed, states=states)
+            lent = replace(placed, states=states)
         is_cut = mode == TENSOR and sum(share > 0 for share in shares) > 1
         return _Group(members, options, placed, is_cut=is_cut, lent=lent)
 
@@ -106,57 +104,47 @@ class ModelSplit:
 
     def lent_share(self, device: int) -> LocalGraph:
         """A device's graph with all weights that it ever borrows."""
-        return self.share(device, BatchShape(self.crew.min_lent_rows, 1), keeps=False)
+        return self.share(device, BatchShape(self.crew.min_lent_rows, 1))
 
     def stop_lending(self) -> None:
         """From now on, no batch is computed with copied weights. Call it before the first plan is made."""
         self._lends = False
 
-    def _kept_every(self, batch: BatchShape, *, lends: bool, keeps: bool) -> int | None:
-        """See `ExpertsApart.kept_every`; None: nothing is lent."""
-        if not lends or not self.is_lent(batch):
-            return None
-        return self.crew.apart.kept_every(batch.n_tokens) if keeps and self.crew.apart is not None else 0
-
-    def split(
-        self, batch: BatchShape, group: int = 0, *, lends: bool = True, keeps: bool = True
-    ) -> SplitGraph:
+    def split(self, batch: BatchShape, group: int = 0, *, lends: bool = True) -> SplitGraph:
         """The graph of a group of devices for a batch shape, with the states of its tensors. `lends` False: as if no
-        device lent its weights; `keeps` False: as if all were lent.
+        device lent its weights.
         """
-        every = self._kept_every(batch, lends=lends, keeps=keeps)
+        is_lent = lends and self.is_lent(batch)
 
         def make() -> SplitGraph:
             own = self._groups[group]
-            placement = own.placement if every is None else own.lent.get(every, own.placement)
+            placement = own.lent if is_lent and own.lent is not None else own.placement
             graph = self._graph(own.options.kv_repeat, batch)
             if self._layers is not None:
                 graph = self._layers.graph_of(graph, group)
             names = {node.name for node in graph.nodes if not node.inputs}  # fewer if fewer layers run
             states = {name: state for name, state in placement.states.items() if name in names}
             demands = demands_of(graph, states, placement.apart, is_cut=own.is_cut)
-            if every is not None and self.crew.lent is not None:
+            if is_lent and self.crew.lent is not None:
                 demands |= lent_demands(graph, states, self.crew.lent)
             return infer(graph, len(self.crew), states, demands, own.members)
 
-        return self._splits.get((group, batch, every), make)
+        return self._splits.get((group, batch, is_lent), make)
 
     def kv_repeat(self, group: int) -> int:
         """How often each KV head is stored in a group's layers."""
         return self._groups[group].options.kv_repeat
 
-    def share(self, device: int, batch: BatchShape, *, lends: bool = True, keeps: bool = True) -> LocalGraph:
+    def share(self, device: int, batch: BatchShape, *, lends: bool = True) -> LocalGraph:
         """One device's graph. A device alone has the whole graph: nothing is split, so that nothing is inferred.
 
-        `lends`, `keeps`: see `split`.
+        `lends`: see `split`.
         """
-        key = device, batch, self._kept_every(batch, lends=lends, keeps=keeps)
+        key = device, batch, lends and self.is_lent(batch)
         if len(self.crew) == 1:
             return self._shares.get(key, lambda: self._whole(batch))
         group = next(i for i, group in enumerate(self._groups) if device in group.members)
-        return self._shares.get(
-            key, lambda: localize(self.split(batch, group, lends=lends, keeps=keeps), device)
-        )
+        return self._shares.get(key, lambda: localize(self.split(batch, group, lends=lends), device))
 
     def _graph(self, kv_repeat: int, batch: BatchShape) -> Graph:
         options = replace(self.options, kv_repeat=kv_repeat)

@@ -20,8 +20,6 @@ from motley.graph.roles import EXPERTS, ROUTER
 from motley.ownership import MIRRORED, PARTIAL, Split, State, Word, sole_owner
 from motley.split.apportion import Apportioner
 
-_MAX_KEPT_ROWS = 640  # for more rows the owner takes longer than the copies of a few layers
-
 
 @dataclass(frozen=True)
 class ExpertsApart:
@@ -30,19 +28,13 @@ class ExpertsApart:
     `n_layers` None: as few layers as the devices' memory allows (see `runtime.expert_fitting`).
 
     With a `borrower`, batches of `min_rows` or more are computed there, with weights that are copied layer by layer:
-    every expert is used, so that copying them once costs less than many rows on the other device. With `kept`, their
-    owner computes those of one layer of so many while the others are copied.
+    every expert is used, so that copying them once costs less than many rows on the other device.
     """
 
     n_layers: int | None
     shares: tuple[Fraction, ...]
     borrower: int | None = None
     min_rows: int = 0
-    kept: int = 0  # 0: the owner computes nothing of such batches
-
-    def kept_every(self, n_rows: int) -> int:
-        """In a batch of `n_rows`, the owner computes the experts of the first of each so many layers; 0: of none."""
-        return self.kept if n_rows <= _MAX_KEPT_ROWS else 0
 
     @property
     def lent(self) -> ExpertsApart:
@@ -65,11 +57,8 @@ def is_apart(weight: Tensor, apart: ExpertsApart | None) -> bool:
     return role.group in (EXPERTS, ROUTER) and role.layer is not None and role.layer < n_layers
 
 
-def place_apart(weights: Sequence[Tensor], apart: ExpertsApart, kept_every: int = 0) -> dict[str, State]:
-    """The states of the weights that `apart` decides about. Routers of experts that are shared stay mirrored.
-
-    `kept_every`: nothing is said about the first layer of each so many.
-    """
+def place_apart(weights: Sequence[Tensor], apart: ExpertsApart) -> dict[str, State]:
+    """The states of the weights that `apart` decides about. Routers of experts that are shared stay mirrored."""
     states: dict[str, State] = {}
     by_layer: dict[int, list[Tensor]] = {}
     for weight in weights:
@@ -77,9 +66,7 @@ def place_apart(weights: Sequence[Tensor], apart: ExpertsApart, kept_every: int 
         if is_apart(weight, apart) and weight.op.role.layer is not None:
             by_layer.setdefault(weight.op.role.layer, []).append(weight)
     apportioner = Apportioner(apart.shares)  # one for all layers, so that rounding errors do not add up
-    for layer, group in sorted(by_layer.items()):
-        if kept_every and layer % kept_every == 0:
-            continue
+    for _, group in sorted(by_layer.items()):
         experts = [w for w in group if isinstance(w.op, Weight) and w.op.role.group == EXPERTS]
         counts = apportioner.share_out(experts[0].shape[0]) if experts else ()
         for weight in group:

@@ -1,13 +1,10 @@
-"""Experts that another device has, copied to the GPU for one batch: layer after layer, into a few sets of planes.
+"""Matrices that another device has, copied to the GPU for one batch: stage after stage, into a few sets of planes.
 
-While the GPU computes one layer's experts, those of the next layers are copied from pinned memory and repacked, in
-portions, on two streams: one portion is repacked while the next one is copied. A set is written again when its layer
-has been computed. If the other device computes the experts of some layers, there are more than two sets: that takes as
-long as the copies of several layers.
+While the GPU computes a stage, those of the next stages are copied from pinned memory and repacked, in portions, on two
+streams: one portion is repacked while the next one is copied. A set is written again when its stage has been computed.
 
-    copies     ▒▒ layer 1 ▒▒▒▒ layer 2 ▒▒▒▒ layer 3 ▒▒▒▒ layer 5 ▒▒
-    computes                                         ▓ 1 ▓▓ 2 ▓▓ 3 ▓
-    the other  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ 0 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓                 ▓▓▓▓▓▓▓ 4 ▓▓
+    copies     ▒▒ stage 0 ▒▒▒▒ stage 1 ▒▒▒▒ stage 2 ▒▒
+    computes                ▓ 0 ▓        ▓ 1 ▓        ▓ 2 ▓
 """
 
 from __future__ import annotations
