@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from motley.engine.service import closed_error
+from motley.errors import DeviceError
 from motley.runtime.background_warming import BackgroundWarming
 from motley.runtime.rehearsals import captured_ahead, rehearsals, tiers
 
@@ -81,11 +82,12 @@ def test_where_all_is_compiled_there_is_nothing_to_wait_for() -> None:
     assert not said
 
 
-def test_a_failure_lifts_the_limit(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), DeviceError("no memory")])
+def test_a_failure_lifts_the_limit(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     said: list[str] = []
-    background = warming(FakeWarmer(said, error=RuntimeError("no memory")), said)
+    background = warming(FakeWarmer(said, error=error), said)
     background.run()
-    assert said == ["pause", "no memory", "limit None"]
+    assert said == ["pause", "limit None", "no memory"]
     assert "not compiled ahead" in caplog.text
     background.wait()
 

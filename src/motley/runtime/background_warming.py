@@ -57,8 +57,6 @@ class BackgroundWarming:
             self._compile()
         except MotleyError:  # the model is closed
             pass
-        except Exception:
-            _log.warning("kernels are not compiled ahead", exc_info=True)
         finally:
             self._is_compiled.set()
 
@@ -72,12 +70,10 @@ class BackgroundWarming:
                         self._pause(_PAUSE)
                 if warmer.advance(waits=not warmer.waiting):
                     self._call(lambda: self._set_limit(warmer.max_rows))
-        except MotleyError:
-            raise
         except Exception as error:
+            self._call(lambda: self._set_limit(None))  # raises again if the model is closed
             warmer.give_up(str(error))
-            self._call(lambda: self._set_limit(None))
-            raise
+            _log.warning("kernels are not compiled ahead", exc_info=True)
 
     def _pause(self, seconds: float) -> None:
         self._has_hurry.wait(seconds)
