@@ -82,6 +82,7 @@ class FakeRunner:
     is_broken_off = False
     sends_rows = False
     is_demand_paged = True  # `give_back` is called
+    can_chain = False
     n_plans = 0
     hidden = None
 
