@@ -283,7 +283,8 @@ def main() -> None:
         children = Path(f"/proc/{front}/task/{front}/children")
         engine = int(children.read_text().split()[0])
         soak = Soak(url, expected)
-        asyncio.run(soak.run(options.clients, min(20.0, 15 * options.minutes)))  # everything is in use once
+        # Everything is in use once. With more clients than later, so that pools have all their threads.
+        asyncio.run(soak.run(4 * options.clients, min(20.0, 15 * options.minutes)))
         asyncio.run(settled(soak))
         before = {"front": resources(front), "engine": resources(engine)}
         asyncio.run(soak.run(options.clients, 60 * options.minutes))
