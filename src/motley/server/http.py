@@ -101,8 +101,8 @@ def without_upgrade(data: bytes) -> bytes:
 
 
 def protocol_with(limits: Limits, max_connections: int) -> type[HttpToolsProtocol]:
-    """The class of connections, for `uvicorn.Config(http=…)`. Of more than `max_connections`, the one is dropped that
-    has been idle for longest: many connections that ask nothing keep nobody out.
+    """The class of connections, for `uvicorn.Config(http=…)`. If there are more than `max_connections`, the one that
+    has been idle for the longest time is closed. So connections that send nothing do not block others.
     """
     idle: dict[LimitedProtocol, None] = {}  # in the order in which they became idle
 

@@ -77,7 +77,7 @@ class Run:
         self.close()
 
     def leave(self) -> None:
-        """The client has left: nobody waits for the engine to accept the jobs any more."""
+        """The client has left: stops waiting for the engine to accept the jobs."""
         for ticket in self.tickets:
             if not ticket.accepted.done():
                 ticket.accepted.set_exception(ClientDisconnect())

@@ -19,15 +19,13 @@ from test_cuda_beside_cpu import TOKENS, alone, assert_close, open_crew
 from motley import LLM
 from motley.backends import is_available
 from motley.backends.cpu.backend import CpuExecutable
-from motley.backends.cpu.native import HAS_MESSAGES, NativeRendezvous, core
+from motley.backends.cpu.native import NativeRendezvous, core
 from motley.backends.cuda.executable import CudaExecutable
 from motley.backends.cuda.messages import PinnedMessages
 from motley.errors import DeviceError
 from random_models import RandomModel
 
-pytestmark = pytest.mark.skipif(
-    not is_available() or not HAS_MESSAGES, reason="the native module is not built"
-)
+pytestmark = pytest.mark.skipif(not is_available(), reason="the native module is not built")
 
 N = 5000  # more than a program's values
 

@@ -53,7 +53,7 @@ def biased_nibble(word, i: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexp
 
 
 @triton.constexpr_function
-def _pick_nibbles(i, bits):
+def pick_nibbles(i, bits):
     """Both nibbles of byte i of two words, each pair as two float16: one permutation for both."""
     both = bits << 16 | bits
     return f"""{{ .reg .b32 t; prmt.b32 t, $2, $3, {i | (4 + i) << 8};
@@ -72,7 +72,7 @@ def nibbles_as_halves(word, i: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.const
         return low.to(tl.int16).to(tl.float16, bitcast=True), high.to(tl.int16).to(tl.float16, bitcast=True)
     else:
         return tl.inline_asm_elementwise(
-            _pick_nibbles(i, BITS),
+            pick_nibbles(i, BITS),
             "=r,=r,r,r",
             [word],
             dtype=(tl.float16, tl.float16),
@@ -206,6 +206,10 @@ def high_half(pair):
     return (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
 
 
+# The low and the high halves of two words.
+SPLIT_PAIRS = tl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
+
+
 @triton.jit
 def both_halves(pair, PLAIN: tl.constexpr):
     """Both, for operands of the tensor cores: two neighbours' at a time, where they lie in one register."""
@@ -213,7 +217,7 @@ def both_halves(pair, PLAIN: tl.constexpr):
         return low_half(pair), high_half(pair)
     else:
         return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
+            SPLIT_PAIRS,
             "=&r,=r,r,r",
             [pair],
             dtype=(tl.float16, tl.float16),

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.runtime import driver
 
-from motley.backends.cuda.kernels.bits import INTERPRETED
+from motley.backends.cuda.kernels.bits import INTERPRETED, SPLIT_PAIRS, pick_nibbles
 from motley.backends.cuda.kernels.rows import Rows
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
 
@@ -38,29 +38,11 @@ def is_possible(weight: WeightPlanes) -> bool:
     return bool(driver.active.get_current_target().arch == _HOPPER)
 
 
-@gluon.constexpr_function
-def _pick_nibbles(i):
-    """Both nibbles of byte i of two words over 0x6400, which is 1024: see `bits.nibbles_as_halves`."""
-    return f"""{{ .reg .b32 t; prmt.b32 t, $2, $3, {i | (4 + i) << 8};
-        lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; lop3.b32 $1, t, 0x00F000F0, 0x64006400, 0xEA; }}"""
-
-
 @gluon.jit
 def _nibbles(word, i: gl.constexpr):
+    """`bits.nibbles_as_halves`, over 1024."""
     return gl.inline_asm_elementwise(
-        _pick_nibbles(i), "=r,=r,r,r", [word], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
-    )
-
-
-@gluon.jit
-def _both_halves(pair):
-    return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
-        "=&r,=r,r,r",
-        [pair],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
+        pick_nibbles(i, 0x6400), "=r,=r,r,r", [word], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
     )
 
 
@@ -69,8 +51,10 @@ def _scale_and_minimum(scale):
     """Of Q4_K, or of Q4_0, whose scale is a float16."""
     if scale.dtype == gl.float16:
         return scale, scale * 8.0
-    else:
-        return _both_halves(scale)
+    else:  # `bits.both_halves`
+        return gl.inline_asm_elementwise(
+            SPLIT_PAIRS, "=&r,=r,r,r", [scale], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+        )
 
 
 @gluon.jit
@@ -103,6 +87,36 @@ def _copy_step(
     async_copy.commit_group()
 
 
+@gluon.jit
+def _rows_at(
+    plane, row0, n_rows, LENGTH: gl.constexpr, BN: gl.constexpr, BB: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Addresses (BN, BB) of the first blocks of rows `row0` …, `LENGTH` words or scales long; of the last row's again
+    after the last.
+    """
+    n = gl.minimum(row0 + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT)), n_rows - 1)[:, None].to(gl.int64)
+    return plane + n * LENGTH + gl.arange(0, BB, gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@gluon.jit
+def _store_sums(
+    acc, x_scale, residual, out, row0, token0, n_rows, n_tokens, split,
+    SPLITS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """Store acc (rows, tokens), times the tokens' scales, plus the residual."""
+    row = row0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))[:, None]
+    token = token0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))[None, :]
+    ok = (token < n_tokens) & (row < n_rows)
+    at = token.to(gl.int64) * n_rows + row
+    acc = acc * gl.load(x_scale + token, token < n_tokens, other=0.0)
+    if HAS_RESIDUAL:
+        acc += gl.load(residual + at, ok & (split == 0), other=0.0)
+    if SPLITS == 1:
+        gl.store(out + at, acc, ok)
+    else:  # as in `matmul`
+        gl.atomic_add(out + at, acc, ok, sem="relaxed")
+
+
 @gluon.jit(do_not_specialize=["n_tokens"])
 def _warpgroup_matmul(
     codes, scale, x, x_scale, x_total, residual, out, n_rows, n_tokens,
@@ -128,15 +142,10 @@ def _warpgroup_matmul(
     totals = gl.allocate_shared_memory(gl.float16, [BM, BB], SHARED_X)
 
     row0, token0, split = gl.program_id(0) * BN, gl.program_id(1) * BM, gl.program_id(2)
-    b = gl.arange(0, BB, gl.SliceLayout(0, IN_WORDS))[None, :]
-    n = gl.minimum(row0 + gl.arange(0, BN, gl.SliceLayout(1, IN_WORDS)), n_rows - 1)[:, None].to(gl.int64)
-    words_at = codes + n * (4 * BLOCKS) + b
-    b = gl.arange(0, BB, gl.SliceLayout(0, IN_SCALES))[None, :]
-    n = gl.minimum(row0 + gl.arange(0, BN, gl.SliceLayout(1, IN_SCALES)), n_rows - 1)[:, None].to(gl.int64)
-    scale_at = scale + n * BLOCKS + b
-    b = gl.arange(0, BB, gl.SliceLayout(0, IN_HALVES))[None, :]
+    words_at = _rows_at(codes, row0, n_rows, 4 * BLOCKS, BN, BB, IN_WORDS)
+    scale_at = _rows_at(scale, row0, n_rows, BLOCKS, BN, BB, IN_SCALES)
     line = gl.arange(0, 8 * BM, gl.SliceLayout(1, IN_HALVES))[:, None]  # low and upper value of each byte
-    part, token = line // BM, token0 + line % BM
+    part, token, b = line // BM, token0 + line % BM, gl.arange(0, BB, gl.SliceLayout(0, IN_HALVES))[None, :]
     x_at = x + token * (32 * BLOCKS) + (part // 2 + part % 2 * 16) * BLOCKS + b
     is_value = token < n_tokens  # padding is not read
     token = token0 + gl.arange(0, BM, gl.SliceLayout(1, IN_HALVES))[:, None]
@@ -185,17 +194,7 @@ def _warpgroup_matmul(
     acc = warpgroup_mma_wait(0, deps=[acc])
     async_copy.wait_group(0)
 
-    row = row0 + gl.arange(0, BN, gl.SliceLayout(1, SUMS))[:, None]
-    token = token0 + gl.arange(0, BM, gl.SliceLayout(0, SUMS))[None, :]
-    ok = (token < n_tokens) & (row < n_rows)
-    at = token.to(gl.int64) * n_rows + row
-    acc = acc * gl.load(x_scale + token, token < n_tokens, other=0.0)
-    if HAS_RESIDUAL:
-        acc += gl.load(residual + at, ok & (split == 0), other=0.0)
-    if SPLITS == 1:
-        gl.store(out + at, acc, ok)
-    else:  # as in `matmul`
-        gl.atomic_add(out + at, acc, ok, sem="relaxed")
+    _store_sums(acc, x_scale, residual, out, row0, token0, n_rows, n_tokens, split, SPLITS, HAS_RESIDUAL)
 
 
 def warpgroup_matmul(
