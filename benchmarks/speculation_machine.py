@@ -88,7 +88,7 @@ def measure_depth(
     drafter = SometimesRight(scripted, p_right)
     runner = engine.runner
     engine.speculator = Speculator(
-        [drafter], n_vocab=engine.n_vocab, bucket=runner.bucket, computed=runner.computed_rows
+        [drafter], n_vocab=engine.n_vocab, preparation=runner.preparation, computed=runner.computed_rows
     )
     rates: dict[str, list[float]] = {"off": [], "lookup": []}
     requests: list[Request] = []

@@ -259,7 +259,7 @@ def load_model(
             draft_min=options.draft_min or 0,
             n_vocab=params.n_vocab,
             max_rows=max(n_parallel, MAX_LOGIT_ROWS),
-            bucket=runner.bucket,
+            preparation=runner.preparation,
             plan_seconds=plan_seconds,
             computed=runner.computed_rows,
         ),
@@ -301,7 +301,7 @@ def load_model(
 def _prepare_drafts(warmer: KernelWarmer, engine: Engine, n_rows: int) -> None:
     """Makes the plan of steps with drafts, outside of answers."""
     warmer.prepare_drafts(engine.runner, n_rows)
-    engine.speculator.add_plan(n_rows)
+    engine.speculator.add_plan(n_rows, n_requests=1, most_rows=n_rows)
 
 
 @dataclass(frozen=True)

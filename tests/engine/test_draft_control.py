@@ -64,7 +64,7 @@ def speed_up(
     requests = [request() for _ in range(n_requests)]
     seconds, n_tokens = 0.0, 0
     planned = {n_requests}
-    control.note_plan(n_requests, plan + cost(n_requests))
+    control.note_plan(n_requests, plan + cost(n_requests), n_requests=n_requests)
     for _ in range(n_steps):
         n_max = DRAFT_MAX
         if per_round:
@@ -78,15 +78,16 @@ def speed_up(
             if n_max and rng.random() < p_draft
         }
         drafts = control.allot(found, n_requests, 64 - n_requests) if found else {}
-        n_rows = n_requests + sum(len(draft.tokens) for draft in drafts.values())
+        n_drafted = [len(draft.tokens) for draft in drafts.values()]
+        n_rows, most_rows = n_requests + sum(n_drafted), 1 + max(n_drafted, default=0)
         took = cost(n_rows) * (1 + noise * rng.expovariate(1))
         seconds += took
         if n_rows in planned:
-            control.note_step(n_rows, took)
+            control.note_step(n_rows, took, n_requests=n_requests, most_rows=most_rows)
         else:
             planned.add(n_rows)
             seconds += plan
-            control.note_plan(n_rows, took + plan)
+            control.note_plan(n_rows, took + plan, n_requests=n_requests, most_rows=most_rows)
         for each in requests:  # the text: zeros
             tokens = drafts[each].tokens if each in drafts else ()
             n_right = next((i for i, token in enumerate(tokens) if token), len(tokens))
@@ -115,7 +116,7 @@ def test_a_short_answer_does_not_wait_for_plans_that_it_hardly_uses(p_right: flo
 def test_a_plan_is_made_once_it_would_have_saved_its_price(is_given: bool) -> None:
     """Half of it, or where plans are also made while the engine is idle, four times as much."""
     price = 0.25 if is_given else 2.0
-    account = PlanAccount(lambda n_rows: n_rows, price if is_given else 0.0)
+    account = PlanAccount(price=price if is_given else 0.0)
     assert account.is_enough is not is_given  # the first one is made to find out
     account.note(2, 2.0)
     found = []
@@ -123,7 +124,9 @@ def test_a_plan_is_made_once_it_would_have_saved_its_price(is_given: bool) -> No
         account.credit(saved)
         found.append(account.is_enough)
     assert found == [False, False, False, False, True]
-    account.note(4, 2.5)
+    account.note(3, 2.5, n_requests=3)
+    assert account.is_enough  # of a step without drafts: the evidence stays
+    account.note(4, 2.5, n_requests=1, most_rows=4)
     assert not account.is_enough
     assert account.has(4)
 

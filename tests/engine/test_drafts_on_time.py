@@ -7,7 +7,7 @@ Tokens are those of a written text, whatever the model says.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from motley import LLM
+from motley.backends.cuda.layouts import decode_layout
 from motley.engine import Engine, Request, SamplingParams
 from motley.engine.choosing import ChoiceRow, Pending
 from motley.engine.drafting import Lookup, Speculator
@@ -37,8 +38,9 @@ class Machine:
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, plans: Sequence[int] = ()) -> None:
         self.now, self.rows, self._owed = 0.0, [0], 0.0
-        self.plans = {1, *map(computed, plans)}
-        self.llm = LLM(path, n_ctx=1024, n_parallel=2, n_batch=64, devices="cpu")
+        self._planned_rows = {1, *map(computed, plans)}
+        self.plans = {self.preparation(1, 1, 1), *(self.preparation(n, 1, n) for n in plans)}
+        self.llm = LLM(path, n_ctx=1024, n_parallel=16, n_batch=64, devices="cpu")
         self.engine: Engine = self.llm._loaded.engine
         self.engine._chooser = self
         self.engine._clock = lambda: self.now
@@ -47,11 +49,14 @@ class Machine:
         def timed(runner: Runner, batch: Any, tokens: Any, copies: Any) -> torch.Tensor:
             n_rows = computed(len(tokens))
             self.rows.append(len(tokens))
+            tables = batch.cache[0].tables
+            needed = self.preparation(len(tokens), len(tables), max(table.n_rows for table in tables))
             self._owed = COSTS.get(n_rows, n_rows / 8) + LATE * (not isinstance(tokens, torch.Tensor))
-            if n_rows not in self.plans:
-                self.plans.add(n_rows)
+            if needed not in self.plans:
+                self.plans.add(needed)
                 self._owed += PLAN
-                runner.local.n_plans += 1
+                runner.local.n_plans += n_rows not in self._planned_rows
+                self._planned_rows.add(n_rows)
             return run(runner, batch, tokens, copies)
 
         monkeypatch.setattr(Runner, "run", timed)
@@ -60,13 +65,18 @@ class Machine:
             [Lookup()],
             spec="auto",
             n_vocab=self.engine.n_vocab,
-            bucket=computed,
+            preparation=self.preparation,
             computed=computed,
             plan_seconds=PLAN,
             clock=lambda: self.now,
         )
         for n_rows in plans:
-            self.engine.speculator.add_plan(n_rows)
+            self.engine.speculator.add_plan(n_rows, n_requests=1, most_rows=n_rows)
+
+    @staticmethod
+    def preparation(n_rows: int, n_requests: int, most_rows: int) -> Hashable:
+        """As on a GPU: a plan for each number of rows, and a graph for each number of requests and of their rows."""
+        return computed(n_rows), decode_layout(computed(n_rows), n_requests, most_rows)
 
     def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
         """Chooses the tokens of the text, and has them "on the device" at once."""
@@ -78,11 +88,11 @@ class Machine:
 
         return Pending(tokens, torch.tensor(found, dtype=torch.int32))
 
-    def answer(self, text: Sequence[int], spec: str = "auto") -> tuple[float, Request]:
-        """Simulated seconds of an answer after its first token."""
+    def answer(self, text: Sequence[int], spec: str = "auto", n_requests: int = 1) -> tuple[float, Request]:
+        """Simulated seconds of an answer after its first token; of several requests with the same one at once."""
         self.text = text
         params = SamplingParams(temperature=0, max_tokens=len(text), ignore_eos=True, speculative=spec)
-        request = self.engine.add([1], params)
+        request, *_ = [self.engine.add([1], params) for _ in range(n_requests)]
         self.engine.step()
         started = self.now
         self.rows = []
@@ -116,7 +126,7 @@ def test_a_text_that_cannot_be_guessed_is_hardly_slower(
         took, request = machine.answer(text)
         assert took <= without / 0.98, (seed, took, without, request.drafts)
         assert sum(n > 1 for n in machine.rows) <= 12
-    assert machine.plans == {1, *map(computed, plans)}
+    assert len(machine.plans) == 1 + len(plans)
 
 
 def test_a_text_that_repeats_itself_is_faster(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +135,22 @@ def test_a_text_that_repeats_itself_is_faster(path: Path, monkeypatch: pytest.Mo
     without, _ = machine.answer(text, "off")
     took, request = machine.answer(text)
     assert without / took > 3, request.drafts
+
+
+@pytest.mark.parametrize("n_same", [8, 30])
+def test_steps_of_several_requests_prepare_nothing_for_drafts_of_one(
+    path: Path, n_same: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their plans are for the same number of rows, but a GPU's graphs are not: capturing one takes many steps."""
+    machine = Machine(path, monkeypatch)
+    for n_requests in (2, 4, 8, 16):
+        machine.answer(noise(n_requests, 100)[:12], "off", n_requests)
+    text = noise(1, 100)[:100] + (list(range(3, 3 + n_same)) * 100)[:156]
+    before = set(machine.plans)
+    without, _ = machine.answer(text, "off")
+    took, request = machine.answer(text)
+    assert took <= without / 0.98, request.drafts
+    assert machine.plans == before
 
 
 def test_plans_that_would_have_paid_are_made_in_an_answer(

@@ -307,6 +307,12 @@ class Backend(ABC):
         """How many output rows a plan has for a batch of `n_rows` with `n_outputs` of them."""
         return self.bucket(n_outputs)
 
+    def layout(self, n_rows: int, n_sequences: int, most_rows: int) -> tuple[int, int]:
+        """What else a decode batch must have in common with an earlier one of the same plan, so that nothing has to be
+        prepared for it. `most_rows`: of a sequence.
+        """
+        return 0, 0
+
     def unpacks(self, form: str) -> bool:
         """Whether matrices of that format become 16 bits a value here, for want of a kernel."""
         return False

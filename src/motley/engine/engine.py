@@ -190,13 +190,23 @@ class Engine:
             self._accept(ready, *chosen)
             if step.drafts:
                 self._follow_drafts()
-            is_decoding = len(ready) + sum(map(len, step.drafts.values())) == step.n_tokens
-            if is_decoding and self.runner.n_plans == n_plans:
-                is_late = self._is_late and not step.drafts
-                self.speculator.note_step(step.n_tokens, self._clock() - started, is_late=is_late)
-            elif is_decoding and step.work:
-                self.speculator.note_plan(step.n_tokens, self._clock() - started)
+            self._note_time(step, len(ready), started, n_plans)
         self.give_back()
+
+    def _note_time(self, step: Step, n_ready: int, started: float, n_plans: int) -> None:
+        """Tells the speculator what a step took, if all its rows are those of requests that got a token."""
+        drafted = [len(draft) for draft in step.drafts.values()] if step.drafts else ()
+        n_rows = step.n_tokens
+        if n_ready + sum(drafted) != n_rows or not n_rows:
+            return
+        seconds, most_rows = self._clock() - started, 1 + max(drafted, default=0)
+        if self.runner.n_plans != n_plans:
+            self.speculator.note_plan(n_rows, seconds, n_requests=n_ready, most_rows=most_rows)
+        else:
+            is_late = self._is_late and not drafted
+            self.speculator.note_step(
+                n_rows, seconds, is_late=is_late, n_requests=n_ready, most_rows=most_rows
+            )
 
     def cancel(self, request: Request) -> None:
         """Ends a request, if it has not ended."""

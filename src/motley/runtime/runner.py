@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -199,6 +199,13 @@ class Runner:
     def bucket(self, n_rows: int) -> int:
         """The rows of the plan that runs `n_rows`."""
         return self._padded(BatchShape(n_rows, n_rows)).n_tokens
+
+    def preparation(self, n_rows: int, n_sequences: int, most_rows: int) -> Hashable:
+        """What has to be prepared once for batches like one of `n_rows` of `n_sequences`, all with logits: a plan, and
+        where devices record their kernels, a graph. Equal values: the same preparation. `most_rows`: of a sequence.
+        """
+        layouts = frozenset(b.layout(n_rows, n_sequences, most_rows) for b in self._backends)
+        return self.bucket(n_rows), layouts
 
     def computed_rows(self, n_rows: int) -> int:
         """The rows that are computed for `n_rows`: with padding, where devices compute that."""

@@ -12,6 +12,7 @@ import torch
 
 from motley.backends.base import Backend, DeviceOffer, Executable, Footprint, LoadedWeight, few_sizes
 from motley.backends.cuda.footprint import footprint
+from motley.backends.cuda.layouts import Layout, decode_layout
 from motley.backends.cuda.planes import BLOCK, has_planes
 from motley.backends.cuda.support import CudaKernel, DeviceReferenceKernel, refuses_cache
 from motley.formats import PackedTensor
@@ -49,6 +50,9 @@ class GpuPlanning(Backend):
             return self.bucket(n_outputs)
         sizes = (size for size in (16, 64) if n_outputs <= size)
         return next(sizes, -(-n_outputs // 64) * 64)
+
+    def layout(self, n_rows: int, n_sequences: int, most_rows: int) -> Layout:
+        return decode_layout(self.bucket(n_rows), n_sequences, most_rows)
 
     def footprint(self, graph: Graph, n_packed: int) -> Footprint:
         return footprint(graph)

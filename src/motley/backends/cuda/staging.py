@@ -30,11 +30,11 @@ import torch
 from motley.backends.cuda.kernels.attention import Tables
 from motley.backends.cuda.kernels.prefill import SPAN_NUMBERS, span_rows, spans
 from motley.backends.cuda.kernels.seen_rows import CHAIN
+from motley.backends.cuda.layouts import BUNDLE_ROWS, Layout, decode_layout
 from motley.backends.paged import Batch, StateBatch, Table
 
 _ALIGNMENT = 4  # numbers: parts begin at 16 bytes, so that kernels are compiled for one case
 _FEW_ROWS = 8  # of a sequence without a tree, that are not worth a span beside others' spans
-BUNDLE_ROWS = (1, 4, 8, 16, 64)  # of the largest bundle of a batch, rounded up
 _MAX_CHAIN = 16  # rows of a bundle that is no tree
 # Numbers for tables to begin with, and for each of the first rows: 5,000 tokens.
 _SPARE, _ROW_SPARE, _SPARE_ROWS = 4096, 160, 128
@@ -108,8 +108,8 @@ class Staged:
         return all(group.spans.start == group.spans.stop for group in self.groups)
 
     @property
-    def layout(self) -> tuple[int, int]:
-        """Of a decode batch, what a captured graph depends on: the number of bundles, and the most rows of one."""
+    def layout(self) -> Layout:
+        """Of a decode batch, what a captured graph depends on."""
         return (self.groups[0].n_bundles, self.groups[0].most_rows) if self.groups else (0, 1)
 
     @cached_property
@@ -274,9 +274,10 @@ class Staging:
         for part, values, pad in zip(columns, zip(*bundles, strict=True), inert, strict=False):
             _fill(numbers[part], np.array(values, dtype=np.int32), pad)
         numbers[rows][: len(members)] = members
-        most_rows, n_bundles = next(n for n in BUNDLE_ROWS if n >= longest), len(bundles)
         if is_decode:
-            n_bundles = self._n_rows if most_rows == 1 else min(_power_of_two(n_bundles), self._n_rows)
+            n_bundles, most_rows = decode_layout(self._n_rows, len(bundles), longest)
+        else:
+            n_bundles, most_rows = len(bundles), next(n for n in BUNDLE_ROWS if n >= longest)
         size = span_rows(max((table.n_rows for table, _ in chunks), default=1), self._max_span_rows)
         first_span = stop = _aligned(stop)
         found = []
@@ -317,10 +318,6 @@ def _n_numbers(batch: Batch) -> int:
     n_blocks, n_tables = sum([len(table.blocks) for table in batch.tables]), len(batch.tables)
     n_spans = n_tables + len(batch.slots) // _FEWEST_ROWS
     return n_blocks + n_tables + _ALIGNMENT + SPAN_NUMBERS * n_spans
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def _aligned(n: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from motley.engine.drafting.acceptance import Acceptance
-from motley.engine.drafting.costs import PlanAccount, RoundCosts, StepCosts
+from motley.engine.drafting.costs import PlanAccount, Preparation, RoundCosts, StepCosts, by_rows
 from motley.engine.drafting.draft import Draft
 from motley.engine.request import Request
 from motley.engine.trees import depths
@@ -29,6 +29,14 @@ class _Best(NamedTuple):
     n_tokens: int  # that have a plan; 0: none pay
     n_wanted: int = 0  # if there were a plan; 0: there is one for the best number
     gain: float = 0.0  # the seconds that the plan would save in this step
+
+
+class _Slot(NamedTuple):
+    """A drafted token that a step may compute."""
+
+    survival: float  # the probability that it is right and used
+    order: int  # of its draft among the drafts
+    n_before: int  # tokens of its draft
 
 
 class Control(Protocol):
@@ -55,16 +63,20 @@ class Control(Protocol):
 
     def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None: ...
 
-    def note_step(self, n_rows: int, seconds: float, *, is_late: bool = False) -> None:
-        """Records what a step took. `is_late`: a device that is mostly given its steps in advance had to wait."""
+    def note_step(
+        self, n_rows: int, seconds: float, *, is_late: bool = False, n_requests: int = 0, most_rows: int = 1
+    ) -> None:
+        """Records what a step took. `is_late`: a device that is mostly given its steps in advance had to wait.
+        `n_requests`: in the step (0: one for each row). `most_rows`: of a request.
+        """
         ...
 
-    def note_plan(self, n_rows: int, seconds: float) -> None:
-        """Records that a step of `n_rows` made a plan, and took `seconds`."""
+    def note_plan(self, n_rows: int, seconds: float, *, n_requests: int = 0, most_rows: int = 1) -> None:
+        """Records that a step made a plan, and took `seconds`."""
         ...
 
-    def add_plan(self, n_rows: int) -> None:
-        """Records that there is a plan for steps of `n_rows`, made outside of a step."""
+    def add_plan(self, n_rows: int, *, n_requests: int = 0, most_rows: int = 1) -> None:
+        """Records that there is a plan for such steps, made outside of a step."""
         ...
 
     def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None: ...
@@ -76,16 +88,17 @@ class AdaptiveControl:
     def __init__(
         self,
         priors: dict[str, tuple[float, ...]],
-        bucket: Callable[[int], int] = lambda n_rows: n_rows,
+        preparation: Preparation = by_rows,
         plan_seconds: float = 0.0,
         computed: Callable[[int], int] = lambda n_rows: n_rows,
     ) -> None:
-        """`bucket`: the rows for which a plan is made, by the rows of a step. `plan_seconds`: of a plan; 0.0: unknown,
+        """`preparation`: what is made for a step; equal values are one plan. `plan_seconds`: of a plan; 0.0: unknown,
         so the first one is made to find out. `computed`: the rows that are computed, by the rows of a step.
         """
         self.costs = StepCosts(computed)
         self._late = StepCosts(computed)  # of steps for which a device had to wait
-        self._plans = PlanAccount(bucket, plan_seconds)
+        self._plans = PlanAccount(preparation, plan_seconds)
+        self._is_priced = plan_seconds > 0
         self.acceptance = Acceptance(priors)
         self._costly: set[str] = set()  # drafters that take time
         self._rounds = {drafter: RoundCosts() for drafter in priors}
@@ -118,20 +131,19 @@ class AdaptiveControl:
         rates = self._rates(drafts, n_rows)
         if not self._can_pay(rates, n_rows):
             return self._cut(drafts, {}, {})
-        slots: list[tuple[float, int, Request]] = []
-        for order, (rate, (request, draft)) in enumerate(zip(rates, drafts.items(), strict=True)):
-            gain = self.acceptance.gain(request)
-            slots += [(-survival * gain, order, request) for survival in _survivals(draft, rate)]
-        slots.sort(key=lambda slot: slot[:2])
+        gains = [self.acceptance.gain(request) for request in drafts]
+        slots = _slots(drafts, rates, gains)[:room]
         is_paid = any(
             draft.drafter in self._costly for draft in drafts.values()
         )  # then plans are made as well
-        best = self._best([-slot[0] for slot in slots[:room]], n_rows, may_plan=is_paid)
+        best = self._best(slots, n_rows, may_plan=is_paid)
         if (
             best.n_tokens and best.n_wanted
         ):  # these are used, so how much longer they could have been is not seen
             self._plans.credit(best.gain)
-        return self._cut(drafts, _lengths(slots[: best.n_tokens]), _lengths(slots[: best.n_wanted]))
+        requests = list(drafts)
+        lengths, wanted = (_lengths(slots[:n], requests) for n in (best.n_tokens, best.n_wanted))
+        return self._cut(drafts, lengths, wanted)
 
     def is_ready(self, n_rows: int) -> bool:
         return self.costs.is_known(n_rows)
@@ -140,14 +152,11 @@ class AdaptiveControl:
         rates = self._rates(drafts, n_rows)
         best = _Best(0)
         if self._can_pay(rates, n_rows):
-            survivals = [
-                s for rate, d in zip(rates, drafts.values(), strict=True) for s in _survivals(d, rate)
-            ]
-            survivals = sorted(survivals, reverse=True)[:room]
-            best = self._best(survivals, n_rows, may_plan=False)
+            slots = _slots(drafts, rates, [1.0] * len(rates))[:room]
+            best = self._best(slots, n_rows, may_plan=False)
             # If the tokens that are being computed are not the drafts' first ones, the step waits in vain.
             p_first, base = max(rates), self.costs.seconds(n_rows)
-            n_tokens = n_rows + p_first * sum(survivals[: best.n_tokens])
+            n_tokens = n_rows + p_first * sum([slot.survival for slot in slots[: best.n_tokens]])
             longer = self.costs.seconds(n_rows + best.n_tokens) - base
             seconds = base + p_first * longer + self._late_seconds(n_rows)
             if n_tokens / seconds > n_rows / base * _LEAST_GAIN:
@@ -183,20 +192,22 @@ class AdaptiveControl:
             return max(0.0, self._late.seconds(n_rows) - base)
         return _LATE * base if self._late.n_steps else 0.0
 
-    def _best(self, survivals: Sequence[float], n_rows: int, *, may_plan: bool) -> _Best:
+    def _best(self, slots: Sequence[_Slot], n_rows: int, *, may_plan: bool) -> _Best:
         """How many drafted tokens make tokens come fastest, of tokens in descending order of survival."""
         base = self.costs.seconds(n_rows)
         least = n_rows / base * _LEAST_GAIN
         found = {True: (least, 0, 0.0), False: (least, 0, 0.0)}  # rate, tokens, seconds saved; by: has a plan
-        n_tokens, n_most = float(n_rows), n_rows + sum(survivals)
-        for n, survival in enumerate(survivals, start=1):
+        n_tokens, n_most = float(n_rows), n_rows + sum([slot.survival for slot in slots])
+        most_rows = 1
+        for n, (survival, _, n_before) in enumerate(slots, start=1):
             n_tokens += survival
+            most_rows = max(most_rows, n_before + 2)
             seconds = self.costs.seconds(n_rows + n)
             if n_most <= least * seconds:
                 break  # more rows take no less time
             if n_tokens / seconds <= least:
                 continue
-            is_planned = may_plan or self._plans.has(n_rows + n)
+            is_planned = may_plan or self._plans.has(n_rows + n, n_rows, most_rows)
             if n_tokens / seconds > found[is_planned][0]:
                 found[is_planned] = n_tokens / seconds, n, n_tokens * base / n_rows - seconds
         (rate, n_planned, saved), (new_rate, n_new, new_saved) = found[True], found[False]
@@ -219,18 +230,24 @@ class AdaptiveControl:
     def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
         self.acceptance.note(request, draft, n_right, is_rejected)
 
-    def note_step(self, n_rows: int, seconds: float, *, is_late: bool = False) -> None:
+    def note_step(
+        self, n_rows: int, seconds: float, *, is_late: bool = False, n_requests: int = 0, most_rows: int = 1
+    ) -> None:
+        if self._is_priced and not self._plans.has(n_rows, n_requests, most_rows):
+            self._plans.note(n_rows, seconds, n_requests, most_rows)  # kernels were launched one by one
+            return
         if is_late:
             self._late.note(n_rows, seconds)
         if not is_late or not self.costs.is_known(n_rows):
             self.costs.note(n_rows, seconds)
-        self._plans.add(n_rows)
+        if not self._is_priced:
+            self._plans.add(n_rows, n_requests, most_rows)
 
-    def note_plan(self, n_rows: int, seconds: float) -> None:
-        self._plans.note(n_rows, seconds)
+    def note_plan(self, n_rows: int, seconds: float, *, n_requests: int = 0, most_rows: int = 1) -> None:
+        self._plans.note(n_rows, seconds, n_requests, most_rows)
 
-    def add_plan(self, n_rows: int) -> None:
-        self._plans.add(n_rows)
+    def add_plan(self, n_rows: int, *, n_requests: int = 0, most_rows: int = 1) -> None:
+        self._plans.add(n_rows, n_requests, most_rows)
 
     def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None:
         self._rounds[drafter].note(seconds / n_rounds)
@@ -255,10 +272,22 @@ def _survivals(draft: Draft, rate: float) -> list[float]:
     return survivals
 
 
-def _lengths(slots: Sequence[tuple[float, int, Request]]) -> dict[Request, int]:
+def _slots(drafts: Mapping[Request, Draft], rates: Sequence[float], gains: Sequence[float]) -> list[_Slot]:
+    """All drafted tokens, the likeliest to survive first. `rates`, `gains`: of each draft."""
+    slots = [
+        _Slot(survival * gain, order, n_before)
+        for order, (draft, rate, gain) in enumerate(zip(drafts.values(), rates, gains, strict=True))
+        for n_before, survival in enumerate(_survivals(draft, rate))
+    ]
+    slots.sort(key=lambda slot: (-slot.survival, slot.order))
+    return slots
+
+
+def _lengths(slots: Sequence[_Slot], requests: Sequence[Request]) -> dict[Request, int]:
     """How many of the slots each request has."""
     lengths: dict[Request, int] = {}
-    for _, _, request in slots:
+    for slot in slots:
+        request = requests[slot.order]
         lengths[request] = lengths.get(request, 0) + 1
     return lengths
 
@@ -286,13 +315,15 @@ class FixedControl:
     def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
         pass
 
-    def note_step(self, n_rows: int, seconds: float, *, is_late: bool = False) -> None:
+    def note_step(
+        self, n_rows: int, seconds: float, *, is_late: bool = False, n_requests: int = 0, most_rows: int = 1
+    ) -> None:
         pass
 
-    def note_plan(self, n_rows: int, seconds: float) -> None:
+    def note_plan(self, n_rows: int, seconds: float, *, n_requests: int = 0, most_rows: int = 1) -> None:
         pass
 
-    def add_plan(self, n_rows: int) -> None:
+    def add_plan(self, n_rows: int, *, n_requests: int = 0, most_rows: int = 1) -> None:
         pass
 
     def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -126,36 +126,50 @@ class StepCosts:
         return cost + slope * (n_rows - rows)
 
 
+Preparation = Callable[
+    [int, int, int], Hashable
+]  # of steps, by rows, requests, and the most rows of a request
+
+
+def by_rows(n_rows: int, n_requests: int, most_rows: int) -> Hashable:
+    """A preparation that depends on the number of rows only."""
+    return n_rows
+
+
 class PlanAccount:
-    """Whether steps of a new number of rows are worth the plan that they need.
+    """Whether steps of a new kind are worth the plan that they need, or the graph that has to be captured for them.
 
     A plan is made once it would have saved half of what it costs, so an answer whose drafts are wrong never waits for
     one; where its price is given, four times what it costs, as it will be made while the engine is idle. What it would
     have saved is known for drafts that were not used, once the tokens have come.
     """
 
-    def __init__(self, bucket: Callable[[int], int], price: float = 0.0) -> None:
-        """`bucket`: the rows for which a plan is made, by the rows of a step. `price`: its seconds; 0.0: unknown."""
-        self._bucket = cache(bucket)
-        self._made: set[int] = set()
+    def __init__(self, preparation: Preparation = by_rows, price: float = 0.0) -> None:
+        """`preparation`: what a step needs; equal values are one plan. `price`: its seconds; 0.0: unknown."""
+        self._preparation = cache(preparation)
+        self._made: set[Hashable] = set()
         self._is_given = price > 0
         self._price = price  # unless given, of the cheapest so far, as the first one also loads other things
         self._saved = 0.0
 
-    def note(self, n_rows: int, seconds: float) -> None:
-        """Records that a step of `n_rows` made a plan; `seconds`: how much longer it took for that."""
-        self.add(n_rows)
-        self._saved = 0.0
+    def note(self, n_rows: int, seconds: float, n_requests: int = 0, most_rows: int = 1) -> None:
+        """Records that a step of `n_rows` made a plan; `seconds`: how much longer it took for that.
+
+        `n_requests`: in the step (0: one for each row). `most_rows`: of a request.
+        """
+        self.add(n_rows, n_requests, most_rows)
+        if most_rows > 1:  # the plan that was wanted
+            self._saved = 0.0
         if not self._is_given:
             self._price = min(self._price, seconds) if self._price else seconds
 
-    def add(self, n_rows: int) -> None:
-        """Records that there is a plan for steps of `n_rows`."""
-        self._made.add(self._bucket(n_rows))
+    def add(self, n_rows: int, n_requests: int = 0, most_rows: int = 1) -> None:
+        """Records that there is a plan for such steps."""
+        self._made.add(self._preparation(n_rows, n_requests or n_rows, most_rows))
 
-    def has(self, n_rows: int) -> bool:
-        """Whether there is a plan for a step of so many rows."""
-        return self._bucket(n_rows) in self._made
+    def has(self, n_rows: int, n_requests: int = 0, most_rows: int = 1) -> bool:
+        """Whether there is a plan for such a step."""
+        return self._preparation(n_rows, n_requests or n_rows, most_rows) in self._made
 
     def credit(self, seconds: float) -> None:
         """Records what a plan that is not there would have saved in a step; below 0: lost."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from motley.engine.drafting.choice import read_choice
 from motley.engine.drafting.control import AdaptiveControl, Control
+from motley.engine.drafting.costs import Preparation, by_rows
 from motley.engine.drafting.draft import Ask, Draft, Drafter, Learner, TreeDrafter, Watcher
 from motley.engine.drafting.forced import Forced
 from motley.engine.drafting.lookup import ONLY_LOOKUP, Lookup
@@ -36,21 +37,21 @@ class Speculator:
         draft_min: int = 0,
         n_vocab: int = 0,
         max_rows: int = _MAX_ROWS,
-        bucket: Callable[[int], int] = lambda n_rows: n_rows,
+        preparation: Preparation = by_rows,
         plan_seconds: float = 0.0,
         computed: Callable[[int], int] = lambda n_rows: n_rows,
         control: Control | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`spec`, `draft_max`, `draft_min`: for requests that do not say. `max_rows`: rows of logits in one step.
-        `bucket`: the rows for which a plan is made, by the rows of a step. `plan_seconds`: of a plan; 0.0: unknown.
+        `preparation`: what is made for a step; equal values are one plan. `plan_seconds`: of a plan; 0.0: unknown.
         `computed`: the rows that are computed, by the rows of a step.
         """
         # Free drafters are asked first.
         self._drafters = sorted(drafters, key=lambda drafter: not drafter.is_free)
         self.names = tuple(drafter.name for drafter in self._drafters)
         priors = {drafter.name: drafter.priors for drafter in drafters}
-        self._control = control or AdaptiveControl(priors, bucket, plan_seconds, computed)
+        self._control = control or AdaptiveControl(priors, preparation, plan_seconds, computed)
         self._learners = {each.name: each for each in drafters if isinstance(each, Learner)}
         self._watchers = {each.name: each for each in drafters if isinstance(each, Watcher)}
         self._lookup = next((each for each in drafters if isinstance(each, Lookup)), None)
@@ -219,19 +220,22 @@ class Speculator:
         """Records how many tokens of a draft were right, and whether one was wrong."""
         self._control.note_draft(request, draft, n_right, is_rejected)
 
-    def note_step(self, n_rows: int, seconds: float, *, is_late: bool = False) -> None:
+    def note_step(
+        self, n_rows: int, seconds: float, *, is_late: bool = False, n_requests: int = 0, most_rows: int = 1
+    ) -> None:
         """Records that a step of `n_rows`, all of requests that wait for a token, took `seconds`. `is_late`: a device
-        that is mostly given its steps in advance had to wait for it.
+        that is mostly given its steps in advance had to wait for it. `n_requests`: in the step (0: one for each row).
+        `most_rows`: of a request.
         """
-        self._control.note_step(n_rows, seconds, is_late=is_late)
+        self._control.note_step(n_rows, seconds, is_late=is_late, n_requests=n_requests, most_rows=most_rows)
 
-    def note_plan(self, n_rows: int, seconds: float) -> None:
+    def note_plan(self, n_rows: int, seconds: float, *, n_requests: int = 0, most_rows: int = 1) -> None:
         """Records that a step of `n_rows` made a plan, and took `seconds`."""
-        self._control.note_plan(n_rows, seconds)
+        self._control.note_plan(n_rows, seconds, n_requests=n_requests, most_rows=most_rows)
 
-    def add_plan(self, n_rows: int) -> None:
-        """Records that there is a plan for steps of `n_rows`, made outside of a step."""
-        self._control.add_plan(n_rows)
+    def add_plan(self, n_rows: int, *, n_requests: int = 0, most_rows: int = 1) -> None:
+        """Records that there is a plan for such steps, made outside of a step."""
+        self._control.add_plan(n_rows, n_requests=n_requests, most_rows=most_rows)
 
     def _ask(self, scheduler: Scheduler, drafter: Drafter, asks: Sequence[Ask]) -> dict[Request, Draft]:
         if drafter.name in self._trees:
