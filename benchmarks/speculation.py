@@ -1,17 +1,19 @@
 """Speculation: speed with drafts against without, in one engine, by workload, drafter and number of requests.
 
-Runs with and without drafts alternate; each ratio is of neighbours, and the table has the median. Every answer is
-compared: the texts must be the same.
+Runs with and without drafts alternate; each ratio is of neighbours, and the table has the median. Every answer of the
+model's own is compared: the texts must be the same.
 
     python -m benchmarks speculation                          # the bundled model, one request
     python -m benchmarks speculation --requests 1,4,16,64 --drafters auto --plot speculation.svg
     python -m benchmarks speculation --shape llama-1b --right 0.6,0.8,0.9 --depth 0,4096
+    python -m benchmarks speculation --within --workloads random,story --rounds 20        # what they cost in vain
     python -m benchmarks speculation --lookahead "7,5,7 15,5,7" --workloads json,story    # tokens a step, both forms
 
 *Written* texts (code, json, records, question) are beyond the bundled model. There the chooser does its work and then
-returns the next token of the written text: cost and drafts are those of a model that writes it. *Own* texts (chat,
-story, random, repeated) are the model's. `--right P` measures the machine's part alone: drafts of which each token is
-right with probability P, at a depth of context (speculation_machine.py).
+returns the next token of the written text: cost and drafts are those of a model that writes it. Runs without drafts
+choose as always, in the native call that does that fastest; their text is another one of the same length. *Own* texts
+(chat, story, random, repeated) are the model's. `--right P` measures the machine's part alone: drafts of which each
+token is right with probability P, at a depth of context (speculation_machine.py).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import speculation_lookahead, speculation_machine
+from benchmarks import speculation_lookahead, speculation_machine, speculation_within
 from benchmarks.speculation_machine import Scripted
 from benchmarks.speculation_texts import WRITTEN, Sample, own_samples, written_samples
 from motley import LLM
@@ -63,7 +65,7 @@ def run(
     scripted.texts.clear()
     requests = [engine.add(s.prompt, s.params(speculative=spec)) for s in samples]
     for request, sample in zip(requests, samples, strict=True):
-        if sample.answer is not None:
+        if sample.answer is not None and spec != "off":
             scripted.texts[id(request.sampler)] = sample.answer
     while not all(request.generated or request.is_finished for request in requests):
         engine.step()
@@ -93,7 +95,7 @@ def measure(
         texts = [[tuple(r.generated) for r in requests] for _, requests in runs.values()]
         if any(r.finish_reason == "failed" for _, requests in runs.values() for r in requests):
             raise SystemExit(f"{workload}, {spec}: a request failed")
-        if texts[0] != texts[1]:
+        if texts[0] != texts[1] and all(sample.answer is None for sample in samples):
             print(f"{workload}, {spec}: the texts differ", file=sys.stderr)
         if number:  # the first round makes plans
             ratios.append(runs["off"][0] / runs[spec][0])
@@ -151,6 +153,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300, help="of each answer, at most")
     parser.add_argument("--draft-max", type=int)
     parser.add_argument("--lookahead", default="", metavar="W,N,G …", help="compare lookahead's two forms")
+    parser.add_argument("--within", action="store_true", help="switch drafts on and off within answers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     chosen = parser.parse_args()
@@ -165,6 +168,7 @@ def main() -> None:
         options["draft_model"] = chosen.draft_model or bundled_draft_path()
     results: list[Result] = []
     forms: list[speculation_lookahead.FormResult] = []
+    within: list[speculation_within.WithinResult] = []
     cache = {"cache_type_k": chosen.cache_type, "cache_type_v": chosen.cache_type}
     with LLM(path, n_ctx=2048, n_parallel=max(numbers), **cache, **options) as llm:
         llm.finish_compiling()
@@ -180,11 +184,19 @@ def main() -> None:
             for n in numbers:
                 make = written_samples if workload in WRITTEN else own_samples
                 samples = make(llm.tokenizer, workload, n, chosen.tokens)
+                if chosen.within:
+                    for spec in drafters:
+                        within.append(
+                            speculation_within.measure_within(
+                                engine, scripted, workload, samples, spec, chosen.rounds
+                            )
+                        )
+                    continue
                 for spec in drafters:
                     results.append(measure(engine, scripted, workload, samples, spec, chosen.rounds))
                     print(show(results[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-    if forms:
-        print(speculation_lookahead.show(forms))
+    if forms or within:
+        print(speculation_lookahead.show(forms) if forms else speculation_within.show(within))
         return
     print(f"{path.name}, {platform.processor() or platform.machine()}, {chosen.rounds} rounds\n")
     print(show(results))

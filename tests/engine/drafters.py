@@ -29,6 +29,11 @@ def half(rng: random.Random, rest: tuple[int, ...], n_max: int, n_vocab: int) ->
     return [*rest[:n_right], *(rng.randrange(n_vocab) for _ in range(n_max - n_right))]
 
 
+def now_and_then(rng: random.Random, rest: tuple[int, ...], n_max: int, n_vocab: int) -> Sequence[int]:
+    """As `half`, in every second step: some requests of a step have a draft, and others have none."""
+    return half(rng, rest, n_max, n_vocab) if rng.random() < 0.5 else ()
+
+
 def too_long(rng: random.Random, rest: tuple[int, ...], n_max: int, n_vocab: int) -> Sequence[int]:
     return [*rest[: n_max + 5], *(rng.randrange(n_vocab) for _ in range(200))]
 
@@ -42,7 +47,7 @@ def unknown(rng: random.Random, rest: tuple[int, ...], _n_max: int, n_vocab: int
     return [*rest[: rng.randint(0, 3)], n_vocab, -1]
 
 
-GUESSES: tuple[Guess, ...] = (right, wrong, half, too_long, none, unknown)
+GUESSES: tuple[Guess, ...] = (right, wrong, half, now_and_then, too_long, none, unknown)
 
 
 class Tree(list[int]):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import stepped_by_hand
-from drafters import give, half, right, scattered, serve, wrong
+from drafters import Guess, give, half, now_and_then, right, scattered, serve, wrong
 from faults import Faults
 
 from motley import LLM
@@ -61,8 +61,12 @@ def teach(llm: LLM, guess: Any, known: Sequence[tuple[int, ...]], *, draft_max: 
     return drafter
 
 
+@pytest.mark.parametrize("guess", [half, now_and_then], ids=lambda guess: guess.__name__)
 @pytest.mark.parametrize("where", ["run", "choose", "commit", "reserve"])
-def test_every_failure_of_a_step_with_drafts_leaves_the_texts_as_they_are(path: Path, where: str) -> None:
+def test_every_failure_of_a_step_with_drafts_leaves_the_texts_as_they_are(
+    path: Path, where: str, guess: Guess
+) -> None:
+    """Also of requests that have no draft in the next step, beside others that have one."""
     with load(path) as llm:
         engine = llm._loaded.engine
         known = known_answers(llm)
@@ -77,7 +81,7 @@ def test_every_failure_of_a_step_with_drafts_leaves_the_texts_as_they_are(path: 
         n = 0
         while True:
             n += 1
-            teach(llm, half, known)
+            teach(llm, guess, known)
             with faults.armed(n, MemoryError):
                 requests = [engine.add(prompt, each) for prompt, each in zip(PROMPTS, PARAMS, strict=True)]
                 while engine.has_work:

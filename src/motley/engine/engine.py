@@ -473,7 +473,7 @@ class Engine:
             self._abandon(error)
         self.n_losses += 1
         self.loss = error
-        self._ahead = self._running = self._steady = self._verification = None
+        self._drop_plans()
         self.scheduler.restart()
         self.cache.invalidate()
         if self.on_loss == FAIL:
@@ -511,7 +511,7 @@ class Engine:
 
     def _abandon(self, error: BaseException) -> None:
         """The requests of the failed step become suspects. One that failed alone, as a suspect, ends with the error."""
-        self._ahead = self._running = self._steady = self._verification = None
+        self._drop_plans()
         failed = self.scheduler.abandon()
         if failed is None:
             # Of a single request, the next error may be but a consequence of this one.
@@ -519,6 +519,12 @@ class Engine:
         else:
             self.scheduler.remove(failed)
             self._fail(failed, self._first_error or error)
+
+    def _drop_plans(self) -> None:
+        """Forgets what was planned, launched or drafted: the step that it belongs to has failed."""
+        if self._verification is not None:
+            self._verification.abandon()
+        self._ahead = self._running = self._steady = self._verification = None
 
     def _fail(self, request: Request, error: BaseException) -> None:
         if not request.is_finished:

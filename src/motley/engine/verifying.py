@@ -132,7 +132,7 @@ class DraftVerification:
     def choose(self, requests: Sequence[Request]) -> Chosen:
         """The next token of each request."""
         # Of a request without a draft, it is the only row.
-        rows = [self._first_row[r] + (1 + r.draft_place if r.draft else 0) for r in requests]
+        rows = [self._first_row[r] + (1 + r.draft_place if r in self._drafts else 0) for r in requests]
         if self._foretold is not None:
             return Chosen([self._foretold[row] for row in rows], {})
         return chosen_of(self._chooser.choose(self._logits[rows], [row_of(request) for request in requests]))
@@ -153,6 +153,11 @@ class DraftVerification:
                 len(draft.tokens), draft.parents, request.draft_place
             )
             speculator.note_draft(request, draft, request.n_matched, is_rejected)
+            request.draft = ()
+
+    def abandon(self) -> None:
+        """Forgets all drafts: the step has failed, and its requests' next tokens have nothing to do with them."""
+        for request in self._drafts:
             request.draft = ()
 
     def _move_rows(self, scheduler: Scheduler, runner: Runner) -> None:

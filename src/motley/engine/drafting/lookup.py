@@ -13,7 +13,8 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from motley.engine.drafting.draft import Ask, Draft
 from motley.engine.request import Request
@@ -23,8 +24,11 @@ _MAX_PLACES = 8
 _MAX_MATCH = 32  # tokens: a longer match is not better
 _PORTION = 4096  # tokens that are indexed in one step, about a millisecond
 _NO_DRAFT = Draft((), "lookup")
+_NONE: dict[Request, Draft] = {}
+_MAX_VAIN = 16  # steps without a draft that was used: then every second step is looked up
 ONLY_LOOKUP = ("lookup",)  # the drafters of most requests
 _GRADES = (4, 6, 12, 24)  # matches of at least so many tokens have grade 1, 2, 3, 4
+Found = tuple[int, Sequence[int], int]  # a row, tokens that may follow, and the length of the match
 
 
 class Lookup:
@@ -35,6 +39,15 @@ class Lookup:
     is_free = True
     is_usual = True
     writes_cache = False
+
+    def __init__(self) -> None:
+        # Of the latest requests of `find`: steps mostly have the same ones, and every microsecond of a step counts.
+        self._requests: list[Request] = []
+        self._indexes: list[Any] = []
+        self._answers: list[list[int]] = []
+        self._n_max = 0
+        self._look_up: Callable[..., list[Found]] | None = None
+        self._n_vain = 0  # steps since a draft was used
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
         drafts = [_NO_DRAFT] * len(asks)
@@ -48,26 +61,48 @@ class Lookup:
         return bool(_look_up([request], 1))
 
     def find(self, requests: Sequence[Request]) -> dict[Request, Draft] | None:
-        """The drafts of all requests: mostly none, and one call tells. None: some do not draft by looking up only."""
-        indexes, answers, n_max = [], [], 0
-        for request in requests:
-            index, own = request.memory.get(self.name), request.speculation
-            if index is None or own.drafters != ONLY_LOOKUP or isinstance(index, TextIndex):
-                return None
-            indexes.append(index)
-            answers.append(request.generated)
-            n_max = max(n_max, own.draft_max)
-        from motley.backends import look_up  # here: it imports torch, which a server's front must not
+        """The drafts of all requests: mostly none, and one call tells. None: some do not draft by looking up only.
 
+        After some steps without a draft that was used, only every second step is looked up.
+        """
+        if requests != self._requests and not self._keep(requests):
+            return None
+        self._n_vain += 1
+        if self._n_vain > _MAX_VAIN and self._n_vain & 1:
+            return _NONE
+        assert self._look_up is not None
+        found = self._look_up(self._indexes, self._answers, self._n_max)
+        if not found:
+            return _NONE
         drafts = {}
-        for row, tokens, n_match in look_up(indexes, answers, n_max):
+        for row, tokens, n_match in found:
             kept = tuple(tokens[: requests[row].max_draft])
             if kept:
                 drafts[requests[row]] = Draft(kept, self.name, bisect_right(_GRADES, n_match))
         return drafts
 
+    def note_use(self) -> None:
+        """A draft is used, or is likely to be in the next step: from now on, each step is looked up."""
+        self._n_vain = 0
 
-def _look_up(requests: Sequence[Request], n_max: int) -> list[tuple[int, Sequence[int], int]]:
+    def _keep(self, requests: Sequence[Request]) -> bool:
+        """Keeps what `find` needs of requests; False: some do not draft by looking up only."""
+        indexes, answers, n_max = [], [], 0
+        for request in requests:
+            index, own = request.memory.get(self.name), request.speculation
+            if index is None or own.drafters != ONLY_LOOKUP or isinstance(index, TextIndex):
+                return False
+            indexes.append(index)
+            answers.append(request.generated)
+            n_max = max(n_max, own.draft_max)
+        from motley.backends import look_up  # here: it imports torch, which a server's front must not
+
+        self._requests, self._indexes, self._answers, self._n_max = list(requests), indexes, answers, n_max
+        self._look_up = look_up
+        return True
+
+
+def _look_up(requests: Sequence[Request], n_max: int) -> list[Found]:
     """(row, up to `n_max` tokens that may follow, length of the match) of requests that have any."""
     from motley.backends import look_up, new_text_index  # see above
 

@@ -19,8 +19,8 @@ from motley.engine.trees import MAX_ROWS, Parents
 
 _log = logging.getLogger("motley")
 _MAX_ROWS = 64  # of logits in a step
-# Drafts that did not pay, one after the other → of so many steps, drafts are looked at in one.
-_RESTS = ((32, 8), (12, 4), (4, 2))
+# More than so many drafts that did not pay, one after the other → tokens until the next one is looked at.
+_RESTS = ((12, 16), (4, 8), (1, 4))
 _LONG_MATCH = 2  # grade of a looked up draft that is looked at in any case
 _MAX_REQUESTS = 32  # with more, a step has rows enough, and looking for drafts takes longer than they save
 
@@ -129,6 +129,8 @@ class Speculator:
         if not usable:
             return {}
         drafts = self._control.allot(usable, _n_rows(scheduler), self._room(scheduler))
+        if drafts and self._lookup is not None:
+            self._lookup.note_use()
         for request in usable:
             self._rest(request, request in drafts)
         return drafts
@@ -209,6 +211,7 @@ class Speculator:
                 found = zip(own, drafter.draft([Ask(r, r.max_draft) for r in own]), strict=True)
                 drafts = {request: draft for request, draft in found if draft.tokens}
                 if drafts and self._control.is_worth_waiting(drafts, len(requests), self._max_rows):
+                    drafter.note_use()
                     return True
             elif drafter.is_free or self._control.length(
                 drafter.name, own, len(requests), max(request.max_draft for request in own)
