@@ -10,6 +10,9 @@ builds it); give the interpreter that has it:
         --cache-types f16,q8_0,q4_0 --depth 8192
     python -m benchmarks peers --python build/peers/bin/python --shape qwen3-30b-a3b --layers 8 --weights Q4_K
 
+The speed of memory is measured before and after each round: where it changes by more than a third between rounds, the
+ratios of slow and fast rounds are shown by themselves.
+
 --isa compares kernels of one instruction set: Motley is told to use those, and llama.cpp must be built for them
 (`make bench-peers ISA=avx2` does both).
 """
@@ -29,6 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
+from benchmarks.memory_probe import MemoryProbe
 from benchmarks.peer_amx import WITHOUT_AMX, amx_is_broken
 from motley.bench import SHAPES, environment, write_random_model
 from motley.runtime.crew import make_crew
@@ -106,9 +110,34 @@ class Comparison:
     model: str
     workload: Workload
     rates: dict[str, list[float]]
+    memory: list[float]  # bytes per second, before each round and after the last
 
     def ratios(self, engine: str, other: str) -> list[float]:
         return sorted(a / b for a, b in zip(self.rates[engine], self.rates[other], strict=True))
+
+    def by_memory(self) -> str:
+        """The speed of memory, and the ratios in its slow and fast rounds. Rounds in which it changed are left out."""
+        slowest, fastest = min(self.memory), max(self.memory)
+        text = f"- memory: {median(self.memory) / 1e9:.1f} GB/s ({slowest / 1e9:.1f} … {fastest / 1e9:.1f})\n"
+        middle = (slowest * fastest) ** 0.5
+        around = list(zip(self.memory, self.memory[1:], strict=False))
+        slow = [i for i, pair in enumerate(around) if max(pair) < middle]
+        fast = [i for i, pair in enumerate(around) if min(pair) >= middle]
+        if fastest < 4 / 3 * slowest:
+            return text
+        ours, *_ = self.rates
+        for what, rounds in (("below", slow), ("above", fast)):
+            for other in self.rates if rounds else ():
+                if other.startswith(OURS):
+                    continue
+                pairs = [(self.rates[ours][i], self.rates[other][i]) for i in rounds]
+                mine, theirs = (median(column) for column in zip(*pairs, strict=True))
+                found = sorted(a / b for a, b in pairs)
+                text += (
+                    f"- memory {what} {middle / 1e9:.0f} GB/s, {len(rounds)} rounds: {ours} {mine:.1f}, {other} "
+                    f"{theirs:.1f}, **{median(found):.2f}** ({found[0]:.2f} … {found[-1]:.2f})\n"
+                )
+        return text
 
     def table(self) -> str:
         """A Markdown table: a line for each engine, and the speed ratios of Motley's engines to the others."""
@@ -126,14 +155,22 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(engines: Sequence[Engine], model: str, workload: Workload, n_rounds: int) -> Comparison:
+def compare(
+    engines: Sequence[Engine],
+    model: str,
+    workload: Workload,
+    n_rounds: int,
+    probe: MemoryProbe,
+) -> Comparison:
     rates: dict[str, list[float]] = {engine.name: [] for engine in engines}
     for engine in engines:
         engine.warm_up(workload)
+    memory = [probe.bytes_per_second()]
     for i in range(n_rounds):
         for engine in engines if i % 2 == 0 else reversed(engines):  # alternating order cancels a drift
             rates[engine.name].append(engine.rate(workload))
-    return Comparison(model, workload, rates)
+        memory.append(probe.bytes_per_second())
+    return Comparison(model, workload, rates, memory)
 
 
 @contextmanager
@@ -205,8 +242,8 @@ def run(args: argparse.Namespace, model: Path, name: str) -> Iterator[Comparison
         for test in args.tests.split(","):
             n_tokens, times = sizes[test]
             workload = Workload(f"{test} {n_tokens * times}{suffix}", n_tokens, times, args.depth)
-            comparison = compare(engines, name, workload, args.rounds)
-            print(comparison.table(), end="\n\n", flush=True)
+            comparison = compare(engines, name, workload, args.rounds, MemoryProbe(args.threads))
+            print(f"{comparison.table()}\n\n{comparison.by_memory()}", flush=True)
             yield comparison
         if not args.depth:  # workers keep copies of the data for deep contexts
             for engine in engines:

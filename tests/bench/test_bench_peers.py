@@ -50,10 +50,29 @@ def test_a_saved_context_of_another_layout_is_refused() -> None:
             stretch(wrong, 4)
 
 
+def test_rounds_of_slow_and_of_fast_memory_are_shown_by_themselves() -> None:
+    peers = benchmark("peers")
+    rates = {"motley f16": [11.0, 12.0, 20.0, 30.0], "llama.cpp f16": [10.0, 10.0, 10.0, 20.0]}
+    memory = [30e9, 33e9, 34e9, 60e9, 58e9]  # it changed in the third round
+    comparison = peers.Comparison("tiny", peers.Workload("decode 4", 1, 4, 0), rates, memory)
+    assert comparison.by_memory().splitlines() == [
+        "- memory: 34.0 GB/s (30.0 … 60.0)",
+        "- memory below 42 GB/s, 2 rounds: motley f16 11.5, llama.cpp f16 10.0, **1.15** (1.10 … 1.20)",
+        "- memory above 42 GB/s, 1 rounds: motley f16 30.0, llama.cpp f16 20.0, **1.50** (1.50 … 1.50)",
+    ]
+    steady = peers.Comparison("tiny", comparison.workload, rates, [33e9] * 5)
+    assert steady.by_memory() == "- memory: 33.0 GB/s (33.0 … 33.0)\n"
+
+
+def test_the_memory_probe_reads() -> None:
+    probe = benchmark("memory_probe")
+    assert probe.MemoryProbe(1, 2**24).bytes_per_second() > 0
+
+
 def test_ratios_are_of_the_same_round_not_of_the_medians() -> None:
     peers = benchmark("peers")
     rates = {"motley f16": [10.0, 20.0, 60.0], "llama.cpp f16": [5.0, 20.0, 20.0]}
-    comparison = peers.Comparison("tiny", peers.Workload("decode 4", 1, 4, 0), rates)
+    comparison = peers.Comparison("tiny", peers.Workload("decode 4", 1, 4, 0), rates, [30e9] * 4)
     assert comparison.ratios("motley f16", "llama.cpp f16") == [1.0, 2.0, 3.0]
     assert comparison.table().splitlines()[2:] == [
         "| motley f16 | 20 |  |",
@@ -83,7 +102,11 @@ def test_engines_take_turns_in_both_orders() -> None:
             turns.append(self.name)
             return float(len(turns))
 
-    found = peers.compare([Engine("a"), Engine("b")], "tiny", peers.Workload("decode 4", 1, 4, 0), 2)
+    class Probe:
+        def bytes_per_second(self) -> float:
+            return 30e9
+
+    found = peers.compare([Engine("a"), Engine("b")], "tiny", peers.Workload("decode 4", 1, 4, 0), 2, Probe())
     assert turns == ["A", "B", "a", "b", "b", "a"]
     assert found.rates == {"a": [3.0, 6.0], "b": [4.0, 5.0]}
 

@@ -99,10 +99,10 @@ def test_each_format_has_a_pattern_of_its_own(own_cache: Path, monkeypatch: pyte
         b"{",
         b"\xff\xfe",
         b"[1]",
-        b'{"version": 1, "patterns": {"a": [1, 0, 0]}}',
-        b'{"version": 2}',
-        b'{"version": 2, "patterns": [3]}',
-        b'{"version": 2, "patterns": {"a": [1, 0], "b": "x", "c": [99, 0, 0], "d": [1, true, 0]}}',
+        b'{"version": 2, "patterns": {"a": [1, 0, 0]}}',
+        b'{"version": 3}',
+        b'{"version": 3, "patterns": [3]}',
+        b'{"version": 3, "patterns": {"a": [1, 0], "b": "x", "c": [99, 0, 0], "d": [1, true, 0]}}',
         b"[" * 100_000,
     ],
 )
@@ -147,6 +147,21 @@ def test_a_variable_that_is_no_pattern_is_refused(text: str, monkeypatch: pytest
 def test_of_patterns_that_are_about_as_fast_the_preferred_one_is_taken() -> None:
     assert patterns.best_of({patterns.DEFAULT: 98.0, PATTERN: 100.0}) == patterns.DEFAULT
     assert patterns.best_of({patterns.DEFAULT: 90.0, PATTERN: 100.0}) == PATTERN
+
+
+@pytest.mark.parametrize("change_at", [0, 1, 7, 12, 20, 29, 99])
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_memory_that_changes_its_speed_does_not_change_the_choice(change_at: int, factor: float) -> None:
+    true_seconds = [1.0, 1.2, 0.9, 1.1]
+    n_runs = 0
+
+    def seconds_of(i: int) -> float:
+        nonlocal n_runs
+        n_runs += 1
+        return true_seconds[i] * (factor if n_runs > change_at else 1.0)
+
+    found = patterns.paired_seconds(seconds_of, len(true_seconds))
+    assert [each / found[0] for each in found] == pytest.approx(true_seconds)
 
 
 def test_the_real_kernel_is_measured() -> None:

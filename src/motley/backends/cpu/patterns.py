@@ -15,14 +15,16 @@ import platform
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
 from motley.backends.cpu.native import FORMATS, GROUP_ROWS, PLAIN_FORMATS, ROW_FORMATS, address, core
+from motley.backends.cpu.slabs import Slabs
 from motley.errors import ConfigError
 from motley.formats import FORMATS as LAYOUTS
 from motley.units import show_bytes
@@ -31,11 +33,11 @@ VARIABLE = "MOTLEY_READ_PATTERN"
 _MEASURE_AGAIN = "measure"
 _MAX_STREAMS, _MAX_AHEAD = 8, 2**20
 _WORTH_MEASURING = 64 * 2**20  # bytes of a format's weights; below, a step is not bound by memory
-_VERSION = 2  # of the file; another one's patterns are measured again
-_REPETITIONS = 4  # the best counts, as other programs only ever slow it down
+_VERSION = 3  # of the file; another one's patterns are measured again
+_REPETITIONS = 5
 _COLUMNS = 2048
 _MATRIX_BYTES = 4 * 2**20  # of one product: threads wait for each other after each, as in a model
-_MIN_BYTES, _MAX_BYTES = 64 * 2**20, 512 * 2**20  # of all products together
+_MIN_BYTES, _MAX_BYTES = 128 * 2**20, 512 * 2**20  # of all products together
 
 
 class ReadPattern(NamedTuple):
@@ -125,9 +127,8 @@ def measure(
     row_bytes = _COLUMNS // max(layout.block_size, 1) * layout.block_bytes
     n_rows = _MATRIX_BYTES // row_bytes // GROUP_ROWS * GROUP_ROWS
     n_matrices = max((n_bytes or _measured_bytes()) // (n_rows * row_bytes), 1)
-    weights = torch.ones(
-        n_matrices, n_rows * row_bytes, dtype=torch.uint8
-    )  # zeros would all be one page of memory
+    weights = Slabs().take(n_matrices * n_rows * row_bytes).view(n_matrices, -1)  # as real weights
+    weights.fill_(1)  # unwritten memory would all be one page
     x, out = torch.ones(_COLUMNS), torch.empty(n_rows)
     codes = torch.zeros(core.quantized_bytes(1, _COLUMNS), dtype=torch.uint8)
     programs = []
@@ -139,22 +140,40 @@ def measure(
             quantized = 0 if form in PLAIN_FORMATS else address(codes)
             program.matmul(address(x), _COLUMNS, quantized, 1, _COLUMNS, [part], 0, False)
         programs.append(program)
-    seconds = [float("inf")] * len(programs)
-    for _ in range(_REPETITIONS):  # all of them in turn: the machine's state changes
-        for i, program in enumerate(programs):
-            started = time.perf_counter()
-            program.run()
-            seconds[i] = min(seconds[i], time.perf_counter() - started)
+
+    def seconds_of(i: int) -> float:
+        started = time.perf_counter()
+        programs[i].run()
+        return time.perf_counter() - started
+
+    seconds = paired_seconds(seconds_of, len(programs))
     return {pattern: weights.numel() / s for pattern, s in zip(candidates, seconds, strict=True)}
 
 
+def paired_seconds(
+    seconds_of: Callable[[int], float], n: int, repetitions: int = _REPETITIONS
+) -> list[float]:
+    """Seconds of n programs: the first one's best time, and for each other its median ratio to a first just before it.
+
+    Only these ratios count, because memory can be twice as fast as a second ago: other machines use it, too.
+    """
+    best, ratios = float("inf"), [[1.0], *([] for _ in range(1, n))]
+    for _ in range(repetitions):
+        for i in range(n):
+            first = seconds_of(0)
+            best = min(best, first)
+            if i:
+                ratios[i].append(seconds_of(i) / max(first, 1e-9))
+    return [best * median(each) for each in ratios]
+
+
 def _measured_bytes() -> int:
-    """Twice the largest cache: when a pass ends, nothing is left of its beginning."""
-    sizes = [_MIN_BYTES // 2]
+    """Four times the largest cache: with twice, a part of it was still there in the next pass (Zen 4)."""
+    sizes = [_MIN_BYTES // 4]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError, ValueError):
             sizes.append(int(path.read_text().strip().removesuffix("K")) * 1024)
-    return min(2 * max(sizes), _MAX_BYTES)
+    return min(4 * max(sizes), _MAX_BYTES)
 
 
 def _given_pattern() -> ReadPattern | None:
