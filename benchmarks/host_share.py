@@ -1,5 +1,7 @@
 """Python's share of a step on the CPU: all time outside of the native call, with several requests that decode at once.
 
+Steps that make a plan are counted by themselves: each takes 10 ms or more of Python, once for each bucket of rows.
+
 python -m benchmarks host_share --shape llama-160m --requests 8
 python -m benchmarks host_share --profile            # with a profile of that share
 """
@@ -85,15 +87,22 @@ def main() -> None:
 def measure(llm: LLM, flags: argparse.Namespace) -> None:
     engine = llm._loaded.engine
     step, spent = engine.step, [0.0]
+    planning: list[float] = []  # seconds of Python
     profile = cProfile.Profile()
 
     def timed_step(*args: Any) -> Any:
+        n_plans, native = engine.runner.n_plans, TimedTeam.seconds
         started = time.perf_counter()
         if flags.profile:
             profile.enable()
         result = step(*args)
         profile.disable()
-        spent[0] += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        if engine.runner.n_plans == n_plans:
+            spent[0] += seconds
+        else:
+            planning.append(seconds - (TimedTeam.seconds - native))
+            TimedTeam.seconds = native
         return result
 
     engine.step = timed_step  # type: ignore[method-assign]
@@ -102,7 +111,9 @@ def measure(llm: LLM, flags: argparse.Namespace) -> None:
         spent[0] = TimedTeam.seconds = 0.0
         prompts = [[5 + i, 7, 11 + n] for n in range(flags.requests)]
         llm.generate(prompts, max_tokens=flags.tokens, temperature=flags.temperature, ignore_eos=True)
-        if i:  # the first step makes plans
+        if not i:
+            planning.clear()
+        else:
             shares.append(1 - TimedTeam.seconds / spent[0])
             steps.append(1e3 * spent[0] / flags.tokens)
     print(
@@ -110,6 +121,8 @@ def measure(llm: LLM, flags: argparse.Namespace) -> None:
         f"{median(steps):.2f} ms, Python {median(shares):.1%} of it ({min(shares):.1%} … {max(shares):.1%}), "
         f"{median(s * t for s, t in zip(shares, steps, strict=True)):.2f} ms"
     )
+    if planning:
+        print(f"and {len(planning)} steps with a new plan: {1e3 * median(planning):.1f} ms of Python each")
     if flags.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 

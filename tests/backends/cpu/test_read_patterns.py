@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,43 @@ def test_a_damaged_file_is_as_good_as_none(own_cache: Path, damage: bytes) -> No
     assert keep_pattern(own_cache, "key", PATTERN)
     assert read_patterns(own_cache) == {"key": PATTERN}
     assert list(own_cache.parent.iterdir()) == [own_cache]
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "endless", "large", "dangling", "loop"])
+def test_something_else_of_that_name_is_not_read(own_cache: Path, kind: str) -> None:
+    own_cache.parent.mkdir()
+    if kind == "folder":
+        own_cache.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(own_cache)
+    elif kind == "large":
+        with own_cache.open("w") as file:
+            file.truncate(2**40)
+    else:
+        targets = {"endless": Path("/dev/zero"), "dangling": own_cache / "nothing", "loop": own_cache}
+        own_cache.symlink_to(targets[kind])
+    assert read_patterns(own_cache) == {}
+    assert keep_pattern(own_cache, "key", PATTERN) == (kind != "folder")
+    assert read_patterns(own_cache) == ({} if kind == "folder" else {"key": PATTERN})
+
+
+def test_a_full_disk_leaves_nothing_behind(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr("os.replace", fail)
+    assert not keep_pattern(own_cache, "key", PATTERN)
+    assert list(own_cache.parent.iterdir()) == []
+
+
+def test_processors_with_the_same_name_have_patterns_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpuinfo = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: {}\nmodel name\t: AMD EPYC\nflags\t: x:y\n\nmodel\t: 99\n"
+    names = []
+    for model in (1, 17):
+        text = cpuinfo.format(model)
+        monkeypatch.setattr(Path, "read_text", lambda *_, text=text, **__: text)
+        names.append(patterns.processor_name())
+    assert names == ["AMD EPYC (cpu family 25, model 1)", "AMD EPYC (cpu family 25, model 17)"]
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_the_memory(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import stat
 import tempfile
 import time
 from collections import Counter
@@ -34,6 +35,8 @@ _MEASURE_AGAIN = "measure"
 _MAX_STREAMS, _MAX_AHEAD = 8, 2**20
 _WORTH_MEASURING = 64 * 2**20  # bytes of a format's weights; below, a step is not bound by memory
 _VERSION = 3  # of the file; another one's patterns are measured again
+_NUMBERS = ("cpu family", "model", "CPU implementer", "CPU part")  # of /proc/cpuinfo: x86, ARM
+_MAX_FILE = 2**20  # bytes
 _REPETITIONS = 5
 _COLUMNS = 2048
 _MATRIX_BYTES = 4 * 2**20  # of one product: threads wait for each other after each, as in a model
@@ -192,12 +195,17 @@ def _given_pattern() -> ReadPattern | None:
 
 
 def processor_name() -> str:
-    """The processor's model as Linux names it; its architecture elsewhere."""
+    """The processor's model as Linux names it, with its numbers, because virtual machines share names ("AMD EPYC"); its
+    architecture elsewhere.
+    """
+    fields: dict[str, str] = {}
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    numbers = [f"{name} {fields[name]}" for name in _NUMBERS if name in fields]
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
 def cache_file() -> Path:
@@ -210,6 +218,9 @@ def cache_file() -> Path:
 def read_patterns(path: Path) -> dict[str, ReadPattern]:
     """What the file holds; nothing of a file that is damaged, of another version, or not there."""
     try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_FILE:  # a pipe would never end
+            return {}
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
