@@ -1,7 +1,7 @@
 """Speculation: speed with drafts against without, in one engine, by workload, drafter and number of requests.
 
-Runs with and without drafts alternate; each ratio is of neighbours, and the table has the median. Every answer of the
-model's own is compared: the texts must be the same.
+Runs with and without drafts alternate; each ratio is of neighbours, and the table has the median. Every answer is
+compared: the texts must be the same.
 
     python -m benchmarks speculation                          # the bundled model, one request
     python -m benchmarks speculation --requests 1,4,16,64 --drafters auto --plot speculation.svg
@@ -10,10 +10,10 @@ model's own is compared: the texts must be the same.
     python -m benchmarks speculation --lookahead "7,5,7 15,5,7" --workloads json,story    # tokens a step, both forms
 
 *Written* texts (code, json, records, question) are beyond the bundled model. There the chooser does its work and then
-returns the next token of the written text: cost and drafts are those of a model that writes it. Runs without drafts
-choose as always, in the native call that does that fastest; their text is another one of the same length. *Own* texts
-(chat, story, random, repeated) are the model's. `--right P` measures the machine's part alone: drafts of which each
-token is right with probability P, at a depth of context (speculation_machine.py).
+returns the next token of the written text, also where one native call computes and chooses: cost and drafts are those
+of a model that writes it. *Own* texts (chat, story, random, repeated) are the model's. `--right P` measures the
+machine's part alone: drafts of which each token is right with probability P, at a depth of context
+(speculation_machine.py).
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from motley.bench import SHAPES, random_model_path, write_random_model
 from motley.bundled import bundled_draft_path, bundled_model_path
 from motley.engine import Engine, Request
 from motley.engine.choosing import chooser_for
+from motley.engine.steady import Steady
+from motley.engine.verifying import Chosen
 
 WORKLOADS = (*WRITTEN, "chat", "story", "random")
 
@@ -65,7 +67,7 @@ def run(
     scripted.texts.clear()
     requests = [engine.add(s.prompt, s.params(speculative=spec)) for s in samples]
     for request, sample in zip(requests, samples, strict=True):
-        if sample.answer is not None and spec != "off":
+        if sample.answer is not None:
             scripted.texts[id(request.sampler)] = sample.answer
     while not all(request.generated or request.is_finished for request in requests):
         engine.step()
@@ -95,7 +97,7 @@ def measure(
         texts = [[tuple(r.generated) for r in requests] for _, requests in runs.values()]
         if any(r.finish_reason == "failed" for _, requests in runs.values() for r in requests):
             raise SystemExit(f"{workload}, {spec}: a request failed")
-        if texts[0] != texts[1] and all(sample.answer is None for sample in samples):
+        if texts[0] != texts[1]:
             print(f"{workload}, {spec}: the texts differ", file=sys.stderr)
         if number:  # the first round makes plans
             ratios.append(runs["off"][0] / runs[spec][0])
@@ -242,6 +244,19 @@ def _script(engine: Engine) -> Scripted:
     gpus = [backend.device for backend in engine.runner._backends if backend.device.type == "cuda"]
     scripted = Scripted(chooser_for(gpus[0] if gpus else torch.device("cpu")))
     engine._chooser = scripted
+    run = Steady.run
+
+    def run_scripted(steady: Steady) -> Chosen:
+        """A repeated step, which chooses in the same native call."""
+        indexes = [len(request.generated) for request in steady.requests]
+        found, logprobs = run(steady)
+        texts = [scripted.texts.get(id(request.sampler)) for request in steady.requests]
+        tokens = [
+            token if text is None else text[i] for token, text, i in zip(found, texts, indexes, strict=True)
+        ]
+        return Chosen(tokens, logprobs)
+
+    Steady.run = run_scripted  # type: ignore[method-assign]
     return scripted
 
 

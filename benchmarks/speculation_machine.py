@@ -50,9 +50,7 @@ class Scripted:
         return Pending(tokens)
 
     def settings(self, rows: Sequence[ChoiceRow]) -> list[Any] | None:
-        """Of rows without a written text: a native call chooses as always."""
-        if any(id(row.sampler) in self.texts for row in rows):
-            return None
+        """A native call chooses as always; see `benchmarks.speculation` for what becomes of its tokens."""
         return native_settings(self._chooser, rows)
 
 

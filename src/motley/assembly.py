@@ -24,6 +24,7 @@ from motley.engine.drafting.loading import (
     without_companion,
 )
 from motley.engine.drafting.lookahead import LookaheadSizes
+from motley.engine.drafting.lookup import MAX_REMEMBERED
 from motley.engine.drafting.mtp import NextnLayer
 from motley.engine.effort import Efforts
 from motley.engine.engine import ON_LOSS, WAIT
@@ -88,6 +89,7 @@ class Options:
     draft_model: str | os.PathLike[str] | None = None
     draft_layers: int | None = None  # of the model itself, for early-exit drafts; None: half of them
     lookahead: str | None = None  # W,N,G of lookahead drafts
+    lookup_answers: int = 0  # tokens of each user's finished answers that lookup drafts come from, too
 
     def __post_init__(self) -> None:
         for name, maximum in (
@@ -102,6 +104,7 @@ class Options:
             _require_number(name, getattr(self, name), maximum)
         _require_number("draft_max", self.draft_max, MAX_DRAFT)
         _require_number("draft_min", self.draft_min, MAX_DRAFT, minimum=0)
+        _require_number("lookup_answers", self.lookup_answers, MAX_REMEMBERED, minimum=0)
         if (self.draft_min or 0) > (self.draft_max or DRAFT_MAX):
             raise ConfigError(
                 f"drafts of at least {self.draft_min} and at most {self.draft_max or DRAFT_MAX} tokens",
@@ -175,7 +178,7 @@ def load_model(
     efforts = _efforts(params, options)
     n_exit = _exit_layers(params, options)
     has_draft = options.draft_model is not None
-    chosen_spec = options.spec or default_choice(has_draft)
+    chosen_spec = default_choice(has_draft) if options.spec is None else options.spec
     wants_nextn = names_drafter(chosen_spec, "mtp") and params.n_nextn > 0
     optional = {"draft": has_draft, "exit": n_exit > 0, "mtp": wants_nextn}
     read_choice(
@@ -249,7 +252,7 @@ def load_model(
         speculator=Speculator(
             [
                 Forced(),
-                Lookup(),
+                Lookup(options.lookup_answers),
                 _lookahead(_lookahead_sizes(options.lookahead), runner),
                 *loaded,
                 *([EarlyExit(runner, manager, n_exit)] if n_exit else []),

@@ -97,6 +97,7 @@ class LLM:
         draft_model: str | os.PathLike[str] | None = None,
         draft_layers: int | None = None,
         lookahead: str | None = None,
+        lookup_answers: int = 0,
         kv_rotation: bool = True,
         kv_block_size: int = 32,
         kv_cache_tokens: int | None = None,
@@ -132,7 +133,8 @@ class LLM:
         `spec`, `draft_max`, `draft_min`: which drafters guess tokens of requests that do not say ("auto", and "draft"
         if there is a draft model; "off": none), and the most and the fewest tokens of a draft (see SamplingParams).
         `draft_model`: a smaller model with the same vocabulary. `draft_layers`: layers of the model itself that make
-        early-exit drafts. `lookahead="7,5,7"`: window, n and pool of lookahead drafts. See docs/speculation.md.
+        early-exit drafts. `lookahead="7,5,7"`: window, n and pool of lookahead drafts. `lookup_answers=4096`: drafts
+        are also looked up in the latest tokens of finished answers with the same `cache_salt`. See docs/speculation.md.
         `cache_type_k`, `cache_type_v`: f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl; quantized ones are rotated
         unless `kv_rotation=False`. `state_type`: of recurrent states, f32 or bf16. `kv_cache_tokens` or
         `kv_cache_bytes`: a hard limit of the cache.
@@ -174,6 +176,7 @@ class LLM:
             draft_model=draft_model,
             draft_layers=draft_layers,
             lookahead=lookahead,
+            lookup_answers=lookup_answers,
         )
         is_bundled = model is None or model == "bundled"
         path = bundled_model_path() if is_bundled else read_path("model", model)

@@ -161,6 +161,12 @@ def test_drafters_that_a_model_does_not_have_are_refused(bundled: Path) -> None:
         ({"draft_min": 9, "draft_max": 3}, "at least 9 and at most 3"),
         ({"spec": "draft"}, "there is no draft model"),
         ({"draft_layers": 8}, "the model has 8 layers"),
+        ({"spec": ""}, "there is no drafter ''"),
+        ({"spec": "auto, off"}, "auto stands alone"),
+        ({"draft_min": True}, "draft_min is True"),
+        ({"lookup_answers": -1}, "lookup_answers is -1"),
+        ({"lookup_answers": 1 << 20}, "lookup_answers is 1048576"),
+        ({"lookup_answers": "many"}, "lookup_answers is 'many'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(bundled: Path, options: dict[str, Any], why: str) -> None:

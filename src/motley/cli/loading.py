@@ -161,6 +161,7 @@ class LoadOptions(CrewOptions):
     model_draft: options.ModelDraft = None
     draft_layers: options.DraftLayers = None
     lookahead: options.LookaheadFlag = None
+    lookup_answers: options.LookupAnswers = 0
 
 
 def load(path: Path, chosen: LoadOptions) -> LLM:

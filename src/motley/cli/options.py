@@ -348,6 +348,17 @@ LookaheadFlag = Annotated[
         show_default=False,
     ),
 ]
+LookupAnswers = Annotated[
+    int,
+    _flag(
+        "--lookup-answers",
+        text="Guess also from this many tokens of finished answers of the same user (cache_salt). "
+        "Speed then tells what they were about. Default: 0.",
+        panel=_SPECULATION,
+        metavar="N",
+        show_default=False,
+    ),
+]
 DraftLayers = Annotated[
     int | None,
     _flag(

@@ -40,6 +40,7 @@ _FLAGS = {
             "draft_max",
             "draft_min",
             "draft_layers",
+            "lookup_answers",
         )
     },
 }

@@ -4,6 +4,8 @@ An index maps every three tokens in a row to their latest place, and each place 
 places the one with the longest match before it wins; if there are several, the most frequent continuation. A text that
 repeats itself continues across its end: after "a b c a b c" the draft is "a b c a b c …".
 
+Optionally, a user's finished answers count as a part of the text, before the prompt (`RememberedAnswers`).
+
 `TextIndex` is the specification. The native core has the same index (csrc/lookup.hpp), and looks up all requests in one
 call.
 """
@@ -12,12 +14,12 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from motley.engine.drafting.draft import Ask, Draft
-from motley.engine.request import Request
+from motley.engine.request import LENGTH, STOP, Request
 
 _N_KEY = 3  # tokens
 _MAX_PLACES = 8
@@ -25,6 +27,8 @@ _MAX_MATCH = 32  # tokens: a longer match is not better
 _PORTION = 4096  # tokens that are indexed in one step, about a millisecond
 _NO_DRAFT = Draft((), "lookup")
 _NONE: dict[Request, Draft] = {}
+_MAX_USERS = 256  # whose answers are remembered
+MAX_REMEMBERED = 65536  # tokens of a user's answers
 _MAX_VAIN = 16  # steps without a draft that was used: then every second step is looked up
 ONLY_LOOKUP = ("lookup",)  # the drafters of most requests
 _GRADES = (4, 6, 12, 24)  # matches of at least so many tokens have grade 1, 2, 3, 4
@@ -40,7 +44,9 @@ class Lookup:
     is_usual = True
     writes_cache = False
 
-    def __init__(self) -> None:
+    def __init__(self, n_remembered: int = 0) -> None:
+        """`n_remembered`: tokens of each user's finished answers that are looked up as well."""
+        self._remembered = RememberedAnswers(n_remembered) if n_remembered else None
         # Of the latest requests of `find`: steps mostly have the same ones, and every microsecond of a step counts.
         self._requests: list[Request] = []
         self._indexes: list[Any] = []
@@ -52,13 +58,13 @@ class Lookup:
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
         drafts = [_NO_DRAFT] * len(asks)
         n_max = max(ask.n_max for ask in asks)
-        for row, tokens, n_match in _look_up([ask.request for ask in asks], n_max):
+        for row, tokens, n_match in self._look_up_all([ask.request for ask in asks], n_max):
             kept = tuple(tokens[: asks[row].n_max])
             drafts[row] = Draft(kept, self.name, bisect_right(_GRADES, n_match))
         return drafts
 
     def may_draft(self, request: Request) -> bool:
-        return bool(_look_up([request], 1))
+        return bool(self._look_up_all([request], 1))
 
     def find(self, requests: Sequence[Request]) -> dict[Request, Draft] | None:
         """The drafts of all requests: mostly none, and one call tells. None: some do not draft by looking up only.
@@ -98,30 +104,58 @@ class Lookup:
         from motley.backends import look_up  # here: it imports torch, which a server's front must not
 
         self._requests, self._indexes, self._answers, self._n_max = list(requests), indexes, answers, n_max
-        self._look_up = look_up
+        self._look_up, self._n_vain = look_up, 0
         return True
 
+    def _look_up_all(self, requests: Sequence[Request], n_max: int) -> list[Found]:
+        """What may follow the texts of requests, of those that have anything."""
+        from motley.backends import look_up, new_text_index  # see above
 
-def _look_up(requests: Sequence[Request], n_max: int) -> list[Found]:
-    """(row, up to `n_max` tokens that may follow, length of the match) of requests that have any."""
-    from motley.backends import look_up, new_text_index  # see above
+        indexes = []
+        for request in requests:
+            index = request.memory.get(self.name)
+            if index is None:
+                earlier = [] if self._remembered is None else self._remembered.of(request)
+                text = [*earlier, *request.prompt]
+                index = request.memory[self.name] = new_text_index(text) or TextIndex(text)
+            indexes.append(index)
+        answers = [request.generated for request in requests]
+        if not isinstance(indexes[0], TextIndex):
+            return look_up(indexes, answers, n_max)
+        found = []
+        for row, (index, answer) in enumerate(zip(indexes, answers, strict=True)):
+            index.extend(answer)
+            tokens, n_match = index.continuation(n_max)
+            if tokens:
+                found.append((row, tokens, n_match))
+        return found
 
-    indexes = []
-    for request in requests:
-        index = request.memory.get(Lookup.name)
-        if index is None:
-            index = request.memory[Lookup.name] = new_text_index(request.prompt) or TextIndex(request.prompt)
-        indexes.append(index)
-    answers = [request.generated for request in requests]
-    if not isinstance(indexes[0], TextIndex):
-        return look_up(indexes, answers, n_max)
-    found = []
-    for row, (index, answer) in enumerate(zip(indexes, answers, strict=True)):
-        index.extend(answer)
-        tokens, n_match = index.continuation(n_max)
-        if tokens:
-            found.append((row, tokens, n_match))
-    return found
+
+class RememberedAnswers:
+    """The latest finished answers of each user: of requests with the same `cache_salt`.
+
+    How fast an answer comes tells whether its text has been in another answer of the same user, so this is an option.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens  # of each user
+        self._answers: OrderedDict[str | None, deque[int]] = OrderedDict()  # by user, the latest one last
+        self._running: list[Request] = []
+
+    def of(self, request: Request) -> list[int]:
+        """The answers of the request's user, one after the other. The request's own will be remembered, too."""
+        for other in self._running:
+            if other.finish_reason in (STOP, LENGTH):
+                self._add(other.cache_salt, other.generated)
+        self._running = [other for other in self._running if not other.is_finished]
+        self._running.append(request)
+        return list(self._answers.get(request.cache_salt, ()))
+
+    def _add(self, user: str | None, answer: Sequence[int]) -> None:
+        self._answers.setdefault(user, deque(maxlen=self._max_tokens)).extend(answer)
+        self._answers.move_to_end(user)
+        if len(self._answers) > _MAX_USERS:
+            self._answers.popitem(last=False)
 
 
 class TextIndex:
