@@ -34,7 +34,7 @@ from motley.backends.cuda.kernels.gate import gated
 from motley.backends.cuda.kernels.gated_norm import gated_norm
 from motley.backends.cuda.kernels.grouped_experts import grouped_down, grouped_hidden, groups, slot_sums
 from motley.backends.cuda.kernels.matmul import matmul
-from motley.backends.cuda.kernels.matvec import matvec
+from motley.backends.cuda.kernels.matvec import Tile, matvec
 from motley.backends.cuda.kernels.norm import rms_norm
 from motley.backends.cuda.kernels.prefill import max_span_rows, prefill
 from motley.backends.cuda.kernels.repack import repack
@@ -179,6 +179,7 @@ def product_cases(kind: str) -> Iterator[Case]:
     weight, tall = zeros(kind, 64), zeros(kind, 16384)
     row, out = Rows.empty(INT8, 1, COLUMNS, "cpu"), torch.empty(1, 64)
     yield f"matvec({kind})", partial(matvec, weight, row, out, out)
+    yield f"matvec({kind}, a run of rows)", partial(matvec, weight, row, out, out, Tile(1, 512, 4))
     few, outs = Rows.empty(INT8, 3, COLUMNS, "cpu"), torch.empty(3, 64)
     yield f"matvec({kind}, 3 vectors)", partial(matvec, weight, few, outs, outs)
     for matrix, n_tokens in ((weight, 4), (weight, 64), (tall, 64)):

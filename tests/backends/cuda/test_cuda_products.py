@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from motley.backends.cuda import products
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.compiling import recording
+from motley.backends.cuda.kernels import matvec as matvec_module
 from motley.backends.cuda.kernels.matmul import matmul
 from motley.backends.cuda.kernels.matvec import Tile, matvec, most_vectors, tile_for
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
@@ -68,12 +69,27 @@ def test_matvec(kind: str) -> None:
     assert error(in_place, expected + x_residual) < 2e-3
 
 
+@pytest.mark.parametrize(("kind", "n_rows"), [*((kind, 5) for kind in KINDS), ("Q4_K", 1), ("Q4_K", 2)])
+def test_runs_of_rows_are_all_rows(kind: str, n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By two programs: runs of two and three rows, of one and one, and of one row alone."""
+    monkeypatch.setattr(matvec_module, "_WARPS", 2)
+    torch.manual_seed(1)
+    planes, residual = to_planes(packed(kind, n_rows, 512)), torch.randn(1, n_rows)
+    x = convert(torch.randn(1, 512), Rows.empty(INT8, 1, 512, "cpu"))
+    for tile in (Tile(1, 16, 1), Tile(1, 32, 1)):
+        expected = matvec(planes, x, poisoned(1, n_rows), residual, tile=Tile(2, 16, 1))
+        out = matvec(planes, x, poisoned(1, n_rows), residual, tile=tile)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(matvec(planes, x, poisoned(1, n_rows), tile=tile), expected - residual)
+
+
 @pytest.mark.parametrize(
     ("kind", "n_vectors", "tile"),
     [
         *((kind, 2, Tile(8, 16, 1)) for kind in KINDS),
         ("Q4_K", most_vectors(512), Tile(8, 16, 1)),
         ("Q6_K", 3, Tile(8, 32, 1)),
+        ("Q4_K", 2, Tile(1, 16, 1)),  # alone, by a program that takes a run of rows
     ],
 )
 def test_a_few_vectors_give_what_each_gives_alone(kind: str, n_vectors: int, tile: Tile) -> None:
@@ -92,7 +108,7 @@ def test_a_few_vectors_give_what_each_gives_alone(kind: str, n_vectors: int, til
         )
 
 
-@pytest.mark.parametrize("n_columns", [32, 2048, 4096, 14336, 16384, 28672])
+@pytest.mark.parametrize("n_columns", [32, 2048, 4096, 5120, 14336, 16384, 28672, 32768, 53248])
 def test_several_vectors_need_whole_rows_in_a_program(n_columns: int) -> None:
     is_whole = n_columns <= 32 * tile_for(n_columns).blocks
     assert (most_vectors(n_columns) > 1) == is_whole

@@ -220,11 +220,11 @@ class Tuning:
         return max(1, self.n_programs // max(1, n_programs))
 
 
-# Of words, as many programs as an H200 has room for, seven for each multiprocessor; of the others four, as more are not
-# faster. Measured with benchmarks/cuda_kernels.py. Values that are unpacked one by one are not worth the memory of a
-# pipeline.
+# Programs for each of an H200's 132 multiprocessors: of q8_0 seven, of q4_0 eight, as many as have room; of float16 six,
+# where there is room for four, so that those which are done early are given more. Measured with
+# benchmarks/cuda_model.py. Values that are unpacked one by one are not worth the memory of a pipeline.
 TUNINGS = {kind: Tuning(512) if is_plain(kind) else Tuning(512, stages=1, warps=4) for kind in CACHE_KINDS}
-TUNINGS |= {"q8_0": Tuning(924), "q4_0": Tuning(924)}
+TUNINGS |= {"f16": Tuning(792), "bf16": Tuning(792), "q8_0": Tuning(924), "q4_0": Tuning(1056, stages=3)}
 
 
 def tuning_of(k_kind: str, v_kind: str) -> Tuning:

@@ -8,7 +8,8 @@ dot product d (by dp4a, four values an instruction) and the weight's scale w, a 
 All tensors of a program are (BN rows, BB blocks), a thread has four neighbouring blocks: 16-byte loads of each word
 plane, and nothing moves between threads before the last sum. A few vectors (a token and its drafts, a few requests)
 share the weights that a program has read: as long as memory is what it waits for, they cost little more than one. Each
-vector's result is the same, bit for bit, as if it were alone. Reference: graph.ops.MatMul on the unpacked weight.
+vector's result is the same, bit for bit, as if it were alone. Long rows times one vector are multiplied by programs
+that take many rows each (`_run_of_rows`). Reference: graph.ops.MatMul on the unpacked weight.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from motley.backends.cuda.planes import BLOCK, WeightPlanes
 
 # That are cheaper this way than by tensor cores: measured with matrices of 5120 x 2048 and 2048 x 4096 in Q4_K.
 _MOST_VECTORS = 8
+# Of all programs that take a run of rows: 16 for each multiprocessor of an H200, whose registers hold 24.
+_WARPS = 2112
 
 
 @triton.jit
@@ -158,6 +161,33 @@ def _matvec(
         _store_row(out, residual, total, row, 0, n_rows, HAS_RESIDUAL)
 
 
+@triton.jit(do_not_specialize=["quads"])
+def _run_of_rows(
+    codes, high, scale, xq, xs, xt, residual, out, n_rows, quads,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PLAIN: tl.constexpr,
+):  # fmt: skip
+    """Rows in runs, one for each program, with the vector in registers and the weights of the next rows under way."""
+    let_next_start()
+    n_groups, n_programs = tl.cdiv(n_rows, BN), tl.num_programs(0)
+    begin = (tl.program_id(0) * n_groups) // n_programs
+    end = ((tl.program_id(0) + 1) * n_groups) // n_programs
+    b = quads * 4 + tl.arange(0, BB)[None, :]  # see `row_products`
+    inside, row = b < BLOCKS, begin * BN + tl.arange(0, BN)
+    n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]
+    words, w, h0, h1 = load_blocks(codes, high, scale, n, b, inside, BLOCKS, KIND)
+    wait()
+    x, s, t = load_vector(xq, xs, xt, b, inside, BLOCKS, KIND)
+    zero = tl.zeros([BN, BB], tl.int32)
+    for g in range(begin, end):
+        n = tl.minimum(row + BN, n_rows - 1).to(tl.int64)[:, None]
+        later = load_blocks(codes, high, scale, n, b, inside & (g + 1 < end), BLOCKS, KIND)
+        total = tl.sum(block_products(words, w, h0, h1, x, s, t, zero, KIND, PLAIN), 1)
+        _store_row(out, residual, total, row, 0, n_rows, HAS_RESIDUAL)
+        words, w, h0, h1 = later
+        row += BN
+
+
 @dataclass(frozen=True)
 class Tile:
     """Rows and blocks of a program's tile, and its warps. Measured on an H200: benchmarks/cuda_kernels.py."""
@@ -168,15 +198,22 @@ class Tile:
 
 
 def tile_for(n_columns: int) -> Tile:
-    """Up to 4096 values a warp has whole rows; longer ones are four warps'."""
+    """Up to 4096 values a warp has whole rows; of longer ones, up to 32,768, several warps have one."""
     if n_columns <= 64 * BLOCK:
         return Tile(16, 64, 4)
-    return Tile(2, 128, 1) if n_columns <= 128 * BLOCK else Tile(1, 512, 4)
+    if n_columns <= 128 * BLOCK:
+        return Tile(2, 128, 1)
+    warps = min(8, triton.next_power_of_2(triton.cdiv(n_columns, 128 * BLOCK)))
+    return Tile(1, 128 * warps, warps)
 
 
 def most_vectors(n_columns: int, tile: Tile | None = None) -> int:
     """How many vectors one launch takes: several only if a program has whole rows, which it then reads once."""
-    return _MOST_VECTORS if n_columns <= (tile or tile_for(n_columns)).blocks * BLOCK else 1
+    return _MOST_VECTORS if _has_whole_rows(tile or tile_for(n_columns), n_columns) else 1
+
+
+def _has_whole_rows(tile: Tile, n_columns: int) -> bool:
+    return n_columns <= tile.blocks * BLOCK
 
 
 def matvec(
@@ -194,12 +231,17 @@ def matvec(
     assert out.dtype == torch.float32
     assert out.is_contiguous()
     tile = tile or tile_for(weight.n_columns)
-    _matvec[(triton.cdiv(weight.n_rows, tile.rows),)](
+    n_groups = triton.cdiv(weight.n_rows, tile.rows)
+    given = (
         weight.codes, weight.codes if weight.high is None else weight.high, weight.scale,
         x.values, x.scale, x.total, out if residual is None else residual, out, weight.n_rows, 0,
-        x.n_rows,
-        BLOCKS=weight.n_columns // BLOCK, KIND=weight.kind, BN=tile.rows, BB=tile.blocks,
-        MANY=x.n_rows > 1,
-        HAS_RESIDUAL=residual is not None, PLAIN=INTERPRETED, num_warps=tile.warps, **overlapping(),
     )  # fmt: skip
+    options = {
+        "BLOCKS": weight.n_columns // BLOCK, "KIND": weight.kind, "BN": tile.rows, "BB": tile.blocks,
+        "HAS_RESIDUAL": residual is not None, "PLAIN": INTERPRETED, "num_warps": tile.warps, **overlapping(),
+    }  # fmt: skip
+    if x.n_rows == 1 and tile.rows == 1 and _has_whole_rows(tile, weight.n_columns):
+        _run_of_rows[(min(n_groups, _WARPS // tile.warps),)](*given, **options)
+    else:
+        _matvec[(n_groups,)](*given, x.n_rows, MANY=x.n_rows > 1, **options)
     return out
