@@ -220,11 +220,11 @@ class Tuning:
         return max(1, self.n_programs // max(1, n_programs))
 
 
-# Programs for each of an H200's 132 multiprocessors: of q8_0 seven, of q4_0 eight, as many as have room; of float16 six,
-# where there is room for four, so that those which are done early are given more. Measured with
+# For each of an H200's 132 multiprocessors, seven programs of q8_0 and nearly eight of q4_0, as many as have room; of
+# float16 six, where there is room for four: those that are done early leave theirs to another. Measured with
 # benchmarks/cuda_model.py. Values that are unpacked one by one are not worth the memory of a pipeline.
 TUNINGS = {kind: Tuning(512) if is_plain(kind) else Tuning(512, stages=1, warps=4) for kind in CACHE_KINDS}
-TUNINGS |= {"f16": Tuning(792), "bf16": Tuning(792), "q8_0": Tuning(924), "q4_0": Tuning(1056, stages=3)}
+TUNINGS |= {"f16": Tuning(792), "bf16": Tuning(792), "q8_0": Tuning(924), "q4_0": Tuning(1040, stages=3)}
 
 
 def tuning_of(k_kind: str, v_kind: str) -> Tuning:
