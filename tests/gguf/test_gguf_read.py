@@ -36,6 +36,17 @@ def test_scalars(spec: ModelSpec) -> None:
     assert spec.architecture == "llama"
 
 
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without huge pages"
+)
+def test_a_models_mapping_may_have_huge_pages(spec: ModelSpec) -> None:
+    [path] = {part.path for part in spec.parts}
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.endswith(str(path)))
+    flags = next(line for line in lines[at:] if line.startswith("VmFlags"))
+    assert "hg" in flags.split()
+
+
 def test_arrays_of_arrays(spec: ModelSpec) -> None:
     words, empty = spec.metadata["some.arrays"]  # type: ignore[misc]
     assert words == ("a", "", "ß")
