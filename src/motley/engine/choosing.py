@@ -11,7 +11,6 @@ distribution; if two scores are equal or differ by less than float32's precision
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -185,7 +184,8 @@ class GpuChooser:
             logits,
             [self._settings_of(row.sampler) for row in rows],
             [row.index for row in rows],
-            {i: edits for i, row in enumerate(rows) if (edits := _edits(row))},
+            {i: recent for i, row in enumerate(rows) if (recent := row.sampler.recent(row.history))},
+            {i: bias for i, row in enumerate(rows) if (bias := row.sampler.params.logit_bias)},
         )
         return Pending(
             lambda: [_or_error(_token, number) for number in pending.ids()], self._sampler.chosen(len(rows))
@@ -214,15 +214,6 @@ class GpuChooser:
         )
         self._settings[id(sampler)] = sampler, settings
         return settings
-
-
-def _edits(row: ChoiceRow) -> dict[int, tuple[int, float]]:
-    """By token id: (how often penalties count the token, its bias)."""
-    bias, recent = row.sampler.params.logit_bias, row.sampler.recent(row.history)
-    if not bias and not recent:
-        return {}
-    edits = {token: (count, bias.get(token, 0.0)) for token, count in Counter(recent).items()}
-    return edits | {token: (0, value) for token, value in bias.items() if token not in edits}
 
 
 def _token(number: int) -> int:

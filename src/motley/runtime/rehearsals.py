@@ -106,5 +106,4 @@ def rehearse_sampling(logits: torch.Tensor) -> None:
 
     if logits.device.type == "cuda":
         n = len(logits)
-        edits = {0: {0: (1, 0.0)}}
-        DeviceSampler(logits.device).launch(logits, [RowSettings(0.8, 40)] * n, [0] * n, edits)
+        DeviceSampler(logits.device).launch(logits, [RowSettings(0.8, 40)] * n, [0] * n, {0: [0]})

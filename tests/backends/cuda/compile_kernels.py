@@ -212,7 +212,8 @@ def repacking_cases() -> Iterator[Case]:
 
 def sampling_cases() -> Iterator[Case]:
     sampler, settings = DeviceSampler(torch.device("cpu")), [RowSettings(0.8, 40)] * 2
-    yield "sample", partial(sampler.launch, torch.zeros(2, 128256), settings, [0, 1], {1: {3: (1, 0.5)}})
+    given = torch.zeros(2, 128256), settings, [0, 1], {1: [3]}, {1: {3: 0.5}}
+    yield "sample", partial(sampler.launch, *given)
 
 
 def expert_cases(kind: str) -> Iterator[Case]:

@@ -86,7 +86,7 @@ def rehearse(
             logits = runner.run(inert_batch(shape, longest, fit.plan), [0] * shape.n_tokens, ())
             n = len(logits)
             if n_tiers > 1:  # tokens of the first tier are chosen on the host
-                sampler.launch(logits, [RowSettings(0.8, 40)] * n, [0] * n, {0: {0: (1, 0.0)}})
+                sampler.launch(logits, [RowSettings(0.8, 40)] * n, [0] * n, {0: [0]})
     print(f"{len(known)} kernels")
     unknown = 0
     for rows in batches:
@@ -95,9 +95,8 @@ def rehearse(
             logits = runner.run(placed(rows), [1] * sum(rows), ())
             n = len(logits) if n_tiers > 1 else 0
             if n:
-                sampler.launch(
-                    logits, [RowSettings(0.7, 0, 0.9)] * n, range(n), {i: {i: (1, 0.5)} for i in range(n)}
-                )
+                recent, biases = {i: [i] for i in range(n)}, {i: {i: 0.5} for i in range(n)}
+                sampler.launch(logits, [RowSettings(0.7, 0, 0.9)] * n, range(n), recent, biases)
         for job in met.keys() - known.keys():
             print(f"a batch of {rows} compiles {job.name}: {job.data}")
             unknown += 1

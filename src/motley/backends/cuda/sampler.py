@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +19,10 @@ import triton
 from motley.backends.cuda.kernels import sample as kernels
 from motley.backends.cuda.kernels.sample import CAPACITY, CHUNK, CHUNKS_AT_ONCE, EDIT_WORDS, PART, ROW_WORDS
 
-Edits = Mapping[int, tuple[int, float]]  # by token: its count in the penalty window, and its bias
+Recent = Mapping[int, Sequence[int]]  # by row: the tokens that its penalties count
+Biases = Mapping[int, Mapping[int, float]]  # by row and token
 
-_NO_EDITS: Mapping[int, Edits] = MappingProxyType({})
+_NONE: Mapping[int, Any] = MappingProxyType({})
 _EDITS_AT_ONCE = 128
 _BLOCK, _LARGE_BLOCK = (
     1024,
@@ -89,12 +92,15 @@ class DeviceSampler:
         logits: torch.Tensor,
         settings: Sequence[RowSettings],
         indexes: Sequence[int],
-        edits: Mapping[int, Edits] = _NO_EDITS,
+        recent: Recent = _NONE,
+        biases: Biases = _NONE,
     ) -> Pending:
         """Start sampling a token for each row of `logits` (rows, vocab) float32.
 
-        `indexes`: of the rows' tokens in their answers. `edits`: by row, if it has any; they change its logits.
+        `indexes`: of the rows' tokens in their answers. `recent` and `biases`: of rows that have any; they change their
+        logits.
         """
+        edits = _edits(recent, biases)
         with torch.cuda.device(self._device) if self._is_gpu else nullcontext():  # for kernel launches
             return self._launch(logits, settings, indexes, edits)
 
@@ -103,7 +109,7 @@ class DeviceSampler:
         logits: torch.Tensor,
         settings: Sequence[RowSettings],
         indexes: Sequence[int],
-        edits_by_row: Mapping[int, Edits],
+        given: npt.NDArray[np.int32],
     ) -> Pending:
         assert logits.shape[0] == len(settings) == len(indexes)
         assert logits.dtype == torch.float32
@@ -111,7 +117,8 @@ class DeviceSampler:
         n_rows, n_vocab = logits.shape
         n_chunks, n_parts = triton.cdiv(n_vocab, CHUNK), triton.cdiv(n_vocab, PART)
         chunks = triton.next_power_of_2(n_chunks)
-        n_edits = self._stage(settings, indexes, edits_by_row, n_vocab)
+        n_edits = len(given)
+        self._stage(settings, indexes, given, n_vocab)
         self._make_room(n_rows, n_chunks, n_parts)
         rows, edits = self._there, self._there[n_rows * ROW_WORDS :]
         if n_edits:
@@ -150,12 +157,12 @@ class DeviceSampler:
         self,
         settings: Sequence[RowSettings],
         indexes: Sequence[int],
-        edits: Mapping[int, Edits],
+        edits: npt.NDArray[np.int32],
         n_vocab: int,
-    ) -> int:
-        """Copy all rows' parameters and edits to the device. Returns the number of edits."""
-        n_rows, n_edits = len(settings), sum(map(len, edits.values()))
-        n_words = ROW_WORDS * n_rows + EDIT_WORDS * n_edits
+    ) -> None:
+        """Copy all rows' parameters and edits to the device."""
+        n_rows = len(settings)
+        n_words = ROW_WORDS * n_rows + edits.size
         if n_words > len(self._here):
             self._allocate_numbers(2 * n_words)
         if self._copied is not None:
@@ -166,10 +173,8 @@ class DeviceSampler:
         rows[:] = np.frombuffer(packed, np.int32).reshape(-1, ROW_WORDS)
         rows.view(np.uint32)[:, 10] = [index & 0xFFFFFFFF for index in indexes]
         self._has_filters = bool((rows[:, 11] > kernels.BY_DRAWS).any())
-        if n_edits:
-            _write_edits(words[ROW_WORDS * n_rows : n_words].reshape(-1, EDIT_WORDS), edits)
+        words[ROW_WORDS * n_rows : n_words] = edits.ravel()
         self._there[:n_words].copy_(self._here[:n_words], non_blocking=True)
-        return n_edits
 
     def _allocate_numbers(self, n_words: int) -> None:
         self._here = torch.zeros(n_words, dtype=torch.int32, pin_memory=self._is_gpu)
@@ -206,12 +211,27 @@ class Pending:
         return self._ids.tolist()
 
 
-def _write_edits(words: npt.NDArray[np.int32], edits: Mapping[int, Edits]) -> None:
-    start = 0
-    for row, own in edits.items():
-        stop = start + len(own)
-        words[start:stop, 0] = row
-        words[start:stop, 1] = list(own)
-        words[start:stop, 2] = [count for count, _ in own.values()]
-        words.view(np.float32)[start:stop, 3] = [bias for _, bias in own.values()]
-        start = stop
+def _edits(recent: Recent, biases: Biases) -> npt.NDArray[np.int32]:
+    """(edits, EDIT_WORDS): a row, one of its tokens, how often penalties count it, and its bias as float32.
+
+    By arrays of all rows: with 128 rows, dictionaries of each take half as long as a step.
+    """
+    counted = _keys(recent)
+    if not biases:
+        keys, counts = np.unique(counted, return_counts=True)
+    else:
+        keys, places = np.unique(np.concatenate([counted, _keys(biases)]), return_inverse=True)
+        counts = np.bincount(places[: len(counted)], minlength=len(keys))
+    words = np.zeros((len(keys), EDIT_WORDS), np.int32)
+    words[:, 0], words[:, 1], words[:, 2] = keys >> 32, keys & 0xFFFFFFFF, counts
+    if biases:
+        values = chain.from_iterable(own.values() for own in biases.values())
+        words.view(np.float32)[places[len(counted) :], 3] = list(values)
+    return words
+
+
+def _keys(tokens: Mapping[int, Collection[int]]) -> npt.NDArray[np.int64]:
+    """row · 2³² + token, of all rows' tokens."""
+    sizes = [len(own) for own in tokens.values()]
+    rows = np.repeat(np.fromiter(tokens, np.int64, len(tokens)), sizes)
+    return (rows << 32) + np.fromiter(chain.from_iterable(tokens.values()), np.int64, sum(sizes))
