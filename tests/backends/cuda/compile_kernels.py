@@ -225,6 +225,9 @@ def expert_cases(kind: str) -> Iterator[Case]:
     yield f"expert_hidden({kind})", partial(expert_hidden, up, up, n_experts, x, x, ids, form=form)
     hidden, weights = Rows.empty(form, n_tokens * k, COLUMNS, "cpu"), torch.empty(n_tokens, k)
     yield f"expert_sum({kind})", partial(expert_sum, down, n_experts, hidden, ids, weights)
+    more = torch.zeros(8, k, dtype=torch.int32), torch.empty(8, k)
+    wide = Rows.empty(form, 8 * k, COLUMNS, "cpu")
+    yield f"expert_sum({kind}, 8 tokens)", partial(expert_sum, down, n_experts, wide, *more)
     if kind == "MXFP4":
         biases = torch.empty(n_experts, 64), torch.empty(n_experts, 64)
         clamped = partial(expert_hidden, up, up, n_experts, x, x, ids, biases, "clamped_swiglu", form)
@@ -240,7 +243,7 @@ def expert_cases(kind: str) -> Iterator[Case]:
 
 def grouped_cases(kind: str, up: WeightPlanes, down: WeightPlanes, n_experts: int) -> Iterator[Case]:
     k = 2
-    for n_tokens in (12, 200):  # small and large blocks of slots
+    for n_tokens in (8, 12, 200):  # small and large blocks of slots
         ids = torch.zeros(n_tokens, k, dtype=torch.int32)
         found, function = groups(ids, n_experts), "clamped_swiglu" if kind == "MXFP4" else "silu"
         biases = (torch.empty(n_experts, 64), torch.empty(n_experts, 64)) if kind == "MXFP4" else None
@@ -302,9 +305,9 @@ def router_cases() -> Iterator[Case]:
     yield "norm_and_logits(bias)", partial(norm_and_logits, x, router, bias=torch.empty(8))
     parts, ids = torch.empty(6, COLUMNS), torch.zeros(3, 2, dtype=torch.int32)
     yield "local_ids", partial(local_ids, ids, 1, 5)
-    yield "slot_sums", partial(slot_sums, parts, ids)
-    yield "slot_sums(residual)", partial(slot_sums, parts, ids, x)
-    yield "slot_sums(shared)", partial(slot_sums, parts, ids, x, (x, torch.empty(3, 1)))
+    yield "slot_sums", partial(slot_sums, parts, ids, 4)
+    yield "slot_sums(residual)", partial(slot_sums, parts, ids, 4, x)
+    yield "slot_sums(shared)", partial(slot_sums, parts, ids, 4, x, (x, torch.empty(3, 1)))
 
 
 def cases(caches: list[tuple[str, str, int]], weights: list[str]) -> Iterator[Case]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ import torch
 pytest.importorskip("triton")
 
 from motley.backends import ReferenceBackend
+from motley.backends.cuda import steps
 from motley.backends.cuda.backend import CudaBackend
-from motley.backends.cuda.kernels.grouped_experts import MIN_TOKENS, groups
+from motley.backends.cuda.kernels.grouped_experts import MIN_TOKENS, block_size, groups
 from motley.backends.cuda.kernels.route import route, route_weights
 from motley.formats import PackedTensor, get_format
 from motley.graph import I32, Graph, Tensor
-from motley.graph.ops import OPS, ExpertFfn, GetRows, Input, MatMul, Route, RouteWeights, Weight
+from motley.graph.ops import OPS, ExpertFfn, GetRows, Input, LocalIds, MatMul, Route, RouteWeights, Weight
+from motley.ownership import Word
 from motley.plan import DevicePlan
 
 pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
@@ -28,9 +31,17 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def layer(
-    form: str, n_tokens: int, n_embd: int, n_ff: int, function: str = "silu"
+    form: str,
+    n_tokens: int,
+    n_embd: int,
+    n_ff: int,
+    function: str = "silu",
+    n_experts: int = N_EXPERTS,
+    n_before: int = 0,
 ) -> tuple[Graph, dict[str, PackedTensor]]:
-    """A router and its experts, which have biases unless their gate is a plain one."""
+    """A router and its experts, which have biases unless their gate is a plain one. `n_before`: experts that are on
+    another device.
+    """
     weights: dict[str, PackedTensor] = {}
 
     def weight(name: str, *shape: int, packed: str = form) -> Tensor:
@@ -40,18 +51,19 @@ def layer(
 
     table = weight("table", N_TABLE, n_embd, packed="F32")
     x = GetRows()(table, Input((n_tokens,), I32)(name="tokens"))
-    logits = MatMul()(x, weight("router", N_EXPERTS, n_embd, packed="F32"))
+    logits = MatMul()(x, weight("router", n_before + n_experts, n_embd, packed="F32"))
     ids = Route(N_USED)(logits, Input((n_tokens,), I32)(name="n_used"))
-    gate, up = (weight(name, N_EXPERTS, n_ff, n_embd) for name in ("gate", "up"))
-    down = weight("down", N_EXPERTS, n_embd, n_ff)
+    gate, up = (weight(name, n_experts, n_ff, n_embd) for name in ("gate", "up"))
+    down = weight("down", n_experts, n_embd, n_ff)
     biases = []
     if function != "silu":
         biases = [
-            weight(f"{name}.bias", N_EXPERTS, n, packed="F32")
+            weight(f"{name}.bias", n_experts, n, packed="F32")
             for name, n in (("gate", n_ff), ("up", n_ff), ("down", n_embd))
         ]
     chosen = RouteWeights()(logits, ids)
-    return Graph.of(ExpertFfn(function)(x, ids, chosen, gate, up, down, *biases), ids), weights
+    local = LocalIds(Word.run([n_before, n_experts]), 1)(ids) if n_before else ids
+    return Graph.of(ExpertFfn(function)(x, local, chosen, gate, up, down, *biases), ids), weights
 
 
 @pytest.mark.parametrize("name", ["route", "route_weights"])
@@ -100,10 +112,14 @@ def tolerance(form: str, n_tokens: int) -> float:
     return 2e-2 if n_tokens < MIN_TOKENS else 2e-3
 
 
-# Interpreted programs take their time: one number of tokens for each kernel and kind of weight.
+# Interpreted programs take their time: one number of tokens for each kernel and kind of weight. Experts with few tokens
+# each have other blocks.
 @pytest.mark.parametrize(
     ("form", "function", "n_tokens"),
     [
+        ("Q8_0", "silu", 5),
+        ("Q4_0", "silu", 5),
+        ("MXFP4", "clamped_swiglu", 5),
         *((form, "silu", 3) for form in ("Q8_0", "Q5_0", "F16")),
         *((form, "silu", 1) for form in ("Q4_0", "Q4_K", "Q6_K", "IQ4_NL")),
         *((form, "clamped_swiglu", 3) for form in ("MXFP4", "F16")),
@@ -113,9 +129,42 @@ def tolerance(form: str, n_tokens: int) -> float:
     ],
 )
 def test_chosen_experts_give_the_reference(form: str, function: str, n_tokens: int) -> None:
+    check(form, function, n_tokens)
+
+
+@pytest.mark.parametrize(
+    ("form", "function"), [("Q8_0", "silu"), ("Q4_0", "silu"), ("MXFP4", "clamped_swiglu")]
+)
+def test_small_blocks_of_slots_give_the_reference(form: str, function: str) -> None:
+    check(form, function, 12, n_experts=9)
+    assert block_size(12 * N_USED, 9) < block_size(12 * N_USED, N_EXPERTS)
+
+
+@pytest.mark.parametrize("n_tokens", [3, 5, 12])
+def test_experts_of_one_device_are_found_by_global_ids(
+    n_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps.route_kernel, "local_ids", Mock(side_effect=AssertionError("one more launch")))
+    check("Q8_0", "silu", n_tokens, n_before=2, n_experts=3)
+
+
+def test_local_ids_that_are_read_elsewhere_are_made() -> None:
+    graph, weights = layer("Q8_0", 3, 64, 96, n_before=2, n_experts=3)
+    ffn, _ = graph.outputs
+    both = Graph.of(ffn, ffn.inputs[1])
+    inputs = {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in FEW.items()}
+    expected, got = run_both(both, weights, inputs)
+    assert torch.equal(got[1], expected[1])
+    torch.testing.assert_close(got[0], expected[0], atol=0.1, rtol=0.02)
+
+
+FEW = {"tokens": [7, 2, 5], "n_used": [3, 0, 1]}
+
+
+def check(form: str, function: str, n_tokens: int, n_experts: int = N_EXPERTS, n_before: int = 0) -> None:
     block = max(get_format(form).block_size, 32)
     n_embd, n_ff = (256, 256) if block == 256 else (64, 96)
-    graph, weights = layer(form, n_tokens, n_embd, n_ff, function)
+    graph, weights = layer(form, n_tokens, n_embd, n_ff, function, n_experts, n_before)
     inputs = {
         "tokens": torch.tensor([7, 2, 5, 9, 0, 1, 3, 4, 6, 8, 7, 5][:n_tokens], dtype=torch.int32),
         "n_used": torch.tensor([3, 0, 1, 2, 3, 3, 3, 0, 1, 2, 3, 3][:n_tokens], dtype=torch.int32),

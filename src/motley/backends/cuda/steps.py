@@ -73,6 +73,7 @@ class Steps:
         self._matrices = matrices
         self._device = matrices.device
         self._forms = self._wanted_forms(stages)
+        self._first_experts = _first_experts(stages, graph.outputs)
 
     def _wanted_forms(self, stages: Sequence[Stage]) -> dict[Tensor, str]:
         """For each node that only products read: the form they want it in."""
@@ -310,6 +311,7 @@ class Steps:
         (x, ids, weights), matrices, function = node.inputs[:3], node.inputs[3:6], node.op.function
         n_experts, n_tokens, k = matrices[0].shape[0], *ids.shape
         gate, up, down = (self._matrices.get(t.name, self._weights) for t in matrices)
+        first = self._first_experts.get(ids, 0)
         is_empty = not n_tokens or not all(t.n_values for t in matrices)  # no expert, or no column, is here
         gate_bias, up_bias, down_bias = self._expert_biases(node)
         biases = None if gate_bias is None or up_bias is None else (gate_bias, up_bias)
@@ -328,21 +330,24 @@ class Steps:
             chosen, shares = values.plain(ids).contiguous(), values.plain(weights).contiguous()
             gate_x, up_x = values.rows(x, gate_form), values.rows(x, up_form)
             hidden = experts_kernel.expert_hidden(
-                gate, up, n_experts, gate_x, up_x, chosen, biases, function, down_form
+                gate, up, n_experts, gate_x, up_x, chosen, biases, function, down_form, first
             )
             total = experts_kernel.expert_sum(
-                down, n_experts, hidden, chosen, shares, residual(values), down_bias, of_shared(values)
+                down, n_experts, hidden, chosen, shares, residual(values), down_bias, of_shared(values), first
             )
             values.put(out, total)
 
         def grouped(values: Values) -> None:
             chosen, shares = values.plain(ids).contiguous(), values.plain(weights).contiguous()
-            found = grouped_kernel.groups(chosen, n_experts)
+            found = grouped_kernel.groups(chosen, n_experts, first_expert=first)
             halves = values.rows(x, HALVES)
             hidden = grouped_kernel.grouped_hidden(gate, up, n_experts, halves, k, found, biases, function)
             rows = self._converted(hidden, HALVES)
             parts = grouped_kernel.grouped_down(down, n_experts, rows, shares, found, down_bias)
-            values.put(out, grouped_kernel.slot_sums(parts, chosen, residual(values), of_shared(values)))
+            total = grouped_kernel.slot_sums(
+                parts, chosen, n_experts, residual(values), of_shared(values), first
+            )
+            values.put(out, total)
 
         def empty(values: Values) -> None:
             nothing, common = residual(values), of_shared(values)
@@ -449,6 +454,8 @@ class Steps:
     def _local_ids(self, stage: Single) -> Step:
         node, (ids,) = stage.node, stage.inputs
         assert isinstance(node.op, LocalIds)
+        if node in self._first_experts:  # the experts' kernels take ids as they are
+            return lambda values: values.put(node, values.plain(ids))
         ranges = list(node.op.word.global_ranges(node.op.device))
         if len(ranges) > 1 or not node.n_values:
             return self._single(stage)
@@ -476,3 +483,23 @@ def _n_rows(stage: Stage) -> int:
     """Rows that a stage's kernel writes: of an attention, one for each token, whatever its node's shape."""
     node = stage.q.node if isinstance(stage, AttentionBlock) else stage.outputs[0]
     return node.shape[0] if node.shape else 0
+
+
+def _first_experts(stages: Sequence[Stage], outputs: Sequence[Tensor]) -> dict[Tensor, int]:
+    """For each LocalIds that only experts read, of neighbouring experts: the id of the first one."""
+    found: dict[Tensor, int] = {}
+    for stage in stages:
+        if isinstance(stage, Single) and isinstance(stage.node.op, LocalIds):
+            ranges = list(stage.node.op.word.global_ranges(stage.node.op.device))
+            if len(ranges) == 1:
+                found[stage.node] = ranges[0][0]
+    for stage in stages:
+        is_expert = isinstance(stage, Experts) or (
+            isinstance(stage, Single) and isinstance(stage.node.op, ExpertFfn)
+        )
+        for tensor in stage.inputs:
+            if not is_expert:
+                found.pop(without_views(tensor), None)
+    for tensor in outputs:
+        found.pop(without_views(tensor), None)
+    return found

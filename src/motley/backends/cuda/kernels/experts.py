@@ -14,6 +14,8 @@ Reference: graph.ops.ExpertFfn.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +28,21 @@ from motley.backends.cuda.planes import BLOCK, WeightPlanes
 from motley.backends.cuda.products import plain_values
 
 _ROWS = 32  # of hidden values per program: a block of int8
+_HIDDEN_WARPS = 4
 _SUM_TILE = 512  # rows of experts times blocks per program
+
+
+@dataclass(frozen=True)
+class LongTile:
+    """Of a program of `_long_sum`: rows at a time, how often, warps."""
+
+    rows: int
+    turns: int
+    warps: int
+
+
+_MANY_TOKENS = 4  # from which a program of `expert_sum` has more rows than it reads at once
+_LONG = LongTile(2, 4, 4)
 
 
 @triton.jit
@@ -84,10 +100,16 @@ def gate_values(g, u, FUNCTION: tl.constexpr):
         return g / (1.0 + tl.exp(-g)) * u
 
 
-@triton.jit(do_not_specialize=["quads"])
+@triton.jit
+def local_ids(ids, first, n_experts):
+    """Ids of this device's experts, counted from its first one; -1 for others. Reference: graph.ops.LocalIds."""
+    return tl.where((ids >= first) & (ids < first + n_experts), ids - first, -1)
+
+
+@triton.jit(do_not_specialize=["quads", "first_expert", "n_experts"])
 def _hidden(
     gate, gate_high, gate_scale, up, up_high, up_scale, gate_x, gate_xs, gate_xt, up_x, up_xs, up_xt,
-    gate_bias, up_bias, ids, values, scale, total, n_rows, quads,
+    gate_bias, up_bias, ids, values, scale, total, n_rows, quads, first_expert, n_experts,
     K: tl.constexpr, BLOCKS: tl.constexpr, GATE_KIND: tl.constexpr, UP_KIND: tl.constexpr,
     BN: tl.constexpr, BB: tl.constexpr, OUT_BLOCKS: tl.constexpr, FORM: tl.constexpr, FUNCTION: tl.constexpr,
     HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -95,7 +117,7 @@ def _hidden(
     wait()
     let_next_start()  # not before: `_sum` may then read the ids without waiting for this kernel
     slot, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    expert = tl.load(ids + slot)
+    expert = local_ids(tl.load(ids + slot), first_expert, n_experts)
     if expert >= 0:
         row = tile * BN + tl.arange(0, BN)
         n = (expert.to(tl.int64) * n_rows + tl.minimum(row, n_rows - 1))[:, None]
@@ -125,9 +147,32 @@ def _hidden(
             tl.store(values + slot * n_rows + row, v, row < n_rows)
 
 
-@triton.jit(do_not_specialize=["quads"])
+@triton.jit
+def _store_sums(
+    total,
+    row,
+    token,
+    residual,
+    shared,
+    gate,
+    out,
+    n_rows,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+):
+    """Store values `row` of a token's result, with what is added to them."""
+    if HAS_RESIDUAL:
+        total += tl.load(residual + token * n_rows + row, row < n_rows, other=0.0)
+    if HAS_SHARED:
+        share = 1.0 / (1.0 + tl.exp(-tl.load(gate + token)))
+        total += share * tl.load(shared + token * n_rows + row, row < n_rows, other=0.0)
+    tl.store(out + token * n_rows + row, total, row < n_rows)
+
+
+@triton.jit(do_not_specialize=["quads", "first_expert", "n_experts"])
 def _sum(
     down, high, scale, x, xs, xt, bias, ids, weights, residual, shared, gate, out, n_rows, quads,
+    first_expert, n_experts,
     K: tl.constexpr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr,
     BB: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SHARED: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -138,9 +183,9 @@ def _sum(
     i = tl.arange(0, SLOTS * BN)  # BN rows of each slot's expert
     choice, row = i // BN, first + i % BN
     slot = token * K + choice
-    expert = tl.load(
-        ids + slot, choice < K, other=-1, cache_modifier=".cg"
-    )  # nothing that this SM cached before
+    # Nothing that this SM cached before.
+    expert = tl.load(ids + slot, choice < K, other=-1, cache_modifier=".cg")
+    expert = local_ids(expert, first_expert, n_experts)
     ok = (expert >= 0) & (row < n_rows)
     n = tl.where(ok, expert.to(tl.int64) * n_rows + row, 0)
     slot = tl.where(ok, slot, token * K)
@@ -154,12 +199,49 @@ def _sum(
     found = tl.where(ok, found * tl.load(weights + slot, ok, other=0.0), 0.0)
     total = tl.sum(tl.reshape(found, [SLOTS, BN]), 0)
     row = first + tl.arange(0, BN)
-    if HAS_RESIDUAL:
-        total += tl.load(residual + token * n_rows + row, row < n_rows, other=0.0)
-    if HAS_SHARED:
-        share = 1.0 / (1.0 + tl.exp(-tl.load(gate + token)))
-        total += share * tl.load(shared + token * n_rows + row, row < n_rows, other=0.0)
-    tl.store(out + token * n_rows + row, total, row < n_rows)
+    _store_sums(total, row, token, residual, shared, gate, out, n_rows, HAS_RESIDUAL, HAS_SHARED)
+
+
+@triton.jit(do_not_specialize=["quads", "first_expert", "n_experts"])
+def _long_sum(
+    down, high, scale, x, xs, xt, bias, ids, weights, residual, shared, gate, out, n_rows, quads,
+    first_expert, n_experts,
+    K: tl.constexpr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr,
+    BB: tl.constexpr, TURNS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_SHARED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """`_sum` for several tokens. A program has TURNS times BN rows: it reads hidden values once for all of them, and
+    the next rows' weights while it multiplies some. Tensors are (BN, SLOTS, BB); a row has at most BB blocks.
+    """
+    let_next_start()
+    token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
+    expert = tl.load(ids + token * K + choice, choice < K, other=-1, cache_modifier=".cg")  # see `_sum`
+    expert = local_ids(expert, first_expert, n_experts)
+    is_used, first = expert >= 0, tl.where(expert >= 0, expert, 0).to(tl.int64) * n_rows
+    slot = token * K + tl.where(is_used, choice, 0)
+    b = quads * 4 + tl.arange(0, BB)[None, None, :]  # see `row_products`
+    inside, vector = b < BLOCKS, slot[None, :, None]
+    there = inside & is_used[None, :, None]
+    start = tl.program_id(1) * (TURNS * BN)
+    row = start + tl.arange(0, BN)
+    n = first[None, :] + tl.minimum(row, n_rows - 1)[:, None]
+    words, w, h0, h1 = load_blocks(down, high, scale, n[:, :, None], b, there, BLOCKS, KIND)
+    wait()
+    v, s, t = load_vector(
+        x + vector * (BLOCKS * 8), xs + vector * BLOCKS, xt + vector * BLOCKS, b, inside, BLOCKS, KIND
+    )
+    share = tl.load(weights + slot)[None, :]
+    zero = tl.zeros([BN, SLOTS, BB], tl.int32)
+    for turn in tl.static_range(TURNS):
+        row, n_now, now = start + turn * BN + tl.arange(0, BN), n, (words, w, h0, h1)
+        if turn + 1 < TURNS:
+            n = first[None, :] + tl.minimum(row + BN, n_rows - 1)[:, None]
+            words, w, h0, h1 = load_blocks(down, high, scale, n[:, :, None], b, there, BLOCKS, KIND)
+        found = tl.sum(block_products(now[0], now[1], now[2], now[3], v, s, t, zero, KIND, INTERPRETED), 2)
+        if HAS_BIAS:
+            found += tl.load(bias + n_now)
+        total = tl.sum(tl.where(is_used[None, :], found * share, 0.0), 1)
+        _store_sums(total, row, token, residual, shared, gate, out, n_rows, HAS_RESIDUAL, HAS_SHARED)
 
 
 def operand_form(weight: WeightPlanes) -> str:
@@ -201,10 +283,12 @@ def expert_hidden(
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     function: str = "silu",
     form: str = PLAIN,
+    first_expert: int = 0,
 ) -> Rows:
-    """hidden (tokens · k, ff) in `form`, undefined where ids (tokens, k) are -1; x in the forms that gate and up take.
+    """hidden (tokens · k, ff) in `form`, undefined where ids (tokens, k) are of no expert here; x in the forms that
+    gate and up take.
 
-    `biases`: of gate and up, (experts, ff) float32.
+    `biases`: of gate and up, (experts, ff) float32. `first_expert`: the id of the first one of `n_experts` here.
     """
     n_rows, k = gate.n_rows // max(n_experts, 1), ids.shape[1]
     assert (gate.n_rows, gate.n_columns) == (up.n_rows, up.n_columns)
@@ -215,9 +299,10 @@ def expert_hidden(
     _hidden[(ids.numel(), triton.cdiv(n_rows, _ROWS))](
         *_planes(gate), *_planes(up), *_operand(gate_x), *_operand(up_x),
         *(biases or (hidden.scale, hidden.scale)), ids, hidden.bytes_or_values, hidden.scale, hidden.total, n_rows, 0,
+        first_expert, n_experts,
         K=k, BLOCKS=gate.n_columns // BLOCK, GATE_KIND=_kind(gate), UP_KIND=_kind(up), BN=_ROWS,
         BB=_n_blocks(gate.n_columns), OUT_BLOCKS=n_rows // BLOCK, FORM=form, FUNCTION=function,
-        HAS_BIAS=biases is not None, INTERPRETED=INTERPRETED, num_warps=4, **overlapping(),
+        HAS_BIAS=biases is not None, INTERPRETED=INTERPRETED, num_warps=_HIDDEN_WARPS, **overlapping(),
     )  # fmt: skip
     return hidden
 
@@ -231,6 +316,8 @@ def expert_sum(
     residual: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     shared: tuple[torch.Tensor, torch.Tensor] | None = None,
+    first_expert: int = 0,
+    long: LongTile | None = None,
 ) -> torch.Tensor:
     """out (tokens, embd) float32 from hidden (tokens · k, ff), in the form that down takes. `bias`: (experts, embd)
 
@@ -240,13 +327,21 @@ def expert_sum(
     assert hidden.form == operand_form(down)
     assert weights.is_contiguous()
     slots, blocks = triton.next_power_of_2(k), _n_blocks(down.n_columns)
-    rows = max(1, _SUM_TILE // (slots * blocks))
     out = torch.empty(n_tokens, n_rows, device=ids.device)
-    _sum[(n_tokens, triton.cdiv(n_rows, rows))](
+    given = (
         *_planes(down), *_operand(hidden), out if bias is None else bias, ids, weights,
-        out if residual is None else residual, *(shared or (out, out)), out, n_rows, 0,
-        K=k, SLOTS=slots, BLOCKS=down.n_columns // BLOCK, KIND=_kind(down), BN=rows, BB=blocks,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_SHARED=shared is not None,
-        INTERPRETED=INTERPRETED, num_warps=4, **overlapping(),
+        out if residual is None else residual, *(shared or (out, out)), out, n_rows, 0, first_expert, n_experts,
     )  # fmt: skip
+    options = {
+        "K": k, "SLOTS": slots, "BLOCKS": down.n_columns // BLOCK, "KIND": _kind(down), "BB": blocks,
+        "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "HAS_SHARED": shared is not None,
+        "INTERPRETED": INTERPRETED, **overlapping(),
+    }  # fmt: skip
+    if n_tokens >= _MANY_TOKENS and down.is_packed and down.n_columns <= blocks * BLOCK:
+        t = long or _LONG
+        grid = n_tokens, triton.cdiv(n_rows, t.rows * t.turns)
+        _long_sum[grid](*given, BN=t.rows, TURNS=t.turns, num_warps=t.warps, **options)
+    else:
+        rows = max(1, _SUM_TILE // (slots * blocks))
+        _sum[(n_tokens, triton.cdiv(n_rows, rows))](*given, BN=rows, num_warps=4, **options)
     return out

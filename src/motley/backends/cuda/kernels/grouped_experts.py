@@ -20,8 +20,15 @@ import triton
 import triton.language as tl
 
 from motley.backends.cuda.kernels.bits import INTERPRETED, both_halves
-from motley.backends.cuda.kernels.experts import gate_values
-from motley.backends.cuda.kernels.matmul import has_totals, nibble_tiles, tile_products, tile_values
+from motley.backends.cuda.kernels.experts import gate_values, local_ids
+from motley.backends.cuda.kernels.matmul import (
+    has_totals,
+    n_steps,
+    nibble_tiles,
+    tile_products,
+    tile_step,
+    tile_values,
+)
 from motley.backends.cuda.kernels.overlap import let_next_start, overlapping, wait
 from motley.backends.cuda.kernels.pipeline import launch
 from motley.backends.cuda.kernels.rows import HALVES, Rows
@@ -33,20 +40,23 @@ _CHUNK = 1024  # slots that are sorted at a time
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and blocks of columns of a program's tile of weights, warps, pipeline stages."""
+    """Rows and words of each row in a tile of weights, warps, pipeline stages, tiles of a program."""
 
     rows: int
     blocks: int
     warps: int
     stages: int
+    count: int = 1  # of downs only
 
 
 def hidden_tile(size: int) -> Tile:
-    """For blocks of `size` slots. Measured on an H200: benchmarks/cuda_experts.py, part tiles."""
+    """For blocks of `size` slots. Measured on an H200."""
     return Tile(32, 32, 2, 3) if size < 64 else Tile(128, 32, 4, 2)
 
 
 def down_tile(size: int) -> Tile:
+    if size < 16:
+        return Tile(64, 32, 4, 3, count=4)
     return Tile(128, 16, 4, 3) if size < 64 else Tile(128, 32, 4, 2)
 
 
@@ -66,13 +76,18 @@ class Groups:
 
 
 def block_size(n_slots: int, n_experts: int) -> int:
-    """Slots of a block: large ones if experts have many slots each. Only few sizes, as each is a compiled variant."""
+    """Slots of a block: large ones if experts have many slots each. Only few sizes, as each is a compiled variant.
+
+    A tensor core multiplies eight at least. Of random choices, one expert in sixty has more than twice the mean.
+    """
+    if n_slots <= 4 * n_experts:
+        return 8
     return 16 if n_slots <= 16 * n_experts else 64
 
 
-@triton.jit(do_not_specialize=["n_slots", "n_blocks"])
+@triton.jit(do_not_specialize=["n_slots", "n_blocks", "first_expert"])
 def _group(
-    ids, order, experts, starts, stops, n_slots, n_blocks,
+    ids, order, experts, starts, stops, n_slots, n_blocks, first_expert,
     EXPERTS: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A program sorts the slots of one expert. Each of them counts all experts' slots, to know its own first place."""
@@ -81,14 +96,14 @@ def _group(
     expert, bins, i = tl.program_id(0), tl.arange(0, N), tl.arange(0, CHUNK)
     counts = tl.zeros([N], tl.int32)
     for first in range(0, n_slots, CHUNK):
-        x = tl.load(ids + first + i, first + i < n_slots, other=-1)
+        x = local_ids(tl.load(ids + first + i, first + i < n_slots, other=-1), first_expert, EXPERTS)
         counts += tl.histogram(tl.maximum(x, 0), N, mask=x >= 0)
     n_own = tl.sum(tl.where(bins == expert, counts, 0), 0)
     start = tl.sum(tl.where(bins < expert, counts, 0), 0)
     block = tl.sum(tl.where(bins < expert, (counts + SIZE - 1) // SIZE, 0), 0)
     place = start
     for first in range(0, n_slots, CHUNK):
-        x = tl.load(ids + first + i, first + i < n_slots, other=-1)
+        x = local_ids(tl.load(ids + first + i, first + i < n_slots, other=-1), first_expert, EXPERTS)
         is_own = (x == expert).to(tl.int32)
         tl.store(order + place + tl.cumsum(is_own, 0) - 1, first + i, is_own > 0)
         place += tl.sum(is_own, 0)
@@ -102,8 +117,8 @@ def _group(
             tl.store(experts + first + i, tl.full([CHUNK], -1, tl.int32), first + i < n_blocks)
 
 
-def groups(ids: torch.Tensor, n_experts: int, size: int | None = None) -> Groups:
-    """The blocks for ids (tokens, k), without a copy to the host."""
+def groups(ids: torch.Tensor, n_experts: int, size: int | None = None, first_expert: int = 0) -> Groups:
+    """The blocks for ids (tokens, k), without a copy to the host. `first_expert`: the id of the first one here."""
     n_slots = ids.numel()
     assert ids.is_contiguous()
     assert ids.dtype == torch.int32
@@ -113,7 +128,7 @@ def groups(ids: torch.Tensor, n_experts: int, size: int | None = None) -> Groups
     order = torch.empty(n_slots, dtype=torch.int32, device=ids.device)
     experts, starts, stops = (torch.empty(n_blocks, dtype=torch.int32, device=ids.device) for _ in range(3))
     _group[(n_experts,)](
-        ids, order, experts, starts, stops, n_slots, n_blocks,
+        ids, order, experts, starts, stops, n_slots, n_blocks, first_expert,
         EXPERTS=n_experts, N=triton.next_power_of_2(n_experts), SIZE=size, CHUNK=_CHUNK, num_warps=4, **overlapping(),
     )  # fmt: skip
     return Groups(order, experts, starts, stops, size)
@@ -167,12 +182,12 @@ def _pair_products(
                 uh1 = tl.load(up_high + more + BLOCKS, inside[None, :], other=0)
             for i in tl.static_range(4):
                 low = tl.load(x_at + i * BLOCKS, given, other=0.0)
-                g = tl.dot(tile_values(g_word, gh0, g0, g1, j, KIND, i, False, PLAIN), low, g)
-                u = tl.dot(tile_values(u_word, uh0, u0, u1, j, KIND, i, False, PLAIN), low, u)
+                g = tl.dot(tile_values(g_word, gh0, g0, g1, 2 * j, KIND, i, False, PLAIN), low, g)
+                u = tl.dot(tile_values(u_word, uh0, u0, u1, 2 * j, KIND, i, False, PLAIN), low, u)
                 if WORDS == 4:
                     high = tl.load(x_at + (16 + i) * BLOCKS, given, other=0.0)
-                    g = tl.dot(tile_values(g_word, gh1, g0, g1, j, KIND, i, True, PLAIN), high, g)
-                    u = tl.dot(tile_values(u_word, uh1, u0, u1, j, KIND, i, True, PLAIN), high, u)
+                    g = tl.dot(tile_values(g_word, gh1, g0, g1, 2 * j, KIND, i, True, PLAIN), high, g)
+                    u = tl.dot(tile_values(u_word, uh1, u0, u1, 2 * j, KIND, i, True, PLAIN), high, u)
     return g, u
 
 
@@ -202,14 +217,13 @@ def _hidden(
                 BLOCKS, GATE_KIND, BB, PLAIN,
             )  # fmt: skip
         else:
-            GATE_STEPS: tl.constexpr = (BLOCKS + BB - 1) // BB * (8 if GATE_KIND == "Q8_0" else 4)
-            UP_STEPS: tl.constexpr = (BLOCKS + BB - 1) // BB * (8 if UP_KIND == "Q8_0" else 4)
             g = tile_products(
-                gate, gate_high, gate_scale, x, x_total, n, token, is_slot, zero, 0, GATE_STEPS,
+                gate, gate_high, gate_scale, x, x_total, n, token, is_slot, zero, 0, n_steps(BLOCKS, GATE_KIND, BB),
                 BLOCKS, GATE_KIND, BB, PLAIN,
             )  # fmt: skip
             u = tile_products(
-                up, up_high, up_scale, x, x_total, n, token, is_slot, zero, 0, UP_STEPS, BLOCKS, UP_KIND, BB, PLAIN
+                up, up_high, up_scale, x, x_total, n, token, is_slot, zero, 0, n_steps(BLOCKS, UP_KIND, BB),
+                BLOCKS, UP_KIND, BB, PLAIN,
             )  # fmt: skip
         s = tl.load(x_scale + token, is_slot, other=0.0)
         g, u = g * s, u * s
@@ -221,11 +235,21 @@ def _hidden(
 
 
 @triton.jit
+def _store_slots(acc, factor, weight, bias, out, n, row, slot, is_slot, n_rows, HAS_BIAS: tl.constexpr):
+    """Store weight · (factor · acc + bias), acc (BN, BM) of rows and slots."""
+    found = acc * factor
+    if HAS_BIAS:
+        found += tl.load(bias + n)
+    tl.store(out + slot * n_rows + row[:, None], found * weight, is_slot & (row < n_rows)[:, None])
+
+
+@triton.jit
 def _down(
     down, high, scale, x, x_scale, x_total, bias, weights, order, experts, starts, stops, out, n_rows,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PLAIN: tl.constexpr,
+    TILES: tl.constexpr, HAS_BIAS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
+    """A program has TILES tiles of rows, one after the other: it reads the next one's weights while it ends one."""
     let_next_start()
     wait()
     block = tl.program_id(1)
@@ -234,19 +258,28 @@ def _down(
         place = tl.load(starts + block) + tl.arange(0, BM)
         is_slot = place < tl.load(stops + block)
         slot = tl.load(order + place, is_slot, other=0)[None, :].to(tl.int64)
-        row = tl.program_id(0) * BN + tl.arange(0, BN)
-        n = (expert.to(tl.int64) * n_rows + tl.minimum(row, n_rows - 1))[:, None]
         is_slot = is_slot[None, :]
-        STEPS: tl.constexpr = (BLOCKS + BB - 1) // BB * (8 if KIND == "Q8_0" else 4)
-        acc = tile_products(
-            down, high, scale, x, x_total, n, slot, is_slot, tl.zeros([BN, BM], tl.float32), 0, STEPS,
-            BLOCKS, KIND, BB, PLAIN,
-        )  # fmt: skip
-        acc *= tl.load(x_scale + slot, is_slot, other=0.0)
-        if HAS_BIAS:
-            acc += tl.load(bias + n)
-        acc *= tl.load(weights + slot, is_slot, other=0.0)
-        tl.store(out + slot * n_rows + row[:, None], acc, is_slot & (row < n_rows)[:, None])
+        factor = tl.load(x_scale + slot, is_slot, other=0.0)
+        weight = tl.load(weights + slot, is_slot, other=0.0)
+        first, acc = expert.to(tl.int64) * n_rows, tl.zeros([BN, BM], tl.float32)
+        STEPS: tl.constexpr = n_steps(BLOCKS, KIND, BB)
+        if TILES == 1:
+            row = tl.program_id(0) * BN + tl.arange(0, BN)
+            n = (first + tl.minimum(row, n_rows - 1))[:, None]
+            acc = tile_products(
+                down, high, scale, x, x_total, n, slot, is_slot, acc, 0, STEPS, BLOCKS, KIND, BB, PLAIN
+            )
+            _store_slots(acc, factor, weight, bias, out, n, row, slot, is_slot, n_rows, HAS_BIAS)
+        else:
+            for step in range(TILES * STEPS):
+                row = (tl.program_id(0) * TILES + step // STEPS) * BN + tl.arange(0, BN)
+                n = (first + tl.minimum(row, n_rows - 1))[:, None]
+                acc = tile_step(
+                    down, high, scale, x, x_total, n, slot, is_slot, acc, step % STEPS, BLOCKS, KIND, BB, PLAIN
+                )  # fmt: skip
+                if step % STEPS == STEPS - 1:
+                    _store_slots(acc, factor, weight, bias, out, n, row, slot, is_slot, n_rows, HAS_BIAS)
+                    acc = tl.zeros([BN, BM], tl.float32)
 
 
 def _planes(weight: WeightPlanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -299,18 +332,19 @@ def grouped_down(
     out = torch.empty(hidden.n_rows, n_rows, device=found.order.device)
     tile = tile or down_tile(found.size)
     launch(
-        _down[(triton.cdiv(n_rows, tile.rows), found.n_blocks)],
+        _down[(triton.cdiv(n_rows, tile.rows * tile.count), found.n_blocks)],
         *_planes(down), hidden.values, hidden.scale, hidden.total, out if bias is None else bias, weights,
         found.order, found.experts, found.starts, found.stops, out, n_rows,
         BLOCKS=down.n_columns // BLOCK, KIND=down.kind, BM=found.size, BN=tile.rows, BB=tile.blocks,
-        HAS_BIAS=bias is not None, PLAIN=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages, **overlapping(),
+        TILES=tile.count, HAS_BIAS=bias is not None, PLAIN=INTERPRETED,
+        num_warps=tile.warps, num_stages=tile.stages, **overlapping(),
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert", "n_experts"])
 def _slot_sums(
-    parts, ids, residual, shared, gate, out, n_columns,
+    parts, ids, residual, shared, gate, out, n_columns, first_expert, n_experts,
     K: tl.constexpr, BN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
@@ -319,7 +353,7 @@ def _slot_sums(
     inside = c < n_columns
     total = tl.zeros([BN], tl.float32)
     for i in tl.static_range(K):
-        is_used = tl.load(ids + token * K + i) >= 0
+        is_used = local_ids(tl.load(ids + token * K + i), first_expert, n_experts) >= 0
         total += tl.load(parts + (token * K + i) * n_columns + c, inside & is_used, other=0.0)
     if HAS_RESIDUAL:
         total += tl.load(residual + token * n_columns + c, inside, other=0.0)
@@ -332,8 +366,10 @@ def _slot_sums(
 def slot_sums(
     parts: torch.Tensor,
     ids: torch.Tensor,
+    n_experts: int,
     residual: torch.Tensor | None = None,
     shared: tuple[torch.Tensor, torch.Tensor] | None = None,
+    first_expert: int = 0,
 ) -> torch.Tensor:
     """Sums of parts (tokens · k, columns) over each token's slots with an expert: (tokens, columns).
 
@@ -344,6 +380,7 @@ def slot_sums(
     size = min(1024, triton.next_power_of_2(n_columns))
     _slot_sums[(n_tokens, triton.cdiv(n_columns, size))](
         parts, ids, out if residual is None else residual, *(shared or (out, out)), out, n_columns,
+        first_expert, n_experts,
         K=k, BN=size, HAS_RESIDUAL=residual is not None, HAS_SHARED=shared is not None, num_warps=4,
         **overlapping(),
     )  # fmt: skip

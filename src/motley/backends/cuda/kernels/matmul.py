@@ -34,11 +34,11 @@ from motley.backends.cuda.planes import BLOCK, WeightPlanes
 
 @triton.jit
 def tile_values(
-    word, high, w0, w1, j, KIND: tl.constexpr, i: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexpr
+    word, high, w0, w1, shift, KIND: tl.constexpr, i: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexpr
 ):
     """Value 4j + i (of the upper half of blocks: 16 + 4j + i) of a tile of blocks, as float16.
 
-    w0, w1: the scale, and the minimum (Q4_K) or the upper half's scale (Q6_K).
+    w0, w1: the scale, and the minimum (Q4_K) or the upper half's scale (Q6_K). `shift`: 2 j, of the high bits (Q6_K).
     """
     if KIND == "Q8_0":
         return (byte_as_half(word, i, 0x6400, PLAIN) - 1152.0) * w0
@@ -49,7 +49,7 @@ def tile_values(
     elif KIND == "Q4_K":
         return (biased_nibble(word, i, UPPER, PLAIN) - 1024.0) * w0 - w1
     else:
-        upper_bits = biased_nibble((high >> (2 * j)) & 0x03030303, i, False, PLAIN) - 1024.0
+        upper_bits = biased_nibble((high >> shift) & 0x03030303, i, False, PLAIN) - 1024.0
         code = biased_nibble(word, i, UPPER, PLAIN) - 1056.0 + upper_bits * 16.0
         return code * (w1 if UPPER else w0)
 
@@ -72,48 +72,75 @@ def nibble_tiles(word, w, w_small, i: tl.constexpr, PLAIN: tl.constexpr):
     return a, multiply_add(high, w_small, w_small * -1024.0, PLAIN)
 
 
+@triton.constexpr_function
+def n_steps(blocks, kind, n_at_once):
+    """Steps of `tile_step` for a row of `blocks` blocks."""
+    n_words = blocks * (8 if kind == "Q8_0" else 4)
+    return (n_words + n_at_once - 1) // n_at_once
+
+
+@triton.jit
+def tile_step(
+    codes, high, scale, x, x_total, n, m, is_token, acc, step,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, BB: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """acc (BN, BM) plus the products of BB words of rows n (BN, 1) of a packed matrix with rows m (1, BM) of x.
+
+    A step has word j of BB blocks where BB divides their number. Otherwise words are taken as they lie, j of all blocks
+    before j + 1 of any, and a step may have some of both: only a row's last step is not full.
+    """
+    WORDS: tl.constexpr = 8 if KIND == "Q8_0" else 4
+    if BLOCKS % BB == 0:
+        j, b = step % WORDS, step // WORDS * BB + tl.arange(0, BB)
+        shift, word_at, is_word = 2 * j, j * BLOCKS + b, tl.full([BB], True, tl.int1)
+    else:
+        word_at = step * BB + tl.arange(0, BB)
+        j, b, is_word = word_at // BLOCKS, word_at % BLOCKS, word_at < WORDS * BLOCKS
+        shift = 2 * j[None, :]
+    there, given = (
+        is_word[None, :],
+        is_word[:, None] & is_token,
+    )  # padding is not read: the same row again and
+    # again would be slow
+    word = tl.load(codes + n * (WORDS * BLOCKS) + word_at[None, :], there, other=0)
+    w = tl.load(scale + n * BLOCKS + b[None, :], there, other=0)
+    if scale.dtype.element_ty == tl.float16:
+        w0, w1 = w, w
+    else:
+        w0, w1 = both_halves(w, PLAIN)
+    x_at = x + m * (32 * BLOCKS) + (4 * j * BLOCKS + b)[:, None]  # (BB, BM)
+    if has_totals(KIND):
+        # A quarter of it with each of the four words.
+        extra = w1 * (-0.25 if KIND == "Q4_K" else -2.0)
+        acc = tl.dot(extra, tl.load(x_total + m * BLOCKS + b[:, None], given, other=0.0), acc)
+        w_small = w0 * 0.0625
+        for i in tl.static_range(4):
+            low, upper = nibble_tiles(word, w0, w_small, i, PLAIN)
+            acc = tl.dot(low, tl.load(x_at + i * BLOCKS, given, other=0.0), acc)
+            acc = tl.dot(upper, tl.load(x_at + (16 + i) * BLOCKS, given, other=0.0), acc)
+    else:
+        h0, h1 = word, word
+        if KIND == "Q6_K":
+            h0 = tl.load(high + n * 2 * BLOCKS + b[None, :], there, other=0)
+            h1 = tl.load(high + (n * 2 + 1) * BLOCKS + b[None, :], there, other=0)
+        for i in tl.static_range(4):
+            a = tile_values(word, h0, w0, w1, shift, KIND, i, False, PLAIN)
+            acc = tl.dot(a, tl.load(x_at + i * BLOCKS, given, other=0.0), acc)
+            if WORDS == 4:
+                a = tile_values(word, h1, w0, w1, shift, KIND, i, True, PLAIN)
+                v = tl.load(x_at + (16 + i) * BLOCKS, given, other=0.0)
+                acc = tl.dot(a, v, acc)
+    return acc
+
+
 @triton.jit
 def tile_products(
     codes, high, scale, x, x_total, n, m, is_token, acc, first, last,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, BB: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """acc (BN, BM) plus the products of rows n (BN, 1) of a packed matrix with rows m (1, BM) of x.
-
-    Steps `first` to `last` (without it): of each BB blocks of the columns, one for each word of codes.
-    """
-    WORDS: tl.constexpr = 8 if KIND == "Q8_0" else 4
+    """Steps `first` to `last` (without it) of `tile_step`."""
     for step in range(first, last):
-        j, b = step % WORDS, step // WORDS * BB + tl.arange(0, BB)
-        inside = b < BLOCKS
-        given = inside[:, None] & is_token  # padding is not read: the same row again and again would be slow
-        word = tl.load(codes + (n * WORDS + j) * BLOCKS + b[None, :], inside[None, :], other=0)
-        w = tl.load(scale + n * BLOCKS + b[None, :], inside[None, :], other=0)
-        if scale.dtype.element_ty == tl.float16:
-            w0, w1 = w, w
-        else:
-            w0, w1 = both_halves(w, PLAIN)
-        x_at = x + m * 32 * BLOCKS + 4 * j * BLOCKS + b[:, None]  # (BB, BM)
-        if has_totals(KIND):
-            # A quarter of it with each of the four words.
-            extra = w1 * (-0.25 if KIND == "Q4_K" else -2.0)
-            acc = tl.dot(extra, tl.load(x_total + m * BLOCKS + b[:, None], given, other=0.0), acc)
-            w_small = w0 * 0.0625
-            for i in tl.static_range(4):
-                low, upper = nibble_tiles(word, w0, w_small, i, PLAIN)
-                acc = tl.dot(low, tl.load(x_at + i * BLOCKS, given, other=0.0), acc)
-                acc = tl.dot(upper, tl.load(x_at + (16 + i) * BLOCKS, given, other=0.0), acc)
-        else:
-            h0, h1 = word, word
-            if KIND == "Q6_K":
-                h0 = tl.load(high + n * 2 * BLOCKS + b[None, :], inside[None, :], other=0)
-                h1 = tl.load(high + (n * 2 + 1) * BLOCKS + b[None, :], inside[None, :], other=0)
-            for i in tl.static_range(4):
-                a = tile_values(word, h0, w0, w1, j, KIND, i, False, PLAIN)
-                acc = tl.dot(a, tl.load(x_at + i * BLOCKS, given, other=0.0), acc)
-                if WORDS == 4:
-                    a = tile_values(word, h1, w0, w1, j, KIND, i, True, PLAIN)
-                    v = tl.load(x_at + (16 + i) * BLOCKS, given, other=0.0)
-                    acc = tl.dot(a, v, acc)
+        acc = tile_step(codes, high, scale, x, x_total, n, m, is_token, acc, step, BLOCKS, KIND, BB, PLAIN)
     return acc
 
 
@@ -128,11 +155,11 @@ def _matmul(
     row, token = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.minimum(row, n_rows - 1).to(tl.int64)[:, None]
     m, is_token = token[None, :], (token < n_tokens)[None, :]
-    WORDS: tl.constexpr = 8 if KIND == "Q8_0" else 4
     acc = tl.zeros([BN, BM], tl.float32)
     split = tl.program_id(2)
-    SHARE: tl.constexpr = tl.cdiv(tl.cdiv(BLOCKS, BB), SPLITS) * WORDS
-    last = tl.minimum((split + 1) * SHARE, tl.cdiv(BLOCKS, BB) * WORDS)
+    STEPS: tl.constexpr = n_steps(BLOCKS, KIND, BB)
+    SHARE: tl.constexpr = tl.cdiv(STEPS, SPLITS)
+    last = tl.minimum((split + 1) * SHARE, STEPS)
     acc = tile_products(
         codes, high, scale, x, x_total, n, m, is_token, acc, split * SHARE, last, BLOCKS, KIND, BB, PLAIN
     )
