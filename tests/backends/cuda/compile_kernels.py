@@ -165,6 +165,8 @@ def row_cases(form: str) -> Iterator[Case]:
     ids = torch.zeros(2, dtype=torch.int32) if form == PLAIN else None
     yield f"convert({form})", partial(convert, x, out)
     yield f"rms_norm({form})", partial(rms_norm, x, torch.empty(COLUMNS), 1e-5, normed, ids)
+    added = torch.empty(2, COLUMNS), torch.empty(2, COLUMNS)
+    yield f"rms_norm({form}, a sum)", partial(rms_norm, x, torch.empty(COLUMNS), 1e-5, normed, added=added)
     for function in GATE_FUNCTIONS:
         yield f"gated({form}, {function})", partial(gated, torch.empty(2, 2 * COLUMNS), function, out)
 
@@ -301,6 +303,8 @@ def recurrent_cases() -> Iterator[Case]:
 def router_cases() -> Iterator[Case]:
     x, router, factors = torch.empty(3, COLUMNS), torch.empty(8, COLUMNS), torch.empty(COLUMNS)
     yield "norm_and_logits", partial(norm_and_logits, x, router, factors, 1e-6)
+    added = torch.empty(3, COLUMNS), torch.empty(3, COLUMNS)
+    yield "norm_and_logits(a sum)", partial(norm_and_logits, x, router, factors, 1e-6, added=added)
     yield "norm_and_logits(gate)", partial(norm_and_logits, x, router, factors, 1e-6, gate=factors)
     yield "norm_and_logits(bias)", partial(norm_and_logits, x, router, bias=torch.empty(8))
     parts, ids = torch.empty(6, COLUMNS), torch.zeros(3, 2, dtype=torch.int32)

@@ -15,6 +15,7 @@ from motley.backends.cuda.kernels.combine import combine
 from motley.backends.cuda.kernels.gate import gated
 from motley.backends.cuda.kernels.norm import rms_norm, scale_of
 from motley.backends.cuda.kernels.rope_and_store import RopeTable, rope_and_store
+from motley.backends.cuda.kernels.router import norm_and_logits
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows
 from motley.backends.cuda.kernels.seen_rows import seen_of_chains
 from motley.backends.cuda.kernels.tiles import CachePlanes
@@ -259,6 +260,19 @@ def test_norm_of_chosen_rows() -> None:
     assert torch.allclose(out.values, RmsNorm(1e-5).reference([x, weight])[[2, 0]], atol=1e-5)
     out = rms_norm(x, weight, 1e-5, Rows.empty(INT8, 3, 96, "cpu"))
     assert torch.allclose(out.unpack(), RmsNorm(1e-5).reference([x, weight]), atol=2e-2)
+
+
+def test_norm_of_a_sum_stores_the_sum() -> None:
+    x, more, weight, total = torch.randn(3, 96), torch.randn(3, 96), torch.rand(96), torch.empty(3, 96)
+    expected = RmsNorm(1e-5).reference([x + more, weight])
+    out = rms_norm(x, weight, 1e-5, Rows.empty(PLAIN, 3, 96, "cpu"), added=(more, total))
+    assert torch.equal(total, x + more)
+    torch.testing.assert_close(out.values, expected)
+    router = torch.randn(5, 96)
+    logits, normed, _, _ = norm_and_logits(x, router, weight, 1e-5, added=(more, total.zero_()))
+    assert torch.equal(total, x + more)
+    torch.testing.assert_close(normed, expected)
+    torch.testing.assert_close(logits, expected @ router.T, atol=1e-4, rtol=1e-4)
 
 
 def test_halves_of_a_norm_do_not_overflow() -> None:

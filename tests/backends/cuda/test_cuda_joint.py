@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest.mock import Mock
@@ -19,6 +20,7 @@ from motley.backends.cuda import backend as backend_module
 from motley.backends.cuda import runs, steps
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.collectives import run_collective
+from motley.backends.cuda.values import Values
 from motley.errors import DeviceError
 from motley.graph import CACHE, F32, Tensor
 from motley.graph.ops import Input, cache_layer
@@ -175,6 +177,42 @@ def test_collectives_in_one_memory() -> None:
     word = Word.concat([Word.of(2, 1), Word.of(4, 2)])
     group = [AllGather(0, word, members=(2, 4))(Input((n,), F32)(name="x")) for n in (1, 2)]
     assert [found.tolist() for found in run_collective(group, pieces, (2, 4))] == [[5.0, 6.0, 7.0]] * 2
+
+
+def test_a_sum_is_made_by_its_first_reader() -> None:
+    node = AllReduce()(Input((1, 32), F32)(name="x"))
+    parts, values = [torch.randn(1, 32) for _ in range(2)], Values({})
+    values.put_sum(node, parts)
+    assert values.addends(node) == (parts[0], parts[1])
+    assert torch.equal(values.plain(node), parts[0] + parts[1])
+    assert values.addends(node) is None
+    values.put_sum(node, [*parts, parts[0]])  # no kernel adds three
+    assert values.addends(node) is None
+    assert torch.equal(values.plain(node), parts[0] + parts[1] + parts[0])
+    values.put_sum(node, parts)
+    values.forget([node])
+    assert values.addends(node) is None
+
+
+def test_addends_are_kept_until_all_lanes_have_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane that has made its sum must not get the memory of an addend which another lane still reads."""
+    use_few_programs(monkeypatch)
+    members = make_members("cpu,cpu", "tensor", BatchShape(1, 1))
+    joint = join([member.executable for member in members])
+    assert isinstance(joint, runs.JointRun)
+    live: list[list[weakref.ref[torch.Tensor]]] = []
+    collectives = runs._run_collectives
+
+    def noted(nodes: Any, values: Any, messages: Any, addends: list[torch.Tensor]) -> list[int]:
+        assert all(ref() is not None for refs in live[-1:] for ref in refs)
+        ready = collectives(nodes, values, messages, addends)
+        live.append([weakref.ref(part) for part in addends])
+        return ready
+
+    monkeypatch.setattr(runs, "_run_collectives", noted)
+    batch = make_batch([1], [1])
+    joint.run([member.inputs(batch, [0]) for member in members])
+    assert sum(len(refs) == 2 for refs in live) == 2 * N_LAYERS
 
 
 def test_a_batch_that_cannot_be_captured_for_want_of_memory_is_launched(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from motley.backends.cuda.values import sum_in_order
 from motley.graph import Tensor
 from motley.split.collectives import AllGather, AllReduce, Broadcast, ReduceScatter, put, take
 
@@ -38,10 +39,7 @@ def run_collective(
 
 
 def _sum(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    total = _some(parts[0])
-    for part in parts[1:]:
-        total = total + _some(part)
-    return total
+    return sum_in_order([_some(part) for part in parts])
 
 
 def _some(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -33,7 +33,7 @@ from motley.backends.cuda.staging import Staged, Staging
 from motley.backends.cuda.values import Values
 from motley.backends.paged import PagedLayer
 from motley.graph import I32, Tensor
-from motley.split.collectives import Collective, Receive, Send
+from motley.split.collectives import AllReduce, Collective, Receive, Send
 
 _log = logging.getLogger(__name__)
 
@@ -267,13 +267,16 @@ class JointRun(Run):
         """Run each program up to its next collective, run the collectives whose devices are all there, and so on."""
         todo = [deque(program.segments) for program in self._programs]
         messages: _Messages = defaultdict(deque)
+        addends: list[
+            torch.Tensor
+        ] = []  # of the last sums: all devices read them, until their lanes join again
         ready = list(range(len(todo)))
         while ready:
             with lanes.forked():
                 for device in ready:
                     lanes.run(device, partial(todo[device][0].run, values[device]))
             nodes = [segments[0].collective for segments in todo]
-            ready = _run_collectives(nodes, values, messages)
+            ready = _run_collectives(nodes, values, messages, addends)
             assert ready or not any(nodes), "devices wait for each other"
             for device in ready:
                 values[device].forget(todo[device].popleft().dead)
@@ -283,11 +286,18 @@ _Messages = dict[tuple[int, int], deque[torch.Tensor]]  # by sender and receiver
 
 
 def _run_collectives(
-    nodes: Sequence[Tensor | None], values: Sequence[Values], messages: _Messages
+    nodes: Sequence[Tensor | None],
+    values: Sequence[Values],
+    messages: _Messages,
+    addends: list[torch.Tensor],
 ) -> list[int]:
-    """Run the collectives that all their devices have reached; returns these devices."""
+    """Run the collectives that all their devices have reached; returns these devices. Sums are left to their readers,
+    which may make them in the kernel that reads them; `addends` becomes what they read.
+    """
+    addends.clear()
     waiting = {device: node for device, node in enumerate(nodes) if node is not None}
     results: dict[int, torch.Tensor] = {}
+    summed: list[int] = []
     for device, node in waiting.items():
         if isinstance(node.op, Send):
             message = values[device].plain(node.inputs[0])
@@ -303,10 +313,17 @@ def _run_collectives(
     for members, own in reached.items():
         if len(own) == len(members):
             parts = [values[d].plain(n.inputs[0]) if n.inputs else None for d, n in own.items()]
+            given = [part for part in parts if part is not None]
+            if len(given) == len(parts) and all(isinstance(n.op, AllReduce) for n in own.values()):
+                addends += given
+                summed += own
+                for device, node in own.items():
+                    values[device].put_sum(node, given)
+                continue
             results |= zip(own, run_collective(list(own.values()), parts, members), strict=True)
     for device, result in results.items():
         values[device].put(waiting[device], result)
-    return sorted(results)
+    return sorted([*results, *summed])
 
 
 def _max_span_rows(layer: PagedLayer) -> int:

@@ -174,7 +174,8 @@ class Steps:
         def step(values: Values) -> None:
             chosen = None if ids is None else values.plain(ids)
             rows = self._rows_for(out, fixed=scale_of(out.shape[1]))
-            values.put(out, rms_norm(values.plain(x).contiguous(), scale, eps, rows, chosen))
+            source, added = _source(values, x) if ids is None else (values.plain(x).contiguous(), None)
+            values.put(out, rms_norm(source, scale, eps, rows, chosen, added))
 
         return step
 
@@ -276,10 +277,12 @@ class Steps:
 
         def logits_of(values: Values) -> torch.Tensor:
             if x.shape[0] < grouped_kernel.MIN_TOKENS:
-                given, eps = (x, 0.0) if norm is None else (norm.x, norm.eps)
-                plain = values.plain(given).contiguous()
+                eps = 0.0 if norm is None else norm.eps
+                plain, added = (
+                    (values.plain(x).contiguous(), None) if norm is None else _source(values, norm.x)
+                )
                 logits, normed, rows, gates = router_kernel.norm_and_logits(
-                    plain, router, scale, eps, bias, gate_row
+                    plain, router, scale, eps, bias, gate_row, added
                 )
                 if gate is not None:
                     values.put(gate.out, gates)
@@ -290,7 +293,8 @@ class Steps:
             if norm is not None:
                 assert scale is not None
                 form = Rows.empty(PLAIN, x.shape[0], x.shape[1], self._device)
-                values.put(x, rms_norm(values.plain(norm.x).contiguous(), scale, norm.eps, form))
+                plain, added = _source(values, norm.x)
+                values.put(x, rms_norm(plain, scale, norm.eps, form, added=added))
             if gate is not None and gate_row is not None:
                 values.put(gate.out, library_product(values.plain(x), gate_row, None))
             logits = library_product(values.plain(x), router, None)
@@ -483,6 +487,17 @@ def _n_rows(stage: Stage) -> int:
     """Rows that a stage's kernel writes: of an attention, one for each token, whatever its node's shape."""
     node = stage.q.node if isinstance(stage, AttentionBlock) else stage.outputs[0]
     return node.shape[0] if node.shape else 0
+
+
+def _source(values: Values, x: Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """What a norm reads as x, and what it adds to that, with the memory of the sum: x will be there."""
+    addends = values.addends(x)
+    if addends is None:
+        return values.plain(x).contiguous(), None
+    first, second = addends
+    total = torch.empty_like(first)
+    values.put(without_views(x), total)
+    return first, (second, total)
 
 
 def _first_experts(stages: Sequence[Stage], outputs: Sequence[Tensor]) -> dict[Tensor, int]:

@@ -3,7 +3,8 @@
     normed = x / sqrt(mean(x²) + eps) · norm        logits = normed · routerᵀ (+ bias)
 
 A program computes one logit. The norm is computed again in each of them: it takes less time than another launch. The
-first one stores the norm, as float32 and as int8 rows for the experts. Reference: graph.ops.RmsNorm, graph.ops.MatMul.
+first one stores the norm, as float32 and as int8 rows for the experts. x may come as two addends, whose sum is then
+stored, too. Reference: graph.ops.RmsNorm, graph.ops.MatMul.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from motley.backends.cuda.kernels.rows import INT8, Rows, store_rows
 
 @triton.jit
 def _norm_and_logits(
-    x, norm, eps, router, gate, bias, normed, values, scale, total, logits, gates, n_experts,
+    x, added, summed, norm, eps, router, gate, bias, normed, values, scale, total, logits, gates, n_experts,
     BLOCKS: tl.constexpr, BB: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
     let_next_start()
     expert, token, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BB)
@@ -33,6 +35,9 @@ def _norm_and_logits(
         factors = tl.load(norm + k, inside, other=0.0)
     wait()
     v = tl.load(x + token * (BLOCKS * 32) + k, inside, other=0.0)
+    if ADDS:
+        v += tl.load(added + token * (BLOCKS * 32) + k, inside, other=0.0)
+        tl.store(summed + token * (BLOCKS * 32) + k, v, inside & (expert == 0))
     if HAS_NORM:
         mean = tl.sum(tl.sum(v * v, 1), 0) / (BLOCKS * 32)
         v = v * tl.rsqrt(mean + eps) * factors
@@ -55,11 +60,14 @@ def norm_and_logits(
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
+    added: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Rows, torch.Tensor]:
     """logits (tokens, experts), the norm of x (tokens, columns) as float32 and as int8 rows, its product with the gate.
 
     router: (experts, columns), any plain type; norm and gate (columns,), bias (experts,) float32. Without norm: of x.
+    `added`: what is added to x before, and where the sum is stored; with a norm only.
     """
+    assert added is None or norm is not None, "the result would be x itself"
     (n_tokens, n_columns), n_experts = x.shape, router.shape[0]
     assert x.is_contiguous()
     assert router.is_contiguous()
@@ -71,9 +79,10 @@ def norm_and_logits(
     logits = torch.empty(n_tokens, n_experts, device=x.device)
     gates = torch.empty(n_tokens, 1, device=x.device)
     _norm_and_logits[(n_experts + (gate is not None), n_tokens)](
-        x, x if norm is None else norm, eps, router, x if gate is None else gate, x if bias is None else bias, normed,
+        x, *(added or (x, x)), x if norm is None else norm, eps,
+        router, x if gate is None else gate, x if bias is None else bias, normed,
         rows.bytes_or_values, rows.scale, rows.total, logits, gates, n_experts,
         BLOCKS=n_blocks, BB=blocks, HAS_NORM=norm is not None, HAS_BIAS=bias is not None, HAS_GATE=gate is not None,
-        num_warps=max(1, min(8, blocks // 16)), **overlapping(),
+        ADDS=added is not None, num_warps=max(1, min(8, blocks // 16)), **overlapping(),
     )  # fmt: skip
     return logits, normed, rows, gates
