@@ -182,12 +182,12 @@ def _pair_products(
                 uh1 = tl.load(up_high + more + BLOCKS, inside[None, :], other=0)
             for i in tl.static_range(4):
                 low = tl.load(x_at + i * BLOCKS, given, other=0.0)
-                g = tl.dot(tile_values(g_word, gh0, g0, g1, 2 * j, KIND, i, False, PLAIN), low, g)
-                u = tl.dot(tile_values(u_word, uh0, u0, u1, 2 * j, KIND, i, False, PLAIN), low, u)
+                g = tl.dot(tile_values(g_word, gh0, g0, g1, j, KIND, i, False, PLAIN), low, g)
+                u = tl.dot(tile_values(u_word, uh0, u0, u1, j, KIND, i, False, PLAIN), low, u)
                 if WORDS == 4:
                     high = tl.load(x_at + (16 + i) * BLOCKS, given, other=0.0)
-                    g = tl.dot(tile_values(g_word, gh1, g0, g1, 2 * j, KIND, i, True, PLAIN), high, g)
-                    u = tl.dot(tile_values(u_word, uh1, u0, u1, 2 * j, KIND, i, True, PLAIN), high, u)
+                    g = tl.dot(tile_values(g_word, gh1, g0, g1, j, KIND, i, True, PLAIN), high, g)
+                    u = tl.dot(tile_values(u_word, uh1, u0, u1, j, KIND, i, True, PLAIN), high, u)
     return g, u
 
 

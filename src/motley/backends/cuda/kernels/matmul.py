@@ -34,11 +34,11 @@ from motley.backends.cuda.planes import BLOCK, WeightPlanes
 
 @triton.jit
 def tile_values(
-    word, high, w0, w1, shift, KIND: tl.constexpr, i: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexpr
+    word, high, w0, w1, j, KIND: tl.constexpr, i: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexpr
 ):
     """Value 4j + i (of the upper half of blocks: 16 + 4j + i) of a tile of blocks, as float16.
 
-    w0, w1: the scale, and the minimum (Q4_K) or the upper half's scale (Q6_K). `shift`: 2 j, of the high bits (Q6_K).
+    w0, w1: the scale, and the minimum (Q4_K) or the upper half's scale (Q6_K).
     """
     if KIND == "Q8_0":
         return (byte_as_half(word, i, 0x6400, PLAIN) - 1152.0) * w0
@@ -49,7 +49,7 @@ def tile_values(
     elif KIND == "Q4_K":
         return (biased_nibble(word, i, UPPER, PLAIN) - 1024.0) * w0 - w1
     else:
-        upper_bits = biased_nibble((high >> shift) & 0x03030303, i, False, PLAIN) - 1024.0
+        upper_bits = biased_nibble((high >> (2 * j)) & 0x03030303, i, False, PLAIN) - 1024.0
         code = biased_nibble(word, i, UPPER, PLAIN) - 1056.0 + upper_bits * 16.0
         return code * (w1 if UPPER else w0)
 
@@ -92,16 +92,13 @@ def tile_step(
     WORDS: tl.constexpr = 8 if KIND == "Q8_0" else 4
     if BLOCKS % BB == 0:
         j, b = step % WORDS, step // WORDS * BB + tl.arange(0, BB)
-        shift, word_at, is_word = 2 * j, j * BLOCKS + b, tl.full([BB], True, tl.int1)
+        number, word_at, is_word = j, j * BLOCKS + b, tl.full([BB], True, tl.int1)
     else:
         word_at = step * BB + tl.arange(0, BB)
         j, b, is_word = word_at // BLOCKS, word_at % BLOCKS, word_at < WORDS * BLOCKS
-        shift = 2 * j[None, :]
-    there, given = (
-        is_word[None, :],
-        is_word[:, None] & is_token,
-    )  # padding is not read: the same row again and
-    # again would be slow
+        number = j[None, :]  # of each word
+    # Padding is not read: the same row again and again would be slow.
+    there, given = is_word[None, :], is_word[:, None] & is_token
     word = tl.load(codes + n * (WORDS * BLOCKS) + word_at[None, :], there, other=0)
     w = tl.load(scale + n * BLOCKS + b[None, :], there, other=0)
     if scale.dtype.element_ty == tl.float16:
@@ -124,10 +121,10 @@ def tile_step(
             h0 = tl.load(high + n * 2 * BLOCKS + b[None, :], there, other=0)
             h1 = tl.load(high + (n * 2 + 1) * BLOCKS + b[None, :], there, other=0)
         for i in tl.static_range(4):
-            a = tile_values(word, h0, w0, w1, shift, KIND, i, False, PLAIN)
+            a = tile_values(word, h0, w0, w1, number, KIND, i, False, PLAIN)
             acc = tl.dot(a, tl.load(x_at + i * BLOCKS, given, other=0.0), acc)
             if WORDS == 4:
-                a = tile_values(word, h1, w0, w1, shift, KIND, i, True, PLAIN)
+                a = tile_values(word, h1, w0, w1, number, KIND, i, True, PLAIN)
                 v = tl.load(x_at + (16 + i) * BLOCKS, given, other=0.0)
                 acc = tl.dot(a, v, acc)
     return acc
