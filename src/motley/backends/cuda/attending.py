@@ -19,7 +19,7 @@ from motley.backends.cuda.values import Values
 from motley.backends.paged import PagedLayer
 from motley.plan import AttentionBlock
 
-_FEW_HEADS = 16  # bundles times KV heads for which the GPU has programs to spare
+_FEW_HEADS = 32  # bundles times KV heads for which the GPU has programs to spare
 _WIDE_KINDS = ("f32", "bf16")  # of caches whose values float16 may not hold
 _SCALE = 32  # of results as halves: totals of 32 values that float16 holds do not overflow, either
 

@@ -5,8 +5,9 @@ A `ThreadRun` is one device's, whose peers are on other hardware and run on thre
 captured one by one, and between them the plan's collective kernels exchange tensors with the peers; if collectives are
 kernels of its own (base.DeviceMessages), everything is captured as one graph. A `JointRun` is of
 all devices of a crew, where they lie on one GPU (also of a single one): this thread drives them in lockstep. What they
-exchange are tensors of the same memory: a sum is made once, in the order of devices, and all read it. A decode batch
-is one CUDA graph, in which the devices' kernels stand side by side between collectives.
+exchange are tensors of the same memory: a sum is left to its readers, of which each adds the parts in the order of
+devices (a norm in its own kernel). A decode batch is one CUDA graph, in which the devices' kernels stand side by side
+between collectives.
 """
 
 from __future__ import annotations
