@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from motley import compile_process
 from motley.backends import Backend, backend_for, backend_for_heads, get_backend
 from motley.engine import Engine
 from motley.engine.drafting import ChainLookahead, Forced, Lookahead, Lookup, Speculator
@@ -57,6 +59,7 @@ from motley.runtime.notices import notices
 from motley.runtime.warming import KernelWarmer
 from motley.text import Tokenizer
 
+_SWITCH_SECONDS = 5e-4
 _MAX_TOKENS, _MAX_THREADS = 2**26, 2**10  # tokens or requests; threads. Larger numbers are typing mistakes
 
 
@@ -217,8 +220,11 @@ def load_model(
             waits_for_all=bool(companions),  # these have batches of their own
         )
         undo.callback(warmer.abort)
-        # A large vocabulary takes most of a second: time in which other threads read the weights.
-        reading = undo.enter_context(ThreadPoolExecutor(1)).submit(Tokenizer.from_spec, spec)
+        warmer.record_early(backends, _spare(fit))
+        compile_process.dismiss()
+        # A large vocabulary takes most of a second: time in which other threads read the weights. Kernels are recorded
+        # before, because the compiler waits for them.
+        reading = undo.enter_context(ThreadPoolExecutor(1)).submit(_read_tokenizer, spec, warmer)
         hosts = None
         if crew.hosts:
             is_one_machine = all(is_loopback(parse_address(host)[0]) for host in crew.hosts)
@@ -227,13 +233,14 @@ def load_model(
             hosts = Hosts(opening, fit.plan, crew.hosts, secret)
             undo.callback(hosts.close)
             hosts.open()
-        runner = Runner(
-            split, backends, fit.plan, n_threads=options.n_threads, progress=progress, hosts=hosts
-        )
-        undo.callback(runner.close)
-        mark("weights")
-        tokenizer = reading.result()
-        mark("vocabulary")
+        with _sharing_python():
+            runner = Runner(
+                split, backends, fit.plan, n_threads=options.n_threads, progress=progress, hosts=hosts
+            )
+            undo.callback(runner.close)
+            mark("weights")
+            tokenizer = reading.result()
+            mark("vocabulary")
         warmer.warm(runner, compiling)
         mark("kernels")
         plan_seconds = warmer.run_first_batches(runner)
@@ -299,6 +306,24 @@ def load_model(
         engine,
         tuple(loaded),
     )
+
+
+@contextmanager
+def _sharing_python() -> Iterator[None]:
+    """Let threads have Python's lock after half a millisecond instead of five: the thread that reads weights needs it
+    for a moment after each part, and others read the vocabulary and record kernels meanwhile.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _read_tokenizer(spec: ModelSpec, warmer: KernelWarmer) -> Tokenizer:
+    warmer.wait_early()
+    return Tokenizer.from_spec(spec)
 
 
 def _prepare_drafts(warmer: KernelWarmer, engine: Engine, n_rows: int) -> None:
@@ -374,6 +399,11 @@ def _offer_spare(split: ModelSplit, fit: CacheFit, backends: Sequence[Backend], 
         if room is not None and split.crew.devices[index].host is None:
             graph = split.share(index, BatchShape(1, 1)).graph
             backend.offer_spare(room - fit.plan.n_bytes(index), graph, n_parallel)
+
+
+def _spare(fit: CacheFit) -> int | None:
+    """Bytes that the first device has left beside the model and the cache; None: no limit is known."""
+    return None if fit.room[0] is None else fit.room[0] - fit.plan.n_bytes(0)
 
 
 def _plan_beside(

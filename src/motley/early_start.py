@@ -1,7 +1,8 @@
-"""What a command begins on other threads while it imports torch: the GPU's context, and reading the model's file.
+"""What a command begins on other threads while it imports torch: the GPU's context, reading the model's file, and,
+where no kernel was ever compiled, the process that compiles them.
 
-Both take seconds at worst and need no Python. Nothing depends on them: what fails here fails again, with a message,
-where it is needed.
+They take seconds at worst and need no Python of this process. Nothing depends on them: what fails here fails again,
+with a message, where it is needed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Thread
 
+from motley import compile_process
 from motley.milestones import mark
 
 _COMMANDS = ("run", "warm", "bench")
@@ -29,6 +31,7 @@ _CHOOSE_DEVICES = (
 )
 _FIRST_GPU = ("auto", "cuda", "cuda:0")
 _DRIVER = "libcuda.so.1"
+_MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 97  # CUdevice_attribute: compute capability, opt-in bytes of a block
 _PIECE = 64 << 20  # bytes that are read ahead at a time
 _MEMORY_SHARE = 0.5  # a larger file is not read ahead: it would evict its own pages
 
@@ -66,8 +69,22 @@ def open_gpu() -> None:
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
         return
+    with suppress(Exception):
+        start_compiler(driver, device)
     if not driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
         mark("GPU's context")
+
+
+def start_compiler(driver: ctypes.CDLL, device: ctypes.c_int) -> None:
+    """Start the process that compiles kernels, if none were compiled before."""
+    if compile_process.has_compiled() or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        return
+    found = [ctypes.c_int() for _ in range(3)]
+    for value, attribute in zip(found, (_MAJOR, _MINOR, _SHARED_MEMORY), strict=True):
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
+            return
+    major, minor, shared_memory = (value.value for value in found)
+    compile_process.start_early(10 * major + minor, shared_memory)
 
 
 def read_ahead(path: str) -> None:

@@ -252,6 +252,16 @@ def test_beside_a_gpu_the_cpu_has_all_threads_but_one(monkeypatch: pytest.Monkey
     assert make_crew("cuda:0,cuda:0").threads(16) == [8, 8]
 
 
+def test_a_gpu_alone_reads_weights_with_few_threads_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crew, "known_devices", lambda: ("cpu", "cuda:0"))
+    for n_cores, expected in ((16, 8), (4, 4)):
+        monkeypatch.setattr(crew.torch, "get_num_threads", lambda n=n_cores: n)
+        assert make_crew("cuda:0").threads(None) == [expected]
+    assert make_crew("cuda:0").threads(16) == [16]
+
+
 def test_explain_says_where_experts_are() -> None:
     contents = explain(split_of(devices="cpu,cpu", n_cpu_moe=2))
     assert contents["experts_apart"] == "routed experts of the first 2 layers: on cpu#1"

@@ -363,6 +363,16 @@ class Backend(ABC):
     def load(self, weight: PackedTensor) -> LoadedWeight:
         """The weight in this backend's memory. It may be a view of `weight`, which is part of a mapped file."""
 
+    def stand_in(self, max_bytes: int | None) -> Backend | None:
+        """A backend of the same device, to record kernels before any weight is loaded: its weights are `weight_like`,
+        and its results are meaningless. None: this backend compiles nothing. `max_bytes`: of memory that it may take.
+        """
+        return None
+
+    def weight_like(self, weight: Tensor) -> LoadedWeight:
+        """Of a `stand_in`: a weight of a graph as `load` gives it, but for its contents."""
+        raise AssertionError(f"{self.name} has no stand-ins")
+
     def can_borrow(self, weight: Tensor) -> bool:
         """Whether it can compute with these experts, while another device has them; see `borrow`."""
         return False

@@ -9,6 +9,7 @@ from motley.backends.cuda.compiling import (
     Target,
     can_compile_ahead,
     load_compiler,
+    load_driver,
     recording,
 )
 from motley.backends.cuda.manifests import Compiled, Manifest
@@ -25,6 +26,7 @@ __all__ = [
     "Target",
     "can_compile_ahead",
     "load_compiler",
+    "load_driver",
     "load_library",
     "recording",
 ]

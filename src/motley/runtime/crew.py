@@ -19,6 +19,7 @@ from motley.split.placement import AUTO, EXPERT_SPLITS, LAYER, NONE, SPLIT_MODES
 from motley.units import parse_bytes
 
 _REMOTE_NAME = re.compile(r"cpu(:[0-9a-z+-]+)?|cuda:[0-9]{1,3}")
+_MAX_GPU_THREADS = 8  # without a CPU in the crew
 _ALL_LAYERS = 2**31  # more than any model has
 
 
@@ -128,7 +129,9 @@ class Crew:
     def threads(self, asked: int | None, members: Sequence[int] | None = None) -> list[int]:
         """The number of threads of each device: one for each of its cores. Devices without cores share the rest of
         `asked` (default: torch's number of threads) evenly, with at least one each. Beside a CPU, a GPU has one thread,
-        which launches its kernels. `members`: the devices of one process; default: all.
+        which launches its kernels. Without one, its threads read weights, and a few of them do it faster than many: on
+        16 cores, 4.3 GiB take 0.85 s with 4 or 8 threads and 1.2 s with 16.
+        `members`: the devices of one process; default: all.
         """
         devices = self.devices if members is None else [self.devices[index] for index in members]
         n_bound = sum(len(device.cores) for device in devices)
@@ -144,6 +147,8 @@ class Crew:
             rest = (n_threads - n_gpus) // max(n_free - n_gpus, 1)
             return [1 if device.is_gpu else len(device.cores) or max(1, rest) for device in devices]
         rest = n_threads // max(n_free, 1)
+        if n_gpus and asked is None:
+            rest = min(rest, _MAX_GPU_THREADS)
         return [len(device.cores) or max(1, rest) for device in devices]
 
 

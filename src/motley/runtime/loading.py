@@ -54,6 +54,16 @@ def load_weights(
     return [loader.weights for loader in loaders]
 
 
+def stand_in_weights(
+    shares: Sequence[LocalGraph], backends: Sequence[Backend]
+) -> list[dict[str, LoadedWeight]]:
+    """Each device's weights without contents, by name; no file is read. `backends`: see Backend.stand_in."""
+    return [
+        {node.name: backend.weight_like(node) for node in sorted(share.graph.weights, key=packed_bytes)[::-1]}
+        for share, backend in zip(shares, backends, strict=True)
+    ]
+
+
 class _Loader:
     """Loads one device's weights, some at a time."""
 

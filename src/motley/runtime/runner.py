@@ -42,8 +42,11 @@ class Runner:
         n_threads: int | None = None,
         progress: Progress | None = None,
         hosts: Hosts | None = None,
+        has_stand_ins: bool = False,
     ) -> None:
-        """`backends`: of all devices. `hosts`: the workers of devices in other processes, already opened."""
+        """`backends`: of all devices. `hosts`: the workers of devices in other processes, already opened.
+        `has_stand_ins`: the backends are stand-ins (Backend.stand_in), and nothing is loaded.
+        """
         self._experts = split.params.experts
         self._n_vocab = split.params.n_vocab
         self._is_demand_paged = cache.config.demand_paged
@@ -59,7 +62,15 @@ class Runner:
         own = {device: backends[device] for device in split.crew.members(0)}
         self._takes_lists = all(backend.takes_lists for backend in own.values())
         link = None if hosts is None else hosts.link
-        self.local = Worker(split, own, cache, n_threads=n_threads, progress=progress, link=link)
+        self.local = Worker(
+            split,
+            own,
+            cache,
+            n_threads=n_threads,
+            progress=progress,
+            link=link,
+            has_stand_ins=has_stand_ins,
+        )
         self._owners = split.crew.owners
         if hosts is not None:
             try:
@@ -195,6 +206,10 @@ class Runner:
         False if the cache is demand-paged: a batch in flight may still write for a request that has ended.
         """
         return self._can_chain
+
+    def plan(self, shape: BatchShape) -> None:
+        """Make the plan that batches of a shape run by."""
+        self.local.prepare(self._padded(shape))
 
     def bucket(self, n_rows: int) -> int:
         """The rows of the plan that runs `n_rows`."""

@@ -19,13 +19,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 import torch
 
 from motley.backends import Backend
 from motley.errors import DeviceError
+from motley.milestones import mark
 from motley.models import N_EXPERT_USED, BatchShape
 from motley.runtime.caching import CachePlan
 from motley.runtime.loading import Progress
@@ -39,6 +40,7 @@ from motley.runtime.rehearsals import (
 )
 from motley.runtime.runner import Runner
 from motley.runtime.splitting import ModelSplit
+from motley.runtime.stand_in_runner import layers_to_record, stand_in_runner
 
 if TYPE_CHECKING:
     from motley.backends.gpu import Compiled, Compiler, Job, Manifest, Target
@@ -78,7 +80,7 @@ class KernelWarmer:
         waits_for_all: bool = False,
     ) -> None:
         """`waits_for_all`: compile all kernels before the first request."""
-        self._cache = cache
+        self._split, self._cache = split, cache
         experts = split.params.experts
         self._extra = {} if experts is None else {N_EXPERT_USED: experts.n_used}
         n_batch = min(n_batch, n_parallel * split.options.n_ctx)  # no batch is larger
@@ -89,14 +91,18 @@ class KernelWarmer:
         self.warm_up = WarmUp()
         self._n_batch, self._max_decodes = n_batch, min(n_parallel, n_batch)
         self._is_gpu = False
-        self._started = time.perf_counter()
+        self._started = time.monotonic()
         self._jobs: dict[Job, None] = {}  # recorded so far
-        self._n_sent = 0
+        self._held: list[tuple[list[Job], bool]] = []  # recorded later, and whether a tier ends with it
+        self._n_recorded = 0  # tiers
+        self._n_layers: int | None = None  # layers that are recorded (`layers_to_record`), once it is known
         self._manifests: list[Manifest] = []  # of the tiers
         self._target: Target | None = None
         self._compiler: Compiler | None = None
         self._libraries: list[Thread] = []
         self._preparing: list[Thread] = []
+        self._early: Thread | None = None  # records while weights are loaded
+        self._is_loaded, self._is_first_recorded = Event(), Event()
         if any(backend.device.type != "cuda" for backend in backends):
             return  # a CPU does not pad batches and would compute these
         own = [backend for backend in backends if not backend.is_remote]
@@ -106,7 +112,8 @@ class KernelWarmer:
         if not compiling.can_compile_ahead():
             return
         self._is_gpu = not split.crew.hosts
-        self._preparing.append(_started(compiling.load_compiler))
+        self._driver = _started(compiling.load_driver)
+        self._preparing += [_started(compiling.load_compiler), self._driver]
         self._start_libraries(split, gpus)
         targets = sorted({compiling.Target.of(gpu) for gpu in gpus})
         variants = [backend.kernel_variant for backend in own]
@@ -120,7 +127,7 @@ class KernelWarmer:
         self._n_compiled = next(
             (i for i, each in enumerate(self._manifests) if not each.exists), len(self._tiers)
         )
-        self._ends = [0] * self._n_compiled
+        self._ends, self._n_recorded = [0] * self._n_compiled, self._n_compiled
         self.waiting = [each for tier in self._tiers[self._n_compiled :] for each in tier.shapes]
         if not self._n_compiled:
             self._start_compiler()
@@ -164,40 +171,102 @@ class KernelWarmer:
 
     def abort(self) -> None:
         """The model is not loaded: nothing is compiled any more."""
+        self._finish_early()
         if self._compiler is not None:
             self._compiler.close()
         self.close()
 
+    def record_early(self, backends: Sequence[Backend], max_bytes: int | None) -> None:
+        """Begin to record kernels with stand-ins for the weights, on a thread, while these are loaded: those of a first
+        answer are compiled meanwhile. The others are held back, because the compiler would take cores from loading.
+        What is not recorded by then, or fails, is left to `warm`. `max_bytes`: memory for stand-ins.
+        """
+        is_first = self._compiler is not None and self._tiers[0].max_rows == 1
+        if is_first and len(backends) == 1:  # several devices would do collectives, beside those of loading
+            self._early = _started(partial(self._record_early, backends, max_bytes))
+
+    def _record_early(self, backends: Sequence[Backend], max_bytes: int | None) -> None:
+        try:
+            self._driver.join()
+            runner = stand_in_runner(self._split, backends, self._cache, max_bytes)
+            if runner is None:
+                return
+            try:
+                while self.waiting and not self._is_loaded.is_set():
+                    self.record_next(runner, holds=bool(self._ends))
+                    if self._ends:
+                        self._is_first_recorded.set()
+            finally:
+                runner.close()
+        finally:
+            self._is_first_recorded.set()
+
+    def wait_early(self) -> None:
+        """Wait until `record_early` has handed the first kernels over: a fraction of a second."""
+        if self._early is not None:
+            self._is_first_recorded.wait()
+
+    def _finish_early(self) -> None:
+        """From now on, the caller's thread records."""
+        self._is_loaded.set()
+        if self._early is not None:
+            self._early.join()
+
     def warm(self, runner: Runner, progress: Progress | None = None) -> WarmUp:
         """Compiles the kernels that a first request needs; `progress(done, total)` counts them. Kernels of other
-        batches are recorded as long as that takes. One that fails here is compiled at first use.
+        batches are recorded as long as that takes, or all of them after `record_early`. One that fails here is
+        compiled at first use.
         """
+        self._finish_early()
         if self._n_compiled or self._compiler is None:
             return self.warm_up
-        self._started = time.perf_counter()
         while not self._ends:
             self.record_next(runner)
         if progress is not None:
             progress(0, self._ends[0])
-        while self.waiting and not self._compiler.is_done(self._ends[0]):
-            self.record_next(runner)
+        runner.plan(BatchShape(1, 1))  # of a first answer, while its kernels are compiled
+        # With stand-ins, little is left to be recorded, and a short command should leave nothing to the next one.
+        while self.waiting and (self._early is not None or not self._compiler.is_done(self._ends[0])):
+            self.record_next(runner, holds=True)
         self.advance(progress=progress)
+        self._hand_over()
         return self.warm_up
 
-    def record_next(self, runner: Runner) -> None:
-        """Record the kernels of the next waiting batch, and have them compiled: a fraction of a second."""
+    def record_next(self, runner: Runner, *, holds: bool = False) -> None:
+        """Record the kernels of the next waiting batch, and have them compiled: a fraction of a second. `holds`: not
+        before the next call of `record_next` or the end of `warm`.
+        """
         from motley.backends.gpu import recording
 
         compiler = self._start_compiler()
-        tier = self._tiers[len(self._ends)]
-        shape, longest = self.waiting.pop(0)
-        with recording(self._jobs):
-            self._run_inert(runner, shape, longest, samples=tier.max_rows != 1)
-        compiler.submit(list(self._jobs)[self._n_sent :], is_urgent=not self._ends)
-        self._n_sent = len(self._jobs)
-        if (shape, longest) == tier.shapes[-1]:
-            compiler.send(self._manifests[len(self._ends)])
-            self._ends.append(compiler.n_jobs)
+        if not self._jobs:
+            self._started = time.monotonic()
+        if self._n_layers is None:
+            self._n_layers = layers_to_record(self._split)
+        tier, n_before = self._tiers[self._n_recorded], len(self._jobs)
+        shape, longest = self.waiting[0]
+        some_layers = replace(shape, n_layers=self._n_layers)
+        is_first = not self._n_recorded  # kernels of a first answer are compiled as soon as they are recorded
+        with recording(self._jobs, (lambda job: compiler.submit([job])) if is_first else None):
+            self._run_inert(runner, some_layers, longest, samples=tier.max_rows != 1)
+        del self.waiting[0]  # not before: what has failed is recorded again
+        is_last = (shape, longest) == tier.shapes[-1]
+        new = [] if is_first else list(self._jobs)[n_before:]
+        self._held.append((new, is_last))
+        self._n_recorded += is_last
+        if not holds:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Have all recorded kernels compiled."""
+        held, self._held = self._held, []
+        for jobs, is_last in held:
+            assert self._compiler is not None
+            self._compiler.submit(jobs, is_urgent=False)
+            if is_last:
+                self._compiler.send(self._manifests[len(self._ends)])
+                self._ends.append(self._compiler.n_jobs)
+                mark(f"{self._compiler.n_jobs} kernels recorded")
 
     def advance(self, *, waits: bool = True, progress: Progress | None = None) -> bool:
         """Whether another tier's kernels are compiled now. `waits`: wait for that, if the tier is recorded."""
@@ -212,6 +281,7 @@ class KernelWarmer:
             self.give_up(error.message)
             return True
         self.warm_up = self._summary(done)
+        mark(f"{n_jobs} kernels compiled", self._compiler.when_done(n_jobs))
         self._n_compiled = min(self._n_compiled + 1, len(self._tiers))
         if self._n_compiled == len(self._tiers):
             self._compiler.leave()
@@ -221,6 +291,7 @@ class KernelWarmer:
         """End the processes. What is not compiled will be at its first use."""
         self.warm_up = replace(self.warm_up, failures=(*self.warm_up.failures, why), n_others=0)
         self.waiting.clear()
+        self._held.clear()
         self._n_compiled = len(self._tiers)
         if self._compiler is not None:
             self._compiler.close()
@@ -229,8 +300,8 @@ class KernelWarmer:
         assert self._compiler is not None
         kernels = tuple((each.name, each.seconds) for each in done)
         failures = tuple(f"{each.name}: {each.error}" for each in done if each.error)
-        seconds = time.perf_counter() - self._started
-        return WarmUp(kernels, seconds, failures, self._compiler.n_jobs - len(done))
+        seconds = self._compiler.when_done(len(done)) - self._started
+        return WarmUp(kernels, seconds, failures, len(self._jobs) - len(done))
 
     def run_first_batches(self, runner: Runner) -> float:
         """Run the batches of a first request on GPUs: a decode, launched once and then captured, and, while batches

@@ -35,7 +35,7 @@ from motley.runtime.group import CollectiveKernel, Communicator, ThreadGroup
 from motley.runtime.hosts.link import MeshLine, MeshLink
 from motley.runtime.hosts.mesh import PeerLostError
 from motley.runtime.lending import lent_weights
-from motley.runtime.loading import Progress, load_weights, weight_bytes
+from motley.runtime.loading import Progress, load_weights, stand_in_weights, weight_bytes
 from motley.runtime.rendezvous_line import RendezvousLine
 from motley.runtime.splitting import ModelSplit
 
@@ -83,9 +83,10 @@ class Worker:
         n_threads: int | None = None,
         progress: Progress | None = None,
         link: MeshLink | None = None,
+        has_stand_ins: bool = False,
     ) -> None:
         """`backends`: by the device's number in the crew. `n_threads`: of all devices of this process. `link`: to the
-        other processes of the crew, if there are any.
+        other processes of the crew, if there are any. `has_stand_ins`: nothing is loaded (Backend.weight_like).
         """
         self._split = split
         self.members = tuple(backends)
@@ -110,7 +111,10 @@ class Worker:
         if link is not None:
             lines = [MeshLine(self._group, index, self.members, link) for index in range(len(own))]
         # Each device's own threads touch its memory first: Linux then allocates it on their NUMA node.
-        weights = load_weights(split.spec, shares, own, self._group.run, progress, self.members)
+        if has_stand_ins:
+            weights = stand_in_weights(shares, own)
+        else:
+            weights = load_weights(split.spec, shares, own, self._group.run, progress, self.members)
         for index, device in enumerate(self.members):
             weights[index] |= lent_weights(split, device, own[index], tuple(weights[index]))
         arenas = self._group.run(lambda index: cache.arena(self.members[index], own[index].device))

@@ -2,7 +2,7 @@
 
 A process of its own: it needs TRITON_INTERPRET=0. The bundled model on a GPU that is not there: kernels are recorded
 and never launched. Prints what a batch would compile that the rehearsal has not met, and fails then. With an argument
-it also compiles some of what was recorded, by two processes, and checks that launches find it.
+it also compiles some of what was recorded, by other processes, and checks that launches find it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from triton import knobs
 from triton.runtime import driver
 
 import motley
+from motley import compile_process, milestones
 from motley.backends import get_backend
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.compiling import Compiler, Job, Target, recording
@@ -107,7 +108,8 @@ def rehearse(
 def compiled_elsewhere(jobs: list[Job]) -> int:
     """Compile some of the kernels in other processes; 1 if a launch here would compile one of them again."""
     quick = [job for job in jobs if job.name in ("_edit", "_convert", "_rms_norm", "_unpack")]
-    compiler = Compiler(Target(90, 227 << 10), 2)
+    compile_process.start_early(90, 227 << 10)  # as a command does, before it knows the model
+    compiler = Compiler(Target(90, 227 << 10))
     compiler.submit(quick[:1])
     compiler.submit(quick[1:], is_urgent=False)
     manifest = Manifest("a model")
@@ -121,7 +123,8 @@ def compiled_elsewhere(jobs: list[Job]) -> int:
     for job in quick:
         getattr(sys.modules[job.module], job.name).preload(job.data)
     print(f"{len(done)} compiled, found again: {hits}")
-    is_complete = first == done[:1] and len(done) == len(quick) and manifest.exists
+    is_taken = compile_process._early._process is None and milestones.since_start()[0][0] == "compiler ready"
+    is_complete = is_taken and first == done[:1] and len(done) == len(quick) and manifest.exists
     return int(not quick or not is_complete or any(each.error for each in done) or not all(hits))
 
 

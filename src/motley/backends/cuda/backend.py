@@ -14,10 +14,11 @@ from motley.backends.cuda.executable import CudaExecutable
 from motley.backends.cuda.failures import as_device_errors
 from motley.backends.cuda.footprint import copied_bytes, free_bytes
 from motley.backends.cuda.messages import PinnedMessages
-from motley.backends.cuda.planes import has_planes
+from motley.backends.cuda.planes import has_planes, join_rows
 from motley.backends.cuda.planning import GpuPlanning
 from motley.backends.cuda.products import Copies
 from motley.backends.cuda.program import Program
+from motley.backends.cuda.stand_ins import StandIns
 from motley.backends.cuda.support import MIN_COPY_ROWS
 from motley.backends.cuda.upload import Uploader
 from motley.backends.cuda.weights import BorrowedMatrix, Matrices, Repacker, load, own_weights
@@ -47,6 +48,7 @@ class CudaBackend(GpuPlanning):
         self._uploader, self._repacker = Uploader(self.device), Repacker(self.device)
         self._pinned = PinnedPages(self.device)
         self._n_ahead = 2  # see `borrow`
+        self._stand_ins: StandIns | None = None
 
     def free_bytes(self) -> int | None:
         return free_bytes(self.device)
@@ -69,6 +71,17 @@ class CudaBackend(GpuPlanning):
     def load(self, weight: PackedTensor) -> LoadedWeight:
         with as_device_errors(self.device):
             return load(weight, self.device, self._uploader, self._repacker)
+
+    def stand_in(self, max_bytes: int | None) -> CudaBackend:
+        twin = CudaBackend(str(self.device), captures=False)
+        twin.copies.is_kept = self.copies.is_kept
+        twin._stand_ins = StandIns(self.device, max_bytes)
+        return twin
+
+    def weight_like(self, weight: Tensor) -> LoadedWeight:
+        assert self._stand_ins is not None, "only a stand-in has no contents"
+        with as_device_errors(self.device):
+            return self._stand_ins.weight(weight)
 
     def can_borrow(self, weight: Tensor) -> bool:
         return len(weight.shape) in (2, 3) and has_planes(weight.dtype, weight.shape[-1])
@@ -98,9 +111,9 @@ class CudaBackend(GpuPlanning):
         with as_device_errors(self.device):
             model = self._models.get(id(weights))
             if model is None:
-                model = _Model(
-                    weights, Matrices(self.device, self.copies, self._n_ahead), GraphPool(self.device)
-                )
+                join = join_rows if self._stand_ins is None else self._stand_ins.join
+                matrices = Matrices(self.device, self.copies, self._n_ahead, join)
+                model = _Model(weights, matrices, GraphPool(self.device))
                 self._models[id(weights)] = model
             own = own_weights(weights)
             program = Program(plan, own, model.matrices, model.pool, captures=self._captures)

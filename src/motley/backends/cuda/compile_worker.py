@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import cache, driver
 
 from motley.backends.cuda import kernels
-from motley.backends.cuda.manifests import Compiled, Ledger
+from motley.backends.cuda.manifests import READY, Compiled, Ledger
 
 
 class NoGpu:
@@ -50,7 +50,7 @@ class NoGpu:
 
 
 Result = tuple[int, str, float, str | None]
-_NICENESS = 10  # of a process that compiles what is not urgent
+_NICENESS = 19  # of a process that compiles what is not urgent
 
 
 def compile_job(task: tuple[int, str]) -> Result:
@@ -62,7 +62,12 @@ def compile_job(task: tuple[int, str]) -> Result:
     started = time.perf_counter()
     try:
         function = getattr(import_module(module), name)
-        kernel = function.preload(data)
+        launcher = Thread(target=_build_launcher, args=_as_source(function, data))
+        launcher.start()
+        try:
+            kernel = function.preload(data)
+        finally:
+            launcher.join()
         while (
             kernel.metadata.shared > driver.active.shared_memory
         ):  # as kernels.pipeline does it at the launch
@@ -70,7 +75,7 @@ def compile_job(task: tuple[int, str]) -> Result:
             if fewer is None:
                 break
             data, kernel = fewer, function.preload(fewer)
-        _build_launcher(kernel)
+        _build_launcher(kernel.src, kernel.metadata)  # it is there, if the source was foreseen correctly
         return number, name, time.perf_counter() - started, None
     except Exception as error:  # the launch will say it again, to someone who can do something about it
         return number, name, time.perf_counter() - started, f"{type(error).__name__}: {error}"[:500]
@@ -92,12 +97,27 @@ def _with_fewer_stages(data: str) -> str | None:
     return json.dumps(variant) if variant["options"]["num_stages"] else None
 
 
-def _build_launcher(kernel: Any) -> None:
-    """The C function that launches it. Triton compiles it, too, where the driver's library is."""
-    from triton.backends.nvidia.driver import CudaLauncher
+def _as_source(function: Any, data: str) -> tuple[Any, Any]:
+    """What is known of a kernel's source and metadata before it is compiled, as far as its launcher depends on it."""
+    variant = json.loads(data)
+    signature = {name: _as_tuple(kind) for name, kind in variant["signature"].items()}
+    constants = dict(zip(map(tuple, variant["constant_keys"]), variant["constant_vals"], strict=True))
+    return SimpleNamespace(fn=function, signature=signature, constants=constants), SimpleNamespace()
 
+
+def _as_tuple(kind: Any) -> Any:
+    """JSON has no tuples."""
+    return tuple(map(_as_tuple, kind)) if isinstance(kind, list) else kind
+
+
+def _build_launcher(source: Any, metadata: Any) -> None:
+    """The C function that launches a kernel. Triton has it compiled, too, where the driver's library is: a fourth of a
+    second, in which the kernel itself is compiled.
+    """
     try:
-        CudaLauncher(kernel.src, kernel.metadata)
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(source, metadata)
     except Exception:
         return  # no driver or no compiler here, or another Triton: the first launch builds it
 
@@ -121,6 +141,14 @@ def import_kernels() -> None:
         import_module(f"{kernels.__name__}.{module.name}")
 
 
+def build_driver() -> None:
+    """The C library by which Triton launches kernels. The model's process would have it compiled otherwise."""
+    with suppress(Exception):  # no library of the driver or no compiler here, or another Triton
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()
+
+
 def main() -> None:
     capability, shared_memory, n_workers = map(int, sys.argv[1:4])
     driver.set_active(NoGpu(capability, shared_memory))
@@ -128,6 +156,9 @@ def main() -> None:
     import_kernels()
     getattr(cache, "triton_key", lambda: None)()  # half a second, which each process would take for itself
     with multiprocessing.get_context("fork").Pool(n_workers) as pool:
+        with suppress(OSError):
+            print(f"{READY}{time.monotonic()}", flush=True)
+        pool.apply_async(build_driver)
         ledger, lock = Ledger(), Lock()  # the pool reads tasks on a thread of its own
         for result in pool.imap_unordered(compile_job, _tasks(ledger, lock)):
             with lock:

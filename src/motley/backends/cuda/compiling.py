@@ -12,35 +12,27 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Condition, Lock, Thread
 from typing import Any
 
 import torch
 from triton import knobs
-from triton.runtime import cache
+from triton.runtime import cache, driver
 from triton.runtime.jit import JITFunction
 
+from motley import compile_process
 from motley.backends.cuda.kernels.bits import INTERPRETED
-from motley.backends.cuda.manifests import Compiled, Manifest
+from motley.backends.cuda.manifests import READY, Compiled, Manifest
 from motley.errors import DeviceError
+from motley.milestones import mark
 
 OnDone = Callable[[int, int], None]  # number of jobs done, number of all jobs
 
-_WORKER = """
-from motley.without_torch import stand_in
-
-stand_in()
-from motley.backends.cuda.compile_worker import main
-
-main()
-"""
-_recorded: ContextVar[dict[Job, None] | None] = ContextVar("recorded", default=None)
+_recorded: ContextVar[Callable[[Job], None] | None] = ContextVar("recorded", default=None)
 _asking = Lock()
 
 
@@ -75,16 +67,24 @@ def is_recording() -> bool:
 
 
 @contextlib.contextmanager
-def recording(jobs: dict[Job, None]) -> Iterator[None]:
-    """Record kernels that are not compiled yet in `jobs`, and launch none.
+def recording(jobs: dict[Job, None], on_new: Callable[[Job], None] | None = None) -> Iterator[None]:
+    """Record kernels that are not compiled yet in `jobs`, and launch none. `on_new` is called with each that was not
+    among `jobs`, at once.
 
     Nor those that an earlier model of this process has compiled: the kernels before them have not run, so that what
     they read is undefined, ids and the addresses that follow from them included.
 
     This applies to the caller and to the devices' threads that work for it (runtime.group), not to other models.
     """
+
+    def note(job: Job) -> None:
+        if job not in jobs:
+            jobs[job] = None
+            if on_new is not None:
+                on_new(job)
+
     with _asked():
-        token = _recorded.set(jobs)
+        token = _recorded.set(note)
         try:
             yield
         finally:
@@ -96,9 +96,9 @@ def _asked() -> Iterator[None]:
     """Triton asks, before it compiles or launches a kernel, whether kernels are recorded in that context."""
 
     def note(*, fn: Any, **found: Any) -> bool:
-        if (jobs := _recorded.get()) is None:
+        if (record := _recorded.get()) is None:
             return False
-        jobs[Job(fn.module, fn.name, found["compile"]["specialization_data"])] = None
+        record(Job(fn.module, fn.name, found["compile"]["specialization_data"]))
         return True  # Triton then does not compile
 
     with _asking:  # of two models that are loaded at the same time, one after the other
@@ -126,33 +126,21 @@ def load_compiler() -> None:
     getattr(cache, "triton_key", lambda: None)()  # not in all versions
 
 
+def load_driver() -> None:
+    """Load Triton's driver, without which no kernel is recorded. The first process has a C compiler make it."""
+    driver.active.get_current_target()
+
+
 class Compiler:
     """The compile processes. They take one or two seconds to start: create the object as early as possible."""
 
     def __init__(self, target: Target, n_workers: int | None = None) -> None:
-        numbers = target.capability, target.shared_memory, n_workers or os.cpu_count() or 1
-        command = [sys.executable, "-c", _WORKER, *map(str, numbers)]
-        # Hide the GPUs: each worker would allocate memory there. PYTHONPATH: the worker must import this package.
-        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-        own = {
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        }
-        environment = os.environ | own
+        numbers = target.capability, target.shared_memory
+        early = compile_process.take(*numbers) if n_workers is None else None
+        self._process = early or compile_process.start(*numbers, n_workers)
         self.n_jobs = 0  # submitted so far
-        # A session of its own, and no stream of ours: Ctrl-C stops an answer, not the compiler, and a reader of our
-        # output must not wait for a process that outlives us.
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
         self._results: dict[int, Compiled] = {}  # by the number of the job
+        self._times: dict[int, float] = {}  # when they came
         self._has_ended = False
         self._changed = Condition()
         self._reader = Thread(target=self._read, name="motley-compiled", daemon=True)
@@ -183,6 +171,10 @@ class Compiler:
     def is_done(self, n_jobs: int) -> bool:
         """Whether the first `n_jobs` are compiled, or never will be."""
         return self._has_ended or all(number in self._results for number in range(n_jobs))
+
+    def when_done(self, n_jobs: int) -> float:
+        """When the first `n_jobs` were compiled, on the clock of `time.monotonic`."""
+        return max((self._times[number] for number in range(n_jobs)), default=time.monotonic())
 
     def wait(self, n_jobs: int, on_done: OnDone | None = None) -> list[Compiled]:
         """Wait for the first `n_jobs`, and return them. A failed job has an `error`."""
@@ -231,11 +223,13 @@ class Compiler:
         assert self._process.stdout is not None
         with self._process.stdout as results:
             for line in results:
-                if not line.startswith("["):  # other output of the process
+                if line.startswith(READY):
+                    mark("compiler ready", float(line.removeprefix(READY)))
+                if not line.startswith("["):  # also other output of the process
                     continue
                 number, *rest = json.loads(line)
                 with self._changed:
-                    self._results[number] = Compiled(*rest)
+                    self._results[number], self._times[number] = Compiled(*rest), time.monotonic()
                     self._changed.notify_all()
         self._process.wait()
         with self._changed:

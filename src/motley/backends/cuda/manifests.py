@@ -14,6 +14,10 @@ from pathlib import Path
 import triton
 from triton import knobs
 
+from motley.compile_process import MANIFEST
+
+READY = "ready at "  # what the compile process writes when it takes jobs, followed by `time.monotonic()`
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -31,7 +35,7 @@ class Manifest:
         """`description`: everything that the variants depend on, except the kernels' source and Triton's version."""
         text = repr((triton.__version__, _source_hash(), *description))
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
-        self.path = Path(knobs.cache.dir) / f"motley-{name}.json"
+        self.path = Path(knobs.cache.dir) / MANIFEST.format(name)
 
     @property
     def exists(self) -> bool:

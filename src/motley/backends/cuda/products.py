@@ -74,6 +74,9 @@ def load_library(device: torch.device, n_rows: int, shapes: Iterable[tuple[int, 
     if n_rows <= MAX_KERNEL_ROWS:
         return
     with torch.inference_mode(), torch.cuda.device(device):
+        # Makes the GPU's context current in this thread. Neither the line above nor memory that the allocator has at
+        # hand does, and the library warns if it has to do it.
+        torch.cuda.mem_get_info(device)
         for shape in shapes:
             x = torch.empty(n_rows, shape[1], dtype=torch.float16, device=device)
             F.linear(x, torch.empty(shape, dtype=torch.float16, device=device))

@@ -123,8 +123,15 @@ def own_weights(weights: Mapping[str, LoadedWeight]) -> dict[str, DeviceWeight]:
 class Matrices:
     """All matrices of one model on one device by weight name. Those that are joined become rows of one allocation."""
 
-    def __init__(self, device: torch.device, copies: Copies | None = None, n_ahead: int = 2) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        copies: Copies | None = None,
+        n_ahead: int = 2,
+        join: Callable[[Sequence[WeightPlanes]], WeightPlanes] = join_rows,
+    ) -> None:
         self.device = device
+        self._join = join
         self.copies = copies or Copies()
         self.borrowing = Borrowing(device, n_ahead)
         self._small: dict[Hashable, torch.Tensor] = {}
@@ -161,7 +168,7 @@ class Matrices:
             return self.borrowing.joined(key)
         if key not in self._joined:
             parts = [self.get(name, weights) for name in key]
-            whole, start = join_rows(parts), 0
+            whole, start = self._join(parts), 0
             for name, part in zip(key, parts, strict=True):
                 self._refs[name].planes = whole.rows(start, start + part.n_rows)
                 start += part.n_rows

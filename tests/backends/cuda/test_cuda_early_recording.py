@@ -1,0 +1,355 @@
+"""Kernels are recorded with stand-ins while weights are loaded; what that leaves over is recorded afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import motley
+from motley import assembly, compile_process
+from motley.backends import get_backend, gpu
+from motley.backends.cuda.planning import GpuPlanning
+from motley.gguf import read_spec
+from motley.kvcache.types import get_cache_type
+from motley.models import BatchShape, read_params
+from motley.runtime import CacheConfig, fit_cache, make_crew, split_model, warming
+from motley.runtime.rehearsals import tiers
+from motley.runtime.stand_in_runner import layers_to_record, stand_in_runner
+from motley.runtime.warming import KernelWarmer
+
+MODEL = Path(motley.__file__).parent / "bundled" / "motley-15m-q8_0.gguf"
+N_BATCH, N_PARALLEL = 64, 2
+N_SHAPES = sum(len(tier.shapes) for tier in tiers(N_BATCH, N_PARALLEL))
+
+
+class FakeGpu(GpuPlanning):
+    """A GPU that is not there."""
+
+    def load(self, weight: Any) -> Any:
+        raise AssertionError("nothing is loaded here")
+
+    def prepare(self, plan: Any, weights: Any) -> Any:
+        raise AssertionError("nothing runs here")
+
+
+class FakeCompiler:
+    """Compiles a job as soon as it has it."""
+
+    def __init__(self, *_: object) -> None:
+        self.jobs: list[object] = []
+        self.urgent: list[object] = []
+        self.n_manifests = 0
+        self.is_closed = False
+
+    @property
+    def n_jobs(self) -> int:
+        return len(self.jobs)
+
+    def submit(self, jobs: list[object], *, is_urgent: bool = True) -> None:
+        self.jobs += jobs
+        self.urgent += jobs if is_urgent else []
+
+    def send(self, manifest: object) -> None:
+        self.n_manifests += 1
+
+    def is_done(self, n_jobs: int) -> bool:
+        return False  # so that recording goes on
+
+    def wait(self, n_jobs: int, on_done: object = None) -> list[gpu.Compiled]:
+        return [gpu.Compiled("a kernel", 0.5)] * n_jobs
+
+    def when_done(self, n_jobs: int) -> float:
+        return time.monotonic()
+
+    def leave(self) -> None: ...
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeManifest:
+    exists = False
+
+    def __init__(self, *_: object) -> None: ...
+
+
+class FakeRunner:
+    """Each batch has one kernel, of its rows. `on_run` is called before."""
+
+    def __init__(self, name: str, said: list[str], on_run: Callable[[int], None] | None = None) -> None:
+        self._name, self._said, self._on_run = name, said, on_run
+        self.is_closed = False
+
+    def run(self, batch: Any, tokens: list[int], copies: object) -> torch.Tensor:
+        if self._on_run is not None:
+            self._on_run(len(tokens))
+        self._said.append(f"{self._name} {len(tokens)}")
+        assert _now is not None, "only recorded batches run here"
+        _now(batch.shape.n_tokens, batch.shape.n_outputs)
+        return torch.empty(0)
+
+    def plan(self, shape: BatchShape) -> None:
+        self._said.append(f"{self._name} plans {shape.n_tokens}")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+_now: Callable[[int, int], None] | None = None
+
+
+@contextlib.contextmanager
+def fake_recording(jobs: dict[Any, None], on_new: Callable[[Any], None] | None) -> Iterator[None]:
+    global _now
+
+    def note(*job: int) -> None:
+        if job not in jobs:
+            jobs[job] = None
+            if on_new is not None:
+                on_new(job)
+
+    _now = note
+    try:
+        yield
+    finally:
+        _now = None
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "can_compile_ahead", lambda: True)
+    monkeypatch.setattr(gpu, "Compiler", FakeCompiler)
+    monkeypatch.setattr(gpu, "Manifest", FakeManifest)
+    monkeypatch.setattr(gpu, "recording", fake_recording)
+    monkeypatch.setattr(gpu.Target, "of", staticmethod(lambda _: gpu.Target(90, 227 << 10)))
+    for name in ("load_compiler", "load_driver", "load_library"):
+        monkeypatch.setattr(gpu, name, lambda *_: None)
+
+
+def make_warmer(devices: str = "cpu", **options: bool) -> tuple[KernelWarmer, list[FakeGpu]]:
+    spec, kind = read_spec(MODEL), get_cache_type("f16")
+    config, crew = CacheConfig(kind, kind), make_crew(devices)
+    split = split_model(spec, read_params(spec), crew, config, n_ctx=64, rotate=True)
+    hosts = [get_backend("auto") for _ in crew.devices]
+    fit = fit_cache(split, hosts, config, n_batch=N_BATCH, n_parallel=N_PARALLEL)
+    backends = [FakeGpu("cuda:0") for _ in crew.devices]
+    made = KernelWarmer(split, backends, fit.plan, n_batch=N_BATCH, n_parallel=N_PARALLEL, **options)
+    return made, backends
+
+
+def compiler_of(warmer: KernelWarmer) -> FakeCompiler:
+    assert isinstance(warmer._compiler, FakeCompiler)
+    return warmer._compiler
+
+
+def record_early(
+    monkeypatch: pytest.MonkeyPatch, said: list[str], on_run: Callable[[int], None] | None = None
+) -> tuple[KernelWarmer, FakeRunner]:
+    """A warmer whose thread has begun to record by stand-ins."""
+    twin = FakeRunner("stand-in", said, on_run)
+    monkeypatch.setattr(warming, "stand_in_runner", lambda *_: twin)
+    warmer, backends = make_warmer()
+    warmer.record_early(backends, None)
+    return warmer, twin
+
+
+def wait_for_thread(warmer: KernelWarmer) -> None:
+    assert warmer._early is not None
+    warmer._early.join(60)
+    assert not warmer._early.is_alive()
+
+
+def test_first_jobs_are_handed_over_before_there_is_a_loaded_model(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    warmer, twin = record_early(monkeypatch, said)
+    wait_for_thread(warmer)
+    compiler = compiler_of(warmer)
+    assert len(said) == N_SHAPES
+    assert said[0] == "stand-in 1"
+    assert compiler.jobs == compiler.urgent == [(1, 1)]  # the others would take cores from loading
+    assert compiler.n_manifests == 1
+    assert twin.is_closed
+    done: list[tuple[int, int]] = []
+    warmer.warm(FakeRunner("model", said), lambda *counts: done.append(counts))  # type: ignore[arg-type]
+    assert said[N_SHAPES:] == ["model plans 1"]  # nothing is recorded again
+    assert done == [(0, 1)]
+    assert compiler.n_jobs == len(set(compiler.jobs)) == N_SHAPES
+    assert compiler.urgent == [(1, 1)]
+    assert compiler.n_manifests == len(tiers(N_BATCH, N_PARALLEL))
+    assert warmer.warm_up.n_others == N_SHAPES - 1
+    assert warmer.max_rows == 1
+    while warmer.advance():
+        pass
+    assert not warmer.is_compiling
+
+
+def test_without_stand_ins_the_loaded_model_records(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    warmer, backends = make_warmer()
+    warmer.record_early(backends, None)  # FakeGpu has no stand-in
+    wait_for_thread(warmer)
+    said: list[str] = []
+    warmer.warm(FakeRunner("model", said))  # type: ignore[arg-type]
+    assert said[:2] == ["model 1", "model plans 1"]
+    assert len(said) == N_SHAPES + 1
+    assert not warmer.waiting
+
+
+@pytest.mark.parametrize("n_done", [0, 1, 3])
+def test_what_fails_early_is_left_to_the_loaded_model(
+    n_done: int, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def fail(n_rows: int) -> None:
+        if len(said) == n_done:
+            raise RuntimeError("no memory")
+
+    warmer, twin = record_early(monkeypatch, said, fail)
+    wait_for_thread(warmer)
+    assert twin.is_closed
+    assert len(said) == n_done
+    warmer.warm(FakeRunner("model", said))  # type: ignore[arg-type]
+    recorded = [each for each in said if "plans" not in each]
+    assert len(recorded) == N_SHAPES
+    assert recorded[n_done].startswith("model")
+    compiler = compiler_of(warmer)
+    assert compiler.n_jobs == len(set(compiler.jobs)) == N_SHAPES
+    assert compiler.n_manifests == len(tiers(N_BATCH, N_PARALLEL))
+    assert warmer.warm_up.failures == ()
+
+
+def test_the_thread_ends_when_the_weights_are_there(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    is_at_work, goes_on = Event(), Event()
+
+    def wait(n_rows: int) -> None:
+        is_at_work.set()
+        assert goes_on.wait(60)
+
+    warmer, _ = record_early(monkeypatch, said, wait)
+    assert is_at_work.wait(60)
+    warmer._is_loaded.set()
+    goes_on.set()
+    wait_for_thread(warmer)
+    assert said == ["stand-in 1"]
+    warmer.warm(FakeRunner("model", said))  # type: ignore[arg-type]
+    assert said[1] == "model plans 1"
+    assert len(said) == N_SHAPES + 1
+    assert compiler_of(warmer).n_jobs == N_SHAPES
+
+
+def test_a_short_command_hands_all_jobs_over(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if weights were loaded and the first kernels compiled before the thread had recorded the others."""
+    is_made = Event()
+
+    def load(n_rows: int) -> None:
+        assert is_made.wait(60)
+        warmer._is_loaded.set()
+
+    said: list[str] = []
+    warmer, _ = record_early(monkeypatch, said, load)
+    is_made.set()
+    wait_for_thread(warmer)
+    assert said == ["stand-in 1"]
+    compiler = compiler_of(warmer)
+    compiler.is_done = lambda n_jobs: True  # type: ignore[method-assign]
+    warmer.warm(FakeRunner("model", said))  # type: ignore[arg-type]
+    assert compiler.n_jobs == len(set(compiler.jobs)) == N_SHAPES
+    assert compiler.n_manifests == len(tiers(N_BATCH, N_PARALLEL))
+    assert not warmer.waiting
+    warmer.close()
+
+
+def test_without_early_recording_others_are_left_to_the_background(on_a_gpu: None) -> None:
+    warmer, _ = make_warmer()
+    compiler, runner = compiler_of(warmer), FakeRunner("model", [])
+    compiler.is_done = lambda n_jobs: True  # type: ignore[method-assign]
+    warmer.warm(runner)  # type: ignore[arg-type]
+    assert compiler.jobs == [(1, 1)]
+    warmer.record_next(runner)  # type: ignore[arg-type]
+    assert compiler.n_jobs == 2
+    assert compiler.urgent == [(1, 1)]
+    warmer.give_up("no more")
+    assert not warmer.is_compiling
+
+
+def test_a_model_that_is_not_loaded_ends_the_thread_and_the_compiler(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmer, twin = record_early(monkeypatch, [])
+    warmer.abort()
+    assert twin.is_closed
+    assert compiler_of(warmer).is_closed
+    assert warmer._early is not None
+    assert not warmer._early.is_alive()
+
+
+def test_the_vocabulary_is_read_after_kernels_are_recorded(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    warmer, _ = record_early(monkeypatch, said)
+    monkeypatch.setattr(assembly.Tokenizer, "from_spec", lambda _: said.append("vocabulary"))
+    assembly._read_tokenizer(read_spec(MODEL), warmer)
+    assert said.index("stand-in 1") < said.index("vocabulary")
+    warmer.abort()
+
+
+def test_several_devices_and_models_with_drafts_record_after_loading(on_a_gpu: None) -> None:
+    for warmer, backends in (make_warmer("cpu,cpu"), make_warmer(waits_for_all=True)):
+        warmer.record_early(backends, None)
+        assert warmer._early is None
+        warmer.abort()
+
+
+def test_a_cpu_records_nothing() -> None:
+    spec, kind = read_spec(MODEL), get_cache_type("f16")
+    config, backends = CacheConfig(kind, kind), [get_backend("auto")]
+    split = split_model(spec, read_params(spec), make_crew("cpu"), config, n_ctx=64, rotate=True)
+    fit = fit_cache(split, backends, config, n_batch=N_BATCH, n_parallel=N_PARALLEL)
+    warmer = KernelWarmer(split, backends, fit.plan, n_batch=N_BATCH, n_parallel=N_PARALLEL)
+    warmer.record_early(backends, None)
+    assert warmer._early is None
+    assert stand_in_runner(split, backends, fit.plan, None) is None
+    with pytest.raises(AssertionError, match="no stand-ins"):
+        backends[0].weight_like(split.graph(BatchShape(1, 1)).weights[0])
+
+
+def test_recording_begins_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    runner = assembly.Runner
+
+    before = sys.getswitchinterval()
+
+    def make_runner(*args: Any, **options: Any) -> Any:
+        assert sys.getswitchinterval() < before  # threads share Python's lock
+        said.append("weights")
+        return runner(*args, **options)
+
+    monkeypatch.setattr(KernelWarmer, "record_early", lambda *_: said.append("record"))
+    monkeypatch.setattr(compile_process, "dismiss", lambda: said.append("dismiss"))
+    monkeypatch.setattr(assembly, "Runner", make_runner)
+    with motley.LLM(n_ctx=64, devices="cpu"):
+        assert said == ["record", "dismiss", "weights"]
+    assert sys.getswitchinterval() == before
+
+
+def test_all_layers_are_recorded_where_devices_have_layers_of_their_own() -> None:
+    spec, kind = read_spec(MODEL), get_cache_type("f16")
+    config = CacheConfig(kind, kind)
+    for devices, n_layers in (("cpu", 1), ("cpu,cpu", 0)):
+        crew = make_crew(devices, "layer") if "," in devices else make_crew(devices)
+        split = split_model(spec, read_params(spec), crew, config, n_ctx=64, rotate=True)
+        assert layers_to_record(split) == n_layers
