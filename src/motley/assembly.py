@@ -60,6 +60,7 @@ from motley.runtime.warming import KernelWarmer
 from motley.text import Tokenizer
 
 _SWITCH_SECONDS = 5e-4
+_LOADING_BYTES = 2 << 30  # of a GPU, for matrices that are being repacked
 _MAX_TOKENS, _MAX_THREADS = 2**26, 2**10  # tokens or requests; threads. Larger numbers are typing mistakes
 
 
@@ -220,7 +221,7 @@ def load_model(
             waits_for_all=bool(companions),  # these have batches of their own
         )
         undo.callback(warmer.abort)
-        warmer.record_early(backends, _spare(fit))
+        warmer.record_early(backends, _spare_while_loading(fit))
         compile_process.dismiss()
         # A large vocabulary takes most of a second: time in which other threads read the weights. Kernels are recorded
         # before, because the compiler waits for them.
@@ -314,6 +315,9 @@ def _sharing_python() -> Iterator[None]:
     for a moment after each part, and others read the vocabulary and record kernels meanwhile.
     """
     before = sys.getswitchinterval()
+    if before <= _SWITCH_SECONDS:  # another model is being loaded
+        yield
+        return
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         yield
@@ -401,9 +405,9 @@ def _offer_spare(split: ModelSplit, fit: CacheFit, backends: Sequence[Backend], 
             backend.offer_spare(room - fit.plan.n_bytes(index), graph, n_parallel)
 
 
-def _spare(fit: CacheFit) -> int | None:
-    """Bytes that the first device has left beside the model and the cache; None: no limit is known."""
-    return None if fit.room[0] is None else fit.room[0] - fit.plan.n_bytes(0)
+def _spare_while_loading(fit: CacheFit) -> int | None:
+    """Bytes that the first device has left beside the model, the cache and what loading takes; None: no known limit."""
+    return None if fit.room[0] is None else fit.room[0] - fit.plan.n_bytes(0) - _LOADING_BYTES
 
 
 def _plan_beside(

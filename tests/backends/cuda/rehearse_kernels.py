@@ -14,11 +14,13 @@ import compile_kernels
 import numpy as np
 import torch
 from triton import knobs
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 import motley
 from motley import compile_process, milestones
 from motley.backends import get_backend
+from motley.backends.cuda import compile_worker
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.compiling import Compiler, Job, Target, recording
 from motley.backends.cuda.manifests import Manifest
@@ -120,12 +122,23 @@ def compiled_elsewhere(jobs: list[Job]) -> int:
     compiler.close()
     hits: list[bool] = []
     knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-    for job in quick:
-        getattr(sys.modules[job.module], job.name).preload(job.data)
-    print(f"{len(done)} compiled, found again: {hits}")
+    are_same = [has_its_launcher(job) for job in quick]
+    print(f"{len(done)} compiled, found again: {hits}, with the launcher that was built before: {are_same}")
     is_taken = compile_process._early._process is None and milestones.since_start()[0][0] == "compiler ready"
     is_complete = is_taken and first == done[:1] and len(done) == len(quick) and manifest.exists
-    return int(not quick or not is_complete or any(each.error for each in done) or not all(hits))
+    is_right = is_complete and all(are_same) and all(hits)
+    return int(not quick or not is_right or any(each.error for each in done))
+
+
+def has_its_launcher(job: Job) -> bool:
+    """Whether the launcher that is built beside a kernel's compilation is the one that the kernel needs."""
+    function, sources = getattr(sys.modules[job.module], job.name), []
+    nvidia.library_dirs = list  # there is no driver
+    nvidia.compile_module_from_src = lambda src, **_: sources.append(src)
+    compile_worker._build_launcher_early(function, job.data)
+    kernel = function.preload(job.data)
+    compile_worker._build_launcher(kernel.src, kernel.metadata)
+    return len(sources) == 2 and sources[0] == sources[1]
 
 
 if __name__ == "__main__":

@@ -353,3 +353,17 @@ def test_all_layers_are_recorded_where_devices_have_layers_of_their_own() -> Non
         crew = make_crew(devices, "layer") if "," in devices else make_crew(devices)
         split = split_model(spec, read_params(spec), crew, config, n_ctx=64, rotate=True)
         assert layers_to_record(split) == n_layers
+
+
+def test_two_models_that_are_loaded_at_once_leave_the_interval_as_it_was() -> None:
+    before = sys.getswitchinterval()
+    first, second = assembly._sharing_python(), assembly._sharing_python()
+    with first, second:
+        assert sys.getswitchinterval() < before
+    assert sys.getswitchinterval() == before
+    first, second = assembly._sharing_python(), assembly._sharing_python()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # the other one is still being loaded
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == before

@@ -62,7 +62,7 @@ def compile_job(task: tuple[int, str]) -> Result:
     started = time.perf_counter()
     try:
         function = getattr(import_module(module), name)
-        launcher = Thread(target=_build_launcher, args=_as_source(function, data))
+        launcher = Thread(target=_build_launcher_early, args=(function, data))
         launcher.start()
         try:
             kernel = function.preload(data)
@@ -75,7 +75,7 @@ def compile_job(task: tuple[int, str]) -> Result:
             if fewer is None:
                 break
             data, kernel = fewer, function.preload(fewer)
-        _build_launcher(kernel.src, kernel.metadata)  # it is there, if the source was foreseen correctly
+        _build_launcher(kernel.src, kernel.metadata)  # found, if the signature was right
         return number, name, time.perf_counter() - started, None
     except Exception as error:  # the launch will say it again, to someone who can do something about it
         return number, name, time.perf_counter() - started, f"{type(error).__name__}: {error}"[:500]
@@ -97,19 +97,6 @@ def _with_fewer_stages(data: str) -> str | None:
     return json.dumps(variant) if variant["options"]["num_stages"] else None
 
 
-def _as_source(function: Any, data: str) -> tuple[Any, Any]:
-    """What is known of a kernel's source and metadata before it is compiled, as far as its launcher depends on it."""
-    variant = json.loads(data)
-    signature = {name: _as_tuple(kind) for name, kind in variant["signature"].items()}
-    constants = dict(zip(map(tuple, variant["constant_keys"]), variant["constant_vals"], strict=True))
-    return SimpleNamespace(fn=function, signature=signature, constants=constants), SimpleNamespace()
-
-
-def _as_tuple(kind: Any) -> Any:
-    """JSON has no tuples."""
-    return tuple(map(_as_tuple, kind)) if isinstance(kind, list) else kind
-
-
 def _build_launcher(source: Any, metadata: Any) -> None:
     """The C function that launches a kernel. Triton has it compiled, too, where the driver's library is: a fourth of a
     second, in which the kernel itself is compiled.
@@ -120,6 +107,21 @@ def _build_launcher(source: Any, metadata: Any) -> None:
         CudaLauncher(source, metadata)
     except Exception:
         return  # no driver or no compiler here, or another Triton: the first launch builds it
+
+
+def _build_launcher_early(function: Any, data: str) -> None:
+    """The same, from what is known before the kernel is compiled. A wrong one would do no harm: it is not found."""
+    with suppress(Exception):
+        variant = json.loads(data)
+        signature = {name: _as_tuple(kind) for name, kind in variant["signature"].items()}
+        constants = dict(zip(map(tuple, variant["constant_keys"]), variant["constant_vals"], strict=True))
+        source = SimpleNamespace(fn=function, signature=signature, constants=constants)
+        _build_launcher(source, SimpleNamespace())
+
+
+def _as_tuple(kind: Any) -> Any:
+    """JSON has no tuples."""
+    return tuple(map(_as_tuple, kind)) if isinstance(kind, list) else kind
 
 
 def _tasks(ledger: Ledger, lock: Lock) -> Iterator[tuple[int, str]]:
