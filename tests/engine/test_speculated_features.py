@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from by_hand import stepped_by_hand
 from drafters import Guess, bushy, give, half, right, scattered, serve, too_long, wrong
 
 from motley import LLM
-from motley.bundled import bundled_draft_path
+from motley.bundled import bundled_draft_path, bundled_experts_path
 from motley.engine import SamplingParams
 from motley.engine.drafting import Draft, Forced
 from motley.engine.drafting.draft import Ask
@@ -94,3 +95,24 @@ def test_forced_tokens_are_those_of_the_only_text(llm: LLM) -> None:
     free = llm._loaded.engine.new_request(PROMPT, lazy)
     assert free.matcher is not None
     assert free.matcher.forced() == []
+
+
+@pytest.mark.parametrize("guess", [right, half, scattered])
+def test_requests_with_other_experts_and_layers_have_drafts_beside_each_other(guess: Guess) -> None:
+    params = [
+        SamplingParams(seed=i, max_tokens=18, ignore_eos=True, **effort)
+        for i, effort in enumerate(
+            ({}, {"n_expert_used": 1}, {"n_expert_used": 3}, {"n_layer_exit": 3}, {"n_layer_exit": 3}, {})
+        )
+    ]
+    prompts = [[*PROMPT, 50 + i] for i in range(len(params))]
+    with LLM(bundled_experts_path(), n_ctx=96, n_batch=64, n_parallel=6, kv_block_size=8) as llm:
+        engine = llm._loaded.engine
+        with stepped_by_hand(llm):
+            give(llm, right)
+            plain = serve(engine, prompts, params)
+            drafter = give(llm, guess)
+            drafter.answers |= {tuple(p): tuple(r.generated) for p, r in zip(prompts, plain, strict=True)}
+            drafted = serve(engine, prompts, params)
+    assert [r.generated for r in drafted] == [r.generated for r in plain]
+    assert max(drafter.n_accepted) > 2

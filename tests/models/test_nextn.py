@@ -6,11 +6,13 @@ is written as a file whose last layer is the prediction layer, and modules of tr
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
+import numpy as np
 import pytest
 import torch
 from hf_to_gguf import GGUFContent, to_gguf
@@ -179,6 +181,58 @@ def test_texts_are_the_same(able: Path, options: dict[str, Any]) -> None:
         assert llm.memory()["draft_model"] > 0
         for companion in llm._loaded.companions:
             companion._cache.check_integrity()
+
+
+def next_probs(llm: LLM, tokens: list[int], among: list[int], top_p: float) -> dict[int, float]:
+    """The probabilities of the next token, if it is one of `among`: temperature 1, the smallest set of `top_p`."""
+    logits = llm.logits(tokens)[-1].astype(np.float64)[among]
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    order = np.argsort(-probs, kind="stable")
+    kept = order[: int(np.searchsorted(probs[order].cumsum(), top_p)) + 1]
+    return {among[i]: float(probs[i] / probs[kept].sum()) for i in kept.tolist()}
+
+
+@pytest.mark.slow
+def test_two_tokens_have_the_models_joint_distribution(able: Path) -> None:
+    """A chi-squared test of tokens 2 and 3, of which drafts are computed: temperature 1 and top-p, eight tokens."""
+    n_draws, top_p, prompt, among = 1200, 0.9, PROMPTS[0], [5, 30, 61, 90, 111, 140, 170, 201]
+    bias = dict.fromkeys(among, 90.0)
+    with LLM(able, **(OPTIONS | {"n_parallel": 16, "n_batch": 256})) as llm:
+        engine, found = llm._loaded.engine, Counter[tuple[int, ...]]()
+        engine.speculator._control = FixedControl()
+        n_accepted = 0
+        with patch.object(Engine, "can_step", new_callable=PropertyMock, return_value=False):
+            for first in range(0, n_draws, 16):
+                sampling = [
+                    SamplingParams(
+                        temperature=1, top_k=0, top_p=top_p, min_p=0, seed=seed, max_tokens=4, ignore_eos=True,
+                        logit_bias=bias, speculative="mtp",
+                    )
+                    for seed in range(first, first + 16)
+                ]  # fmt: skip
+                requests = [engine.add(prompt, each) for each in sampling]
+                while engine.has_work:
+                    engine.step()
+                found.update(tuple(request.generated[:3]) for request in requests)
+                n_accepted += sum(r.drafts["mtp"].accepted for r in requests if "mtp" in r.drafts)
+        expected = {
+            (a, b, c): p * q * r
+            for a, p in next_probs(llm, prompt, among, top_p).items()
+            for b, q in next_probs(llm, [*prompt, a], among, top_p).items()
+            for c, r in next_probs(llm, [*prompt, a, b], among, top_p).items()
+        }
+    assert n_accepted > n_draws / 8
+    assert set(found) <= set(expected)
+    cells = [key for key, p in expected.items() if p * n_draws >= 5]
+    assert len(cells) > 8
+    means = np.array([n_draws * expected[key] for key in cells])
+    counts = np.array([found[key] for key in cells], dtype=np.float64)
+    means, counts = (np.append(each, n_draws - each.sum()) for each in (means, counts))
+    n = len(cells)
+    statistic = float(((counts - means) ** 2 / np.maximum(means, 1e-9)).sum())
+    z = ((statistic / n) ** (1 / 3) - (1 - 2 / (9 * n))) / (2 / (9 * n)) ** 0.5  # Wilson and Hilferty
+    assert abs(z) < 3.3, (z, statistic, n)
 
 
 def test_prefix_hits_and_shifts_make_the_layers_context_shorter(able: Path) -> None:

@@ -242,3 +242,39 @@ def test_a_batch_that_cannot_be_captured_for_want_of_memory_is_launched(
     alone.run([member.inputs(batch, [0])])
     with pytest.raises(DeviceError, match="out of memory"):
         alone.run([member.inputs(batch, [0])])
+
+
+def test_steps_with_drafts_are_captured_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs are those that `Backend.layout` tells, by which the engine knows whether one has to be captured.
+
+    No kernel runs: what is launched, captured and replayed is counted.
+    """
+    done: list[str] = []
+
+    class Captured:
+        def __init__(self, parts: Any, pool: Any) -> None:
+            done.append("captured")
+
+        def replay(self) -> None:
+            done.append("replayed")
+
+    monkeypatch.setattr(runs, "Captured", Captured)
+    monkeypatch.setattr(runs.JointRun, "execute", lambda self, values: done.append("launched"))
+    monkeypatch.setattr(runs.Run, "_take", lambda self, values: [])
+    (member,) = make_members("cpu", None, BatchShape(8, 8))
+    joint = join([member.executable])
+    assert isinstance(joint, runs.JointRun)
+    joint._captures, joint._pool = True, RecordingPool()  # type: ignore[assignment]
+    backend, layouts = CudaBackend("cpu"), set()
+    for rows in ([8], [5], [7], [4, 4], [3, 5], [1] * 8, [2] * 4):
+        batch, layout = (
+            make_batch([n + 2 for n in rows], rows),
+            backend.layout(sum(rows), len(rows), max(rows)),
+        )
+        done.clear()
+        for _ in range(3):
+            joint.run([member.inputs(batch, list(range(sum(rows))))])
+        is_new = layout not in layouts
+        assert done == (["launched", "captured", "replayed"] if is_new else ["replayed"] * 3), rows
+        layouts.add(layout)
+    assert len(layouts) == 5
