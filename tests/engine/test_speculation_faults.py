@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from motley import LLM
 from motley.bundled import bundled_draft_path
 from motley.engine import SamplingParams
 from motley.engine.choosing import ChoiceRow, HostChooser, Pending
-from motley.engine.drafting import Draft
+from motley.engine.drafting import Draft, Lookahead, Lookup
+from motley.engine.drafting.control import FixedControl
 from motley.engine.drafting.draft import Ask
 from motley.runtime import Runner
 
@@ -110,6 +112,26 @@ def test_a_drafter_that_fails_is_not_asked_again(path: Path, caplog: pytest.LogC
         assert [tuple(r.generated) for r in requests] == known
         assert len(calls) == 1
         assert "drafter lookup failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("drafter", "name", "n"), [(Lookup, "find", 3), (Lookup, "draft", 1), (Lookahead, "learn", 3)]
+)
+def test_a_drafter_of_the_engine_that_fails_is_left_out(
+    path: Path, drafter: Any, name: str, n: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In its n-th call. No request is computed again, and it is not asked again."""
+    with load(path) as llm:
+        engine = llm._loaded.engine
+        engine.speculator._control = FixedControl()
+        params = [replace(each, speculative="off") for each in PARAMS]
+        known = [r.generated for r in serve(engine, PROMPTS, params)]
+        faults = Faults(name, [(drafter, name)])
+        params = [replace(each, speculative=drafter.name) for each in PARAMS]
+        with faults.armed(n, MemoryError):
+            assert [r.generated for r in serve(engine, PROMPTS, params)] == known
+        assert n <= faults.n_calls <= n + len(PROMPTS)  # at most, for the other requests of the same step
+        assert f"drafter {drafter.name} failed" in caplog.text
 
 
 @pytest.mark.parametrize("guess", [right, half, wrong, scattered], ids=lambda guess: guess.__name__)

@@ -279,7 +279,8 @@ def _slots(drafts: Mapping[Request, Draft], rates: Sequence[float], gains: Seque
         for order, (draft, rate, gain) in enumerate(zip(drafts.values(), rates, gains, strict=True))
         for n_before, survival in enumerate(_survivals(draft, rate))
     ]
-    slots.sort(key=lambda slot: (-slot.survival, slot.order))
+    if len(drafts) > 1:
+        slots.sort(key=lambda slot: (-slot.survival, slot.order))
     return slots
 
 

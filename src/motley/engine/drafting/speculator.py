@@ -81,7 +81,7 @@ class Speculator:
         if not self._drafters or len(running) > _MAX_REQUESTS:
             return {}
         # Every step comes here, mostly in vain, so requests without drafts must cost some microseconds only.
-        looked_up = self._lookup.find(running) if self._lookup is not None and running else None
+        looked_up = self._find(self._lookup, running) if self._lookup is not None and running else None
         if looked_up is not None:
             return self._allot_found(scheduler, looked_up) if looked_up else {}
         asking = []
@@ -116,6 +116,13 @@ class Speculator:
             if request in found or request.speculation.drafters != ONLY_LOOKUP:
                 self._rest(request, request in drafts)
         return drafts
+
+    def _find(self, lookup: Lookup, running: Sequence[Request]) -> dict[Request, Draft] | None:
+        try:
+            return lookup.find(running)
+        except BaseException as error:
+            self._leave_out(lookup.name, error)
+            return None
 
     def _allot_found(self, scheduler: Scheduler, found: Mapping[Request, Draft]) -> dict[Request, Draft]:
         """What pays of drafts that were looked up."""
@@ -163,9 +170,12 @@ class Speculator:
         first = 0
         for request, start, n_tokens in rows:
             n_taken = n_tokens - len(trees.get(request, ()))
-            for name, watcher in self._watchers.items():
+            for name, watcher in tuple(self._watchers.items()):
                 if name in request.speculation.drafters:
-                    watcher.observe(request, start, hidden[first : first + n_taken])
+                    try:
+                        watcher.observe(request, start, hidden[first : first + n_taken])
+                    except BaseException as error:
+                        self._leave_out(name, error)
             first += n_tokens
 
     def learns(self, drafter: str) -> bool:
@@ -174,7 +184,10 @@ class Speculator:
 
     def learn(self, request: Request, draft: Draft, outputs: Sequence[int]) -> None:
         """Tells a drafter the likeliest tokens after a request's last token and after each token of its draft."""
-        self._learners[draft.drafter].learn(request, draft, outputs)
+        try:
+            self._learners[draft.drafter].learn(request, draft, outputs)
+        except BaseException as error:
+            self._leave_out(draft.drafter, error)
 
     def _catch_up(self, watcher: Watcher, requests: Sequence[Request]) -> None:
         try:
@@ -187,6 +200,7 @@ class Speculator:
         self._drafters = [other for other in self._drafters if other.name != name]
         self._lookup = None if name == Lookup.name else self._lookup
         self._watchers.pop(name, None)
+        self._learners.pop(name, None)
         _log.warning("drafter %s failed and is not used any more", name, exc_info=error)
 
     def _room(self, scheduler: Scheduler) -> int:
@@ -205,19 +219,26 @@ class Speculator:
             return False
         for drafter in self._drafters:
             own = [r for r in requests if drafter.name in r.speculation.drafters and r.max_draft > 1]
-            if not own or (drafter is not self._lookup and not any(map(drafter.may_draft, own))):
-                continue
-            if drafter is self._lookup:
-                found = zip(own, drafter.draft([Ask(r, r.max_draft) for r in own]), strict=True)
-                drafts = {request: draft for request, draft in found if draft.tokens}
-                if drafts and self._control.is_worth_waiting(drafts, len(requests), self._max_rows):
-                    drafter.note_use()
+            try:
+                if own and self._is_likely(drafter, own, len(requests)):
                     return True
-            elif drafter.is_free or self._control.length(
-                drafter.name, own, len(requests), max(request.max_draft for request in own)
-            ):
-                return True
+            except BaseException as error:
+                self._leave_out(drafter.name, error)
         return False
+
+    def _is_likely(self, drafter: Drafter, own: Sequence[Request], n_rows: int) -> bool:
+        """Whether a drafter is likely to have drafts that pay after the next tokens of `own`."""
+        if drafter is self._lookup:
+            found = zip(own, drafter.draft([Ask(r, r.max_draft) for r in own]), strict=True)
+            drafts = {request: draft for request, draft in found if draft.tokens}
+            is_likely = bool(drafts) and self._control.is_worth_waiting(drafts, n_rows, self._max_rows)
+            if is_likely:
+                drafter.note_use()
+            return is_likely
+        if not any(map(drafter.may_draft, own)):
+            return False
+        n_max = max(request.max_draft for request in own)
+        return drafter.is_free or self._control.length(drafter.name, own, n_rows, n_max) > 0
 
     def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
         """Records how many tokens of a draft were right, and whether one was wrong."""
@@ -256,6 +277,7 @@ class Speculator:
         started = 0.0 if drafter.is_free else self._clock()
         try:
             found = drafter.draft(asks)
+            assert len(found) == len(asks), "a draft for each request"
         except BaseException as error:
             self._leave_out(drafter.name, error)
             if drafter.writes_cache:
