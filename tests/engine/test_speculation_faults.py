@@ -93,7 +93,8 @@ def test_every_failure_of_a_step_with_drafts_leaves_the_texts_as_they_are(
             assert all(request.finish_reason == "length" for request in requests)
             if n > faults.n_calls:
                 break
-            assert any(request.n_retries for request in requests)
+            # A request that has just ended needs no other try: its last tokens are committed after it.
+            assert any(request.n_retries for request in requests) or where == "commit"
         assert n > 5
 
 

@@ -324,7 +324,10 @@ class Engine:
         if verification is None:
             return  # no request got a token
         try:
-            while requests := verification.advance(self.scheduler, self.runner):
+            further = verification.foretold()
+            for request, tokens in further or ():
+                self._accept_further(request, tokens)
+            while further is None and (requests := verification.advance(self.scheduler, self.runner)):
                 self._accept(requests, *verification.choose(requests))
         except BaseException as error:
             self._recover(error)
@@ -457,6 +460,26 @@ class Engine:
                 request.accept(token, logprobs.get(row) if logprobs else None)
             except BaseException as error:  # an error of this request only
                 self._fail(request, error)
+            if request.is_finished:
+                self._steady = None
+                self.scheduler.remove(request)
+
+    def _accept_further(self, request: Request, tokens: Sequence[Found]) -> None:
+        """Appends the tokens of a request's draft rows after the first, as long as those before them were right."""
+        n_right = 0
+        try:
+            for token in tokens:
+                n_right += 1  # the token before this one
+                if isinstance(token, BaseException):
+                    raise token
+                request.accept(token)
+                if request.is_finished or not request.draft:
+                    break
+        except BaseException as error:  # an error of this request only
+            self._fail(request, error)
+        try:
+            self.scheduler.confirm(request, n_right)
+        finally:
             if request.is_finished:
                 self._steady = None
                 self.scheduler.remove(request)

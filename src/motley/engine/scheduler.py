@@ -290,12 +290,13 @@ class Scheduler:
             self.cache.commit(request.sequence, done)
             request.n_computed += n_known
 
-    def confirm(self, request: Request) -> None:
-        """Records that the request's next token was right in its draft: its K/V are in the cache."""
+    def confirm(self, request: Request, n_tokens: int = 1) -> None:
+        """Records that the request's next tokens were right in its draft: their K/V are in the cache."""
         assert request.sequence is not None
-        assert request.n_pending == 1, request.n_pending
-        self.cache.commit(request.sequence, request.tokens[-1:])
-        request.n_computed += 1
+        assert 0 < n_tokens <= request.n_pending, (n_tokens, request.n_pending)
+        start = request.n_computed
+        self.cache.commit(request.sequence, request.tokens[start : start + n_tokens])
+        request.n_computed += n_tokens
 
     def move(self, request: Request, rows: Sequence[int]) -> list[BlockShift]:
         """Moves of K/V of rows of the request's tree to the slots after its last token in the cache, in their order.

@@ -137,6 +137,20 @@ class DraftVerification:
             return Chosen([self._foretold[row] for row in rows], {})
         return chosen_of(self._chooser.choose(self._logits[rows], [row_of(request) for request in requests]))
 
+    def foretold(self) -> list[tuple[Request, list[Found]]] | None:
+        """Of each request whose first token was right, the tokens after it, up to the one after its whole draft.
+
+        None if they depend on what is accepted, or if drafts are trees: then `advance` and `choose` go on.
+        """
+        if self._foretold is None or self._step.trees:
+            return None
+        found = []
+        for request, draft in self._drafts.items():
+            if request.draft and not request.is_finished:
+                row = self._first_row[request] + 1
+                found.append((request, self._foretold[row : row + len(draft.tokens)]))
+        return found
+
     def advance(self, scheduler: Scheduler, runner: Runner) -> list[Request]:
         """The requests whose latest token was right in their draft; its K/V are in the cache from now on."""
         self._left = [request for request in self._left if request.draft and not request.is_finished]
