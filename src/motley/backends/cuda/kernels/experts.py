@@ -14,8 +14,6 @@ Reference: graph.ops.ExpertFfn.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -28,21 +26,9 @@ from motley.backends.cuda.planes import BLOCK, WeightPlanes
 from motley.backends.cuda.products import plain_values
 
 _ROWS = 32  # of hidden values per program: a block of int8
-_HIDDEN_WARPS = 4
 _SUM_TILE = 512  # rows of experts times blocks per program
-
-
-@dataclass(frozen=True)
-class LongTile:
-    """Of a program of `_long_sum`: rows at a time, how often, warps."""
-
-    rows: int
-    turns: int
-    warps: int
-
-
 _MANY_TOKENS = 4  # from which a program of `expert_sum` has more rows than it reads at once
-_LONG = LongTile(2, 4, 4)
+_TURNS = 4  # how often it reads some
 
 
 @triton.jit
@@ -302,7 +288,7 @@ def expert_hidden(
         first_expert, n_experts,
         K=k, BLOCKS=gate.n_columns // BLOCK, GATE_KIND=_kind(gate), UP_KIND=_kind(up), BN=_ROWS,
         BB=_n_blocks(gate.n_columns), OUT_BLOCKS=n_rows // BLOCK, FORM=form, FUNCTION=function,
-        HAS_BIAS=biases is not None, INTERPRETED=INTERPRETED, num_warps=_HIDDEN_WARPS, **overlapping(),
+        HAS_BIAS=biases is not None, INTERPRETED=INTERPRETED, num_warps=4, **overlapping(),
     )  # fmt: skip
     return hidden
 
@@ -317,7 +303,6 @@ def expert_sum(
     bias: torch.Tensor | None = None,
     shared: tuple[torch.Tensor, torch.Tensor] | None = None,
     first_expert: int = 0,
-    long: LongTile | None = None,
 ) -> torch.Tensor:
     """out (tokens, embd) float32 from hidden (tokens · k, ff), in the form that down takes. `bias`: (experts, embd)
 
@@ -337,11 +322,10 @@ def expert_sum(
         "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "HAS_SHARED": shared is not None,
         "INTERPRETED": INTERPRETED, **overlapping(),
     }  # fmt: skip
+    rows = max(1, _SUM_TILE // (slots * blocks))
     if n_tokens >= _MANY_TOKENS and down.is_packed and down.n_columns <= blocks * BLOCK:
-        t = long or _LONG
-        grid = n_tokens, triton.cdiv(n_rows, t.rows * t.turns)
-        _long_sum[grid](*given, BN=t.rows, TURNS=t.turns, num_warps=t.warps, **options)
+        grid = n_tokens, triton.cdiv(n_rows, rows * _TURNS)
+        _long_sum[grid](*given, BN=rows, TURNS=_TURNS, num_warps=4, **options)
     else:
-        rows = max(1, _SUM_TILE // (slots * blocks))
         _sum[(n_tokens, triton.cdiv(n_rows, rows))](*given, BN=rows, num_warps=4, **options)
     return out
