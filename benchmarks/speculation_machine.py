@@ -22,13 +22,13 @@ import torch
 
 from motley import LLM
 from motley.engine import Engine, Request, SamplingParams
-from motley.engine.choosing import ChoiceRow, Chooser, Pending, native_settings
+from motley.engine.choosing import ChoiceRow, Chooser, Pending
 from motley.engine.drafting import Draft, Speculator
 from motley.engine.drafting.control import FixedControl
 from motley.engine.drafting.draft import Ask
 
 
-class Scripted:
+class Scripted(Chooser):
     """A chooser that chooses as always, and returns the next token of a written text instead, where there is one."""
 
     def __init__(self, chooser: Chooser) -> None:
@@ -51,7 +51,7 @@ class Scripted:
 
     def settings(self, rows: Sequence[ChoiceRow]) -> list[Any] | None:
         """A native call chooses as always; see `benchmarks.speculation` for what becomes of its tokens."""
-        return native_settings(self._chooser, rows)
+        return self._chooser.settings(rows)
 
 
 class SometimesRight:

@@ -17,7 +17,7 @@ import torch
 from motley import LLM
 from motley.backends.cuda.layouts import decode_layout
 from motley.engine import Engine, Request, SamplingParams
-from motley.engine.choosing import ChoiceRow, Pending
+from motley.engine.choosing import ChoiceRow, Chooser, Pending
 from motley.engine.drafting import Lookup, Speculator
 from motley.runtime import Runner
 from random_models import RandomModel
@@ -31,7 +31,7 @@ def computed(n_rows: int) -> int:
     return next(n for n in (*COSTS, 32, 64) if n >= n_rows)
 
 
-class Machine:
+class Machine(Chooser):
     """An engine whose steps take simulated time, which passes while the host waits for their tokens."""
 
     text: Sequence[int] = ()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -70,19 +70,11 @@ class Chooser(Protocol):
         """Starts to choose a token for each row of `logits`. May overwrite `logits`."""
         ...
 
-
-@runtime_checkable
-class StagedChooser(Protocol):
-    """What a chooser has besides whose work a native call can do, together with the run of a batch."""
-
     def settings(self, rows: Sequence[ChoiceRow]) -> list[Any] | None:
-        """Of each row, as for `choose_rows`; None: some rows need more than that."""
-        ...
-
-
-def native_settings(chooser: Chooser | None, rows: Sequence[ChoiceRow]) -> list[Any] | None:
-    """The settings by which a native call chooses as `chooser` does; None: none can."""
-    return chooser.settings(rows) if isinstance(chooser, StagedChooser) else None
+        """Of each row, as for `choose_rows`: with them a native call can run a batch and choose as this chooser does.
+        None: it cannot.
+        """
+        return None
 
 
 def checked(found: Sequence[int]) -> list[Found]:
@@ -97,7 +89,7 @@ def chooser_for(device: torch.device, *, on_host: bool = False) -> Chooser:
     return MaskingChooser(CopyingChooser() if on_host else GpuChooser(device))
 
 
-class MaskingChooser:
+class MaskingChooser(Chooser):
     """Applies constraints before another chooser chooses, and keeps what log-probabilities need."""
 
     def __init__(self, inner: Chooser) -> None:
@@ -122,10 +114,10 @@ class MaskingChooser:
     def settings(self, rows: Sequence[ChoiceRow]) -> list[Any] | None:
         if any(row.is_special for row in rows):
             return None
-        return native_settings(self._inner, rows)
+        return self._inner.settings(rows)
 
 
-class HostChooser:
+class HostChooser(Chooser):
     """Chooses on the CPU, as `sampling` specifies."""
 
     def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
@@ -139,7 +131,7 @@ class HostChooser:
         return Pending(found)
 
 
-class NativeChooser:
+class NativeChooser(Chooser):
     """Chooses on the CPU with one native call for all rows; as `HostChooser` if a row's sampler needs Python."""
 
     def __init__(self) -> None:
@@ -157,7 +149,7 @@ class NativeChooser:
         return settings if all(settings) else None
 
 
-class CopyingChooser:
+class CopyingChooser(Chooser):
     """Chooses on the CPU, from a copy of a GPU's logits: while the GPU's samplers are being compiled."""
 
     def __init__(self) -> None:
@@ -167,7 +159,7 @@ class CopyingChooser:
         return self._native.choose(logits.cpu(), rows)
 
 
-class GpuChooser:
+class GpuChooser(Chooser):
     """Chooses on a GPU, for all rows at once; only token ids are copied to the host. Needs Triton."""
 
     def __init__(self, device: torch.device) -> None:

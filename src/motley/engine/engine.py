@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from motley.engine.admission import Admission
-from motley.engine.choosing import Chooser, Found, Pending, chooser_for, n_needed, native_settings
+from motley.engine.choosing import Chooser, Found, Pending, chooser_for, n_needed
 from motley.engine.drafting import Draft, Speculator
 from motley.engine.effort import Efforts
 from motley.engine.params import SamplingParams
@@ -407,7 +407,8 @@ class Engine:
     def _repeatable(self, step: Step) -> _Planned:
         """The step, staged so that it can be repeated, if the runner and the samplers of its requests allow that."""
         batch = self._place(step)
-        settings = native_settings(self._chooser, [row_of(request) for request in step.requests])
+        rows = [row_of(request) for request in step.requests]
+        settings = None if self._chooser is None else self._chooser.settings(rows)
         run = None if settings is None else self.runner.steady(batch, settings)
         if run is not None:
             steady = Steady(step, run)
