@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from motley import LLM
 from motley.formats import FORMATS, PackedTensor
-from motley.graph.ops import ExpertFfn, Route
+from motley.graph.ops import SOFTMAX, ExpertFfn, Route
 from motley.models import BatchShape
 from motley.quality.divergence import RowDivergence
 
@@ -73,6 +73,14 @@ def test_a_nan_in_a_router_shows_in_its_token_only() -> None:
     ids = run_op(ExactCpuBackend(), Route(2), (logits, torch.full((3,), 2, dtype=torch.int32)))
     assert 5 in ids[1]
     assert torch.equal(ids[[0, 2]], Route(2).reference([logits, torch.full((3,), 2)])[[0, 2]])
+
+
+@pytest.mark.parametrize("op", [Route(3), Route(3, SOFTMAX, 4, 2)])
+def test_experts_are_chosen_by_softmax_scores_and_not_by_logits(op: Route) -> None:
+    logits, n_used = 3 * normal(64, 8, seed=0), torch.full((64,), 3, dtype=torch.int32)
+    bias = PackedTensor.pack(torch.linspace(-0.2, 0.2, 8), FORMATS["F32"])
+    for values in ((logits, n_used, bias), (logits, n_used)):
+        assert torch.equal(run_op(ExactCpuBackend(), op, values), op.reference(values))
 
 
 def logits_of(path: Path, tokens: NDArray[np.int32], **options: Any) -> NDArray[np.float32]:

@@ -190,6 +190,8 @@ def _route(node: Tensor) -> str | None:
     n_experts = node.inputs[0].shape[1]
     if n_experts > MAX_EXPERTS or node.op.n_groups > MAX_EXPERT_GROUPS:
         return f"{n_experts} experts in {node.op.n_groups} groups are too many"
+    if node.op.needs_softmax(has_bias=len(node.inputs) > 2):
+        return "takes no bias or limit of groups with softmax scores"
     return None if all(isinstance(t.op, Weight) for t in node.inputs[2:]) else "the bias is no weight"
 
 

@@ -194,6 +194,8 @@ def _single(stage: Single) -> str | None:
 def _route(node: Tensor, op: Route) -> str | None:
     if op.n_groups_used < op.n_groups:
         return "no limit of groups"
+    if op.needs_softmax(has_bias=len(node.inputs) > 2):
+        return "no bias of softmax scores"
     if not all(isinstance(t.op, Weight) for t in node.inputs[2:]):
         return "the bias is no weight"
     return None if node.shape[0] else "no tokens"

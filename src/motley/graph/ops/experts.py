@@ -53,9 +53,14 @@ class Route(Op):
     def dtype(self, inputs: Sequence[Tensor]) -> str:
         return I32
 
+    def needs_softmax(self, *, has_bias: bool) -> bool:
+        """Whether the choice depends on the softmax's values: they have the order of the logits, but sums have not."""
+        return self.score == SOFTMAX and (has_bias or self.n_groups_used < self.n_groups)
+
     def reference(self, inputs: Sequence[Value]) -> torch.Tensor:
         logits, n_used, *bias = map(dense, inputs)
-        scores = logits if self.score == SOFTMAX and not bias else _scores(logits, self.score)
+        is_ordered = self.score == SOFTMAX and not self.needs_softmax(has_bias=bool(bias))
+        scores = logits if is_ordered else _scores(logits, self.score)
         for value in bias:
             scores = scores + value
         scores = self._within_groups(scores)
