@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -74,12 +75,15 @@ def test_a_tensor_of_another_shape_is_named_with_both(
         ({"expert_group_count": 3}, "1 of 3 groups of 8 experts"),
         ({"expert_group_count": 2, "expert_group_used_count": 3}, "3 of 2 groups"),
         ({"expert_gating_func": 7}, "expert_gating_func 7 is not supported"),
+        ({"expert_weights_scale": math.nan}, "qwen3moe.expert_weights_scale is nan"),
+        ({"expert_weights_scale": math.inf}, "qwen3moe.expert_weights_scale is inf"),
+        ({"expert_weights_scale": -2.5}, "qwen3moe.expert_weights_scale is -2.5"),
         ({"expert_shared_count": 1}, "'blk.0.ffn_gate_shexp.weight'"),
         ({"nextn_predict_layers": 2}, "nextn_predict_layers is 2, but qwen3moe.block_count is 2"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(
-    content: GGUFContent, tmp_path: Path, changes: dict[str, int], message: str
+    content: GGUFContent, tmp_path: Path, changes: dict[str, float], message: str
 ) -> None:
     if "expert_group_count" in changes:
         content.metadata["qwen3moe.expert_group_used_count"] = 1

@@ -200,6 +200,7 @@ def _experts(spec: ModelSpec, score: str) -> ExpertParams:
     if gating and gating not in _SCORES:
         known = ", ".join(f"{number} ({name})" for number, name in _SCORES.items())
         raise ModelError(f"{spec.path}: {prefix}_gating_func {gating} is not supported; there are {known}")
+    scale_key = f"{prefix}_weights_scale"
     n_groups = _at_least_0(spec, f"{prefix}_group_count") or 1
     n_groups_used = _at_least_0(spec, f"{prefix}_group_used_count") or n_groups
     if n_experts % n_groups or n_groups_used > n_groups:
@@ -214,7 +215,7 @@ def _experts(spec: ModelSpec, score: str) -> ExpertParams:
         n_dense_layers=_at_least_0(spec, f"{spec.architecture}.leading_dense_block_count"),
         score=_SCORES.get(gating, score),
         normalizes=md.bool(f"{prefix}_weights_norm", default=True),
-        scale=md.float(f"{prefix}_weights_scale", default=0.0) or 1.0,  # 0 also means none
+        scale=read_number(spec, scale_key) if md.float(scale_key, default=0.0) else 1.0,  # 0 also means none
         n_groups=n_groups,
         n_groups_used=n_groups_used,
     )
