@@ -109,3 +109,31 @@ def test_a_row_without_a_token_ends_its_draft_and_changes_no_answer(
     monkeypatch.setattr(_runner(drafter), "draft", failing)
     assert texts(spec) == expected
     assert set(lengths) - {0, 4}, "no draft was cut short"
+
+
+def test_a_draft_that_ends_early_ends_no_other_draft() -> None:
+    path = bundled_draft_path()  # it drafts for itself, and its drafts are right
+    with LLM(path, draft_model=path, n_ctx=256, n_parallel=3, kv_block_size=8) as llm:
+        engine = llm._loaded.engine
+        engine.speculator._control = FixedControl()
+
+        def serve(spec: str, stop: frozenset[int]) -> list[Any]:
+            shared: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "draft_max": 9}
+            requests = []
+            for prompt, stops in zip(PROMPTS, (frozenset[int](), stop, frozenset[int]()), strict=True):
+                params = SamplingParams(speculative=spec, stop_token_ids=stops, **shared)
+                requests.append(engine.add(llm.tokenizer.encode(prompt), params))
+            while engine.has_work:
+                engine.step()
+            return requests
+
+        free = serve("off", frozenset())
+        stop = frozenset([free[1].generated[4]])  # in the middle of its first draft
+        found = serve("draft", stop)
+        assert [r.generated for r in found] == [r.generated for r in serve("off", stop)]
+        assert 0 < found[1].n_generated <= 4
+        for request in found:
+            assert request.drafts["draft"].accepted == request.drafts["draft"].drafted
+        assert found[0].n_steps <= 5
+        (draft,) = llm._loaded.companions
+        draft._cache.check_integrity()

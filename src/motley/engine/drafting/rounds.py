@@ -60,10 +60,11 @@ class RoundChooser:
                 if self._chooser is None:
                     self._chooser = chooser_for(logits.device)
                 rounds = [self._chooser.choose(logits, [_row(lane) for lane in lanes]).tokens()]
+            # All rounds are computed and stored, so the other lanes take theirs when a lane has ended.
+            rows = list(enumerate(lanes))
             for found in rounds:
-                lanes = [lane for lane, token in zip(lanes, found, strict=True) if lane.take(token)]
-                if len(lanes) < len(found):
-                    break
+                rows = [(row, lane) for row, lane in rows if lane.take(found[row])]
+            lanes = [lane for _, lane in rows]
 
 
 def _run_rounds(lanes: Sequence[Lane], run_rounds: RunRounds) -> list[list[int]] | None:
