@@ -19,7 +19,7 @@ from motley.engine.drafting import Speculator
 from motley.engine.drafting.control import FixedControl
 from motley.engine.drafting.draft_model import DraftModel
 from motley.errors import ConfigError, DeviceError, MotleyError, RequestError
-from random_models import LLAMA
+from random_models import LLAMA, N_VOCAB
 
 CREWS: dict[str, dict[str, Any]] = {
     "cpu": {"devices": "cpu"},
@@ -178,6 +178,45 @@ def test_a_draft_model_with_another_vocabulary_is_refused(bundled: Path, tmp_pat
     other = LLAMA.write(tmp_path / "other.gguf")
     with pytest.raises(ConfigError, match="another vocabulary than motley-15m-q8_0"):
         LLM(bundled, draft_model=other, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 3.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},  # any token may come
+        {"temperature": 3.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.3},
+        {"logit_bias": {N_VOCAB - 1: -5.0}},
+    ],
+)
+def test_tokens_that_a_draft_model_lacks_are_not_given_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    path, n_less = LLAMA.write(tmp_path / "model.gguf"), N_VOCAB - 20
+    monkeypatch.setattr("random_models.N_VOCAB", n_less)
+    with load(path, draft_model=LLAMA.write(tmp_path / "draft.gguf")) as llm:
+        engine = llm._loaded.engine
+        (draft,) = llm._loaded.companions
+        run, given = draft.runner.run, set[int]()
+
+        def recorded(batch: Any, tokens: Any, copies: Any) -> Any:
+            given.update(tokens)
+            return run(batch, tokens, copies)
+
+        monkeypatch.setattr(draft.runner, "run", recorded)
+        prompts = [[5, 6, 7, 8 + i] for i in range(3)]
+        answers = []
+        for spec in ("off", "draft"):
+            shared: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "speculative": spec}
+            params = [SamplingParams(seed=i, **shared, **options) for i in range(2)]
+            params.append(SamplingParams(seed=2, **shared))  # goes on having drafts
+            requests = serve(engine, prompts, params)
+            answers.append([request.generated for request in requests])
+        assert answers[0] == answers[1]
+        assert "logit_bias" in options or max(map(max, answers[0])) >= n_less
+        assert max(given) < n_less
+        assert requests[2].drafts["draft"].drafted > 0
+        assert draft in engine.speculator._drafters
+        draft._cache.check_integrity()
 
 
 def test_too_little_memory_for_both_models_is_refused(bundled: Path) -> None:

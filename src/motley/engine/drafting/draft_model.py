@@ -69,10 +69,11 @@ class DraftModel:
             return None
         own = self._sequences.get(request)
         if own is None:
-            if max(request.tokens) >= self._n_vocab:
-                return None
             own = self._sequences[request] = _Sequence(self._cache.open().seq)
         n_common = self._n_common(own, request)
+        # The model's vocabulary may have more tokens at its end.
+        if max([*request.tokens[n_common:], *request.sampler.params.logit_bias]) >= self._n_vocab:
+            return None
         if not self._cache.can_truncate(
             own.number, n_common
         ):  # a window has dropped what is needed: start again
