@@ -1,4 +1,5 @@
-"""Python's share of a step on the CPU: all time outside of the native call, with several requests that decode at once.
+"""Python's share of a step on the CPU, with several requests that decode at once: all time outside of native calls
+that compute a step or choose its tokens.
 
 Steps that make a plan are counted by themselves: each takes 10 ms or more of Python, once for each bucket of rows.
 
@@ -20,6 +21,8 @@ from typing import Any
 
 from motley import LLM
 from motley.backends.cpu import backend as cpu_backend
+from motley.backends.cpu import sampler as cpu_sampler
+from motley.backends.cpu.native import core as native
 from motley.bench import write_random_model
 from motley.bench.shapes import SHAPES
 
@@ -51,11 +54,21 @@ class TimedTeam:
 
 
 def time_native_calls() -> None:
-    """Replace the CPU backend's teams by `TimedTeam`."""
+    """Replace the CPU backend's teams by `TimedTeam`, and time its sampler: a step without drafts computes and chooses
+    in one native call, a step with drafts in two.
+    """
     core = cpu_backend.core
     own = type("Core", (), {name: getattr(core, name) for name in dir(core) if not name.startswith("__")})
     own.Team = staticmethod(lambda n_devices: TimedTeam(core.Team(n_devices)))  # type: ignore[attr-defined]
-    cpu_backend.core = own
+    own.choose = staticmethod(timed_choose)  # type: ignore[attr-defined]
+    cpu_backend.core = cpu_sampler.core = own
+
+
+def timed_choose(*arguments: Any) -> Any:
+    started = time.perf_counter()
+    chosen = native.choose(*arguments)
+    TimedTeam.seconds += time.perf_counter() - started
+    return chosen
 
 
 def main() -> None:

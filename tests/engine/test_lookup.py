@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.backends import look_up, new_text_index
-from motley.engine.drafting.lookup import TextIndex
+from motley.engine.drafting.lookup import Lookup, TextIndex
+from motley.engine.request import Speculation
+
+
+class FakeRequest(SimpleNamespace):
+    __hash__ = object.__hash__
 
 
 def index_of(prompt: list[int], generated: list[int] | None = None) -> TextIndex:
@@ -109,3 +116,23 @@ def test_many_texts_are_looked_up_at_once_and_grow_by_several_tokens() -> None:
             tokens, n_match = index.continuation(8)
             expected += [(row, list(tokens), n_match)] if tokens else []
         assert found == expected
+
+
+def test_texts_are_looked_up_less_often_while_no_draft_is_used_and_at_once_again_after_one() -> None:
+    lookup, text = Lookup(), [1, 2, 3, 4, 5, 1, 2, 3]
+    request: Any = FakeRequest(
+        memory={Lookup.name: new_text_index(text)},
+        speculation=Speculation(("lookup",), draft_max=4),
+        generated=[],
+        max_draft=4,
+    )
+
+    def n_found(n_steps: int) -> int:
+        return sum(bool(lookup.find([request])) for _ in range(n_steps))
+
+    assert n_found(3) == 3
+    assert n_found(8) == 4
+    n_found(10)
+    assert n_found(40) == 10
+    lookup.note_use()
+    assert n_found(3) == 3

@@ -194,7 +194,11 @@ class Engine:
         self.give_back()
 
     def _note_time(self, step: Step, n_ready: int, started: float, n_plans: int) -> None:
-        """Tells the speculator what a step took, if all its rows are those of requests that got a token."""
+        """Tells the speculator what a step took, if all its rows are those of requests that got a token; of a step
+        that is repeated, now and then.
+        """
+        if self._steady is not None and step is self._steady.step and not self._steady.is_timed:
+            return
         drafted = [len(draft) for draft in step.drafts.values()] if step.drafts else ()
         n_rows = step.n_tokens
         if n_ready + sum(drafted) != n_rows or not n_rows:

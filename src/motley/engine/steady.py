@@ -15,6 +15,8 @@ from motley.kvcache.leases import Lease
 from motley.kvcache.manager import CacheManager
 from motley.runtime import SteadyRun
 
+_TIMED = 4  # of so many runs, one is timed
+
 
 class Steady:
     """A step with one token of each running request, to be repeated. Engine thread only."""
@@ -29,6 +31,12 @@ class Steady:
         self._tokens: list[int] = []
         self._positions: list[int] = []
         self._indexes: list[int] = []
+        self._n_runs = 0
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the latest run's time is worth a note: runs differ little from each other."""
+        return self._n_runs % _TIMED == 0
 
     def is_next(self, scheduler: Scheduler) -> bool:
         """Whether this is the next step, if there is room for it."""
@@ -61,6 +69,7 @@ class Steady:
     def run(self) -> Chosen:
         """Computes the step and records it in the cache. Returns the next token of each request."""
         assert self._lease is not None
+        self._n_runs += 1
         found = self._run.run(self._tokens, self._positions, self._indexes)
         self._lease.append(self._tokens)
         for request in self.requests:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from motley.engine.choosing import ChoiceRow, Chooser, Found, Pending
+from motley.backends import choose_rows
+from motley.engine.choosing import ChoiceRow, Chooser, Found, Pending, checked
 from motley.engine.drafting import Draft, Speculator
 from motley.engine.request import Request, TokenLogprobs
 from motley.engine.scheduler import Scheduler, Step
@@ -59,6 +60,9 @@ def choose_all(
     whose penalties do: there, a row that is not needed costs as much as one that is.
     """
     first = [row_of(request) for request in ready]
+    settings = None if step.trees else chooser.settings(first)
+    if settings is not None:
+        return checked(choose_rows(logits, *_along_drafts(step, ready, settings)))
     if any(row.is_special for row in first):
         return None
     if not _is_on_gpu(logits) and any(row.sampler.is_shaping for row in first):
@@ -76,6 +80,19 @@ def choose_all(
             history = [*request.tokens, *(draft[i] for i in path)] if row.sampler.is_shaping else row.history
             rows.append(ChoiceRow(row.sampler, history, row.index + len(path)))
     return chooser.choose(logits, rows).tokens()
+
+
+def _along_drafts(
+    step: Step, ready: Sequence[Request], settings: Sequence[Any]
+) -> tuple[list[Any], list[int]]:
+    """For all rows of drafts that are no trees, the settings of their requests and the indexes of their tokens."""
+    repeated: list[Any] = []
+    indexes: list[int] = []
+    for request, own in zip(ready, settings, strict=True):
+        n_rows, first = 1 + step.n_drafted(request), len(request.generated)
+        repeated += [own] * n_rows
+        indexes += range(first, first + n_rows)
+    return repeated, indexes
 
 
 def rows_ahead(request: Request, first_row: int, foretold: Sequence[Found] | None) -> list[int]:

@@ -47,6 +47,9 @@ class _Average:
         return (self.n_right + weight * prior) / (self.n_of + weight)
 
 
+_NOTHING = _Average()  # before anything is measured
+
+
 @dataclass
 class Acceptance:
     """The probability that a drafted token is right if all before it are."""
@@ -115,7 +118,7 @@ class Acceptance:
 
     def _usual(self, drafter: str, grade: int) -> float:
         """The rate over all requests."""
-        return self._all.get((drafter, grade), _Average()).rate(self.priors[drafter][grade], _ALL_WEIGHT)
+        return self._all.get((drafter, grade), _NOTHING).rate(self.priors[drafter][grade], _ALL_WEIGHT)
 
 
 def _own(request: Request) -> _Average:

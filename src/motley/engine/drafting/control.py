@@ -31,12 +31,9 @@ class _Best(NamedTuple):
     gain: float = 0.0  # the seconds that the plan would save in this step
 
 
-class _Slot(NamedTuple):
-    """A drafted token that a step may compute."""
-
-    survival: float  # the probability that it is right and used
-    order: int  # of its draft among the drafts
-    n_before: int  # tokens of its draft
+# A drafted token that a step may compute: minus the probability that it is right and used (so slots sort by it), the
+# order of its draft among the drafts, and the tokens before it in its draft. Plain tuples: a step may have a hundred.
+_Slot = tuple[float, int, int]
 
 
 class Control(Protocol):
@@ -129,9 +126,9 @@ class AdaptiveControl:
         if not self.costs.is_known(n_rows):
             return {}  # a step without drafts tells
         rates = self._rates(drafts, n_rows)
-        if not self._can_pay(rates, n_rows):
-            return self._cut(drafts, {}, {})
         gains = [self.acceptance.gain(request) for request in drafts]
+        if not self._can_pay(drafts, rates, gains, n_rows):
+            return self._cut(drafts, {}, {})
         slots = _slots(drafts, rates, gains)[:room]
         is_paid = any(
             draft.drafter in self._costly for draft in drafts.values()
@@ -150,13 +147,14 @@ class AdaptiveControl:
 
     def is_worth_waiting(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> bool:
         rates = self._rates(drafts, n_rows)
+        gains = [1.0] * len(rates)
         best = _Best(0)
-        if self._can_pay(rates, n_rows):
-            slots = _slots(drafts, rates, [1.0] * len(rates))[:room]
+        if self._can_pay(drafts, rates, gains, n_rows):
+            slots = _slots(drafts, rates, gains)[:room]
             best = self._best(slots, n_rows, may_plan=False)
             # If the tokens that are being computed are not the drafts' first ones, the step waits in vain.
             p_first, base = max(rates), self.costs.seconds(n_rows)
-            n_tokens = n_rows + p_first * sum([slot.survival for slot in slots[: best.n_tokens]])
+            n_tokens = n_rows + p_first * _expected(slots[: best.n_tokens])
             longer = self.costs.seconds(n_rows + best.n_tokens) - base
             seconds = base + p_first * longer + self._late_seconds(n_rows)
             if n_tokens / seconds > n_rows / base * _LEAST_GAIN:
@@ -180,9 +178,15 @@ class AdaptiveControl:
             rates.append(acceptance.rate(request, draft.drafter, draft.grade) if is_proven else 0.0)
         return rates
 
-    def _can_pay(self, rates: Sequence[float], n_rows: int) -> bool:
-        """Whether even endless drafts, at the price of one row, would pay: if not, the rest need not be computed."""
-        n_most = n_rows + sum([rate / (1 - rate) for rate in rates])
+    def _can_pay(
+        self, drafts: Mapping[Request, Draft], rates: Sequence[float], gains: Sequence[float], n_rows: int
+    ) -> bool:
+        """Whether the drafts would pay if all their tokens cost no more than one row: if not, which of them would need
+        not be computed.
+        """
+        n_most = float(n_rows)
+        for draft, rate, gain in zip(drafts.values(), rates, gains, strict=True):
+            n_most += gain * rate * (1 - rate ** len(draft.tokens)) / (1 - rate)
         return n_most / self.costs.seconds(n_rows + 1) >= n_rows / self.costs.seconds(n_rows) * _LEAST_GAIN
 
     def _late_seconds(self, n_rows: int) -> float:
@@ -197,15 +201,16 @@ class AdaptiveControl:
         base = self.costs.seconds(n_rows)
         least = n_rows / base * _LEAST_GAIN
         found = {True: (least, 0, 0.0), False: (least, 0, 0.0)}  # rate, tokens, seconds saved; by: has a plan
-        n_tokens, n_most = float(n_rows), n_rows + sum([slot.survival for slot in slots])
+        n_tokens, n_most = float(n_rows), n_rows + _expected(slots)
         most_rows = 1
-        for n, (survival, _, n_before) in enumerate(slots, start=1):
-            n_tokens += survival
-            most_rows = max(most_rows, n_before + 2)
-            seconds = self.costs.seconds(n_rows + n)
+        costs = self.costs.seconds_from(n_rows + 1, len(slots))
+        for n, ((minus_survival, _, n_before), seconds) in enumerate(zip(slots, costs, strict=True), start=1):
             if n_most <= least * seconds:
                 break  # more rows take no less time
-            if n_tokens / seconds <= least:
+            n_tokens -= minus_survival
+            if n_before + 2 > most_rows:
+                most_rows = n_before + 2
+            if n_tokens <= least * seconds:
                 continue
             is_planned = may_plan or self._plans.has(n_rows + n, n_rows, most_rows)
             if n_tokens / seconds > found[is_planned][0]:
@@ -275,20 +280,25 @@ def _survivals(draft: Draft, rate: float) -> list[float]:
 def _slots(drafts: Mapping[Request, Draft], rates: Sequence[float], gains: Sequence[float]) -> list[_Slot]:
     """All drafted tokens, the likeliest to survive first. `rates`, `gains`: of each draft."""
     slots = [
-        _Slot(survival * gain, order, n_before)
+        (-survival * gain, order, n_before)
         for order, (draft, rate, gain) in enumerate(zip(drafts.values(), rates, gains, strict=True))
         for n_before, survival in enumerate(_survivals(draft, rate))
     ]
     if len(drafts) > 1:
-        slots.sort(key=lambda slot: (-slot.survival, slot.order))
+        slots.sort()
     return slots
+
+
+def _expected(slots: Sequence[_Slot]) -> float:
+    """How many of the slots' tokens are expected to be right and used."""
+    return -sum([minus_survival for minus_survival, _, _ in slots])
 
 
 def _lengths(slots: Sequence[_Slot], requests: Sequence[Request]) -> dict[Request, int]:
     """How many of the slots each request has."""
     lengths: dict[Request, int] = {}
-    for slot in slots:
-        request = requests[slot.order]
+    for _, order, _ in slots:
+        request = requests[order]
         lengths[request] = lengths.get(request, 0) + 1
     return lengths
 

@@ -114,7 +114,9 @@ class StepCosts:
 
     def seconds_from(self, n_rows: int, n: int, stride: int = 1) -> list[float]:
         """The expected seconds of steps of `n_rows`, `n_rows` + `stride`, …: `n` numbers."""
-        return [self.seconds(rows) for rows in range(n_rows, n_rows + n * stride, stride)]
+        self.seconds(n_rows)  # brings the others up to date
+        known = self._seconds
+        return [known.get(rows) or self.seconds(rows) for rows in range(n_rows, n_rows + n * stride, stride)]
 
     def _beyond(self, n_rows: int) -> float:
         """Seconds of more rows than were measured. Half of the latest slope: the first rows more may cost most."""

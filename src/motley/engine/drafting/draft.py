@@ -24,13 +24,16 @@ class Draft(NamedTuple):
 
     def n_right(self, came: Sequence[int]) -> tuple[int, bool]:
         """How many of the tokens that came the draft has, and whether it has other ones instead of the next."""
+        n_came = len(came)
+        if not self.parents and self.tokens[:n_came] == tuple(came):
+            return n_came, False
         place = ROOT
         for n, token in enumerate(came):
             after = child_of(self.tokens, self.parents, place, token)
             if after is None:
                 return n, has_children(len(self.tokens), self.parents, place)
             place = after
-        return len(came), False
+        return n_came, False
 
 
 class Ask(NamedTuple):

@@ -29,7 +29,10 @@ _NO_DRAFT = Draft((), "lookup")
 _NONE: dict[Request, Draft] = {}
 _MAX_USERS = 256  # whose answers are remembered
 MAX_REMEMBERED = 65536  # tokens of a user's answers
-_MAX_VAIN = 16  # steps without a draft that was used: then every second step is looked up
+_PAUSES = (
+    (12, 4),
+    (3, 2),
+)  # after more than so many steps without a draft that was used, one of so many is looked up
 ONLY_LOOKUP = ("lookup",)  # the drafters of most requests
 _GRADES = (4, 6, 12, 24)  # matches of at least so many tokens have grade 1, 2, 3, 4
 Found = tuple[int, Sequence[int], int]  # a row, tokens that may follow, and the length of the match
@@ -54,6 +57,7 @@ class Lookup:
         self._n_max = 0
         self._look_up: Callable[..., list[Found]] | None = None
         self._n_vain = 0  # steps since a draft was used
+        self._next = 0  # the value of `_n_vain` at which texts are looked up next
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
         drafts = [_NO_DRAFT] * len(asks)
@@ -69,13 +73,14 @@ class Lookup:
     def find(self, requests: Sequence[Request]) -> dict[Request, Draft] | None:
         """The drafts of all requests: mostly none, and one call tells. None: some do not draft by looking up only.
 
-        After some steps without a draft that was used, only every second step is looked up.
+        After some steps without a draft that was used, only every second step is looked up, and later every fourth.
         """
         if requests != self._requests and not self._keep(requests):
             return None
         self._n_vain += 1
-        if self._n_vain > _MAX_VAIN and self._n_vain & 1:
+        if self._n_vain < self._next:
             return _NONE
+        self._next = self._n_vain + next((pause for n, pause in _PAUSES if self._n_vain > n), 1)
         assert self._look_up is not None
         found = self._look_up(self._indexes, self._answers, self._n_max)
         if not found:
@@ -89,7 +94,7 @@ class Lookup:
 
     def note_use(self) -> None:
         """A draft is used, or is likely to be in the next step: from now on, each step is looked up."""
-        self._n_vain = 0
+        self._n_vain = self._next = 0
 
     def _keep(self, requests: Sequence[Request]) -> bool:
         """Keeps what `find` needs of requests; False: some do not draft by looking up only."""
@@ -104,7 +109,7 @@ class Lookup:
         from motley.backends import look_up  # here: it imports torch, which a server's front must not
 
         self._requests, self._indexes, self._answers, self._n_max = list(requests), indexes, answers, n_max
-        self._look_up, self._n_vain = look_up, 0
+        self._look_up, self._n_vain, self._next = look_up, 0, 0
         return True
 
     def _look_up_all(self, requests: Sequence[Request], n_max: int) -> list[Found]:
