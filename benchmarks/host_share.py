@@ -40,11 +40,11 @@ class TimedTeam:
         self._team.run(programs)
         TimedTeam.seconds += time.perf_counter() - started
 
-    def step(self, *arguments: Any) -> Any:
+    def steps(self, *arguments: Any) -> Any:
         started = time.perf_counter()
-        chosen = self._team.step(*arguments)
+        rounds = self._team.steps(*arguments)
         TimedTeam.seconds += time.perf_counter() - started
-        return chosen
+        return rounds
 
     def draft(self, *arguments: Any) -> Any:
         started = time.perf_counter()

@@ -403,7 +403,7 @@ NB_MODULE(_core, m) {
         .def(nb::init<>())
         .def("place", &place_batch, "block_size"_a, "sequences"_a)
         .def("set_tree", &Batch::set_tree, "sequence"_a, "seen"_a);
-    nb::class_<SteadyBatch>(m, "SteadyBatch", "One token for each of the same sequences, in step after step.")
+    nb::class_<SteadyBatch>(m, "SteadyBatch", "The same sequences in step after step, with one token each.")
         .def("__init__", &make_steady, "devices"_a, "n_rows"_a, "n_groups"_a, "logits"_a, "n_columns"_a, "samplers"_a)
         .def("place", [](SteadyBatch& steady, size_t group, int64_t block_size, const std::vector<SequenceTuple>& sequences) {
             place_batch(steady.tables(group), block_size, sequences);
@@ -447,8 +447,10 @@ NB_MODULE(_core, m) {
         .def("run", &Team::run, "programs"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("draft", &draft, "devices"_a, "logits"_a, "n_columns"_a, "samplers"_a, "indexes"_a, "n_rounds"_a,
              "Tokens of several rounds for each row, each of which is the input of the next round.")
-        .def("step", [](Team& team, SteadyBatch& steady, const std::vector<int32_t>& tokens, const std::vector<int32_t>& positions,
-                        const std::vector<int64_t>& indexes) { return steady.run(team, tokens, positions, indexes); },
-             "steady"_a, "tokens"_a, "positions"_a, "indexes"_a, nb::call_guard<nb::gil_scoped_release>(),
-             "Runs a steady batch, and returns the tokens that follow, or none if it has no samplers.");
+        .def("steps", [](Team& team, SteadyBatch& steady, std::vector<int32_t> tokens, std::vector<int32_t> positions,
+                        std::vector<int64_t> indexes, int n_rounds, const std::vector<int32_t>& stops) {
+            return steady.run(team, std::move(tokens), std::move(positions), std::move(indexes), n_rounds, stops);
+        }, "steady"_a, "tokens"_a, "positions"_a, "indexes"_a, "n_rounds"_a = 1, "stops"_a = std::vector<int32_t>(),
+             nb::call_guard<nb::gil_scoped_release>(),
+             "Runs a steady batch, and returns the tokens of each round, each of which is the input of the next.");
 }

@@ -1,6 +1,7 @@
 // One token for each of the same sequences, in step after step: what stays the same is kept here, so that Python's part of
 // such a step is one call.
 #pragma once
+#include <algorithm>
 #include <utility>
 
 #include "batch.hpp"
@@ -47,11 +48,32 @@ public:
     }
 
     // Computes `tokens`, one of each sequence, at `positions`, and chooses the tokens that follow; `indexes`: theirs in
-    // their answers. Other batches may have run in between.
-    std::vector<int32_t> run(Team& team, const std::vector<int32_t>& tokens, const std::vector<int32_t>& positions,
-                             const std::vector<int64_t>& indexes) {
+    // their answers. These are the next round's tokens, and so on; block tables must reach as far as the last round. The
+    // round that chooses one of `stops`, or no token for a row (see sampling.hpp), is the last. Other batches may have run
+    // in between. Returns the tokens of each round, none if there are no samplers.
+    std::vector<std::vector<int32_t>> run(Team& team, std::vector<int32_t> tokens, std::vector<int32_t> positions,
+                                          std::vector<int64_t> indexes, int n_rounds, const std::vector<int32_t>& stops) {
         if (tokens.size() != n_rows_ || positions.size() != n_rows_ || (!samplers_.empty() && indexes.size() != n_rows_))
             throw std::invalid_argument("a token, a position and an index for each row");
+        std::vector<std::vector<int32_t>> rounds;
+        for (int round = 0;; round++) {
+            compute(team, tokens, positions);
+            if (samplers_.empty()) return rounds;
+            std::vector<int32_t>& chosen = rounds.emplace_back(n_rows_);
+            choose_tokens(logits_, static_cast<int64_t>(n_rows_), n_columns_, samplers_.data(), indexes.data(), chosen.data(),
+                          &programs_[0]->pool());
+            const bool is_last = std::any_of(chosen.begin(), chosen.end(), [&](int32_t token) {
+                return token < 0 || std::find(stops.begin(), stops.end(), token) != stops.end();
+            });
+            if (is_last || round + 1 >= n_rounds) return rounds;
+            tokens = chosen;
+            for (int32_t& position : positions) position++;
+            for (int64_t& index : indexes) index++;
+        }
+    }
+
+private:
+    void compute(Team& team, const std::vector<int32_t>& tokens, const std::vector<int32_t>& positions) {
         for (Batch& batch : tables_) batch.move_to(positions);
         for (const SteadyDevice& device : devices_) {
             device.program->set_batch(device.n_tokens, device.n_outputs);
@@ -61,14 +83,8 @@ public:
             for (const auto& [group, slot] : device.slots) slot->view = tables_[group].view;
         }
         team.run(programs_);
-        std::vector<int32_t> chosen(samplers_.size());
-        if (!chosen.empty())
-            choose_tokens(logits_, static_cast<int64_t>(n_rows_), n_columns_, samplers_.data(), indexes.data(), chosen.data(),
-                          &programs_[0]->pool());
-        return chosen;
     }
 
-private:
     const std::vector<SteadyDevice> devices_;
     const size_t n_rows_;
     std::vector<Batch> tables_;  // by group

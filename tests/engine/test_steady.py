@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from motley import LLM
 from motley.engine import Engine, Request, SamplingParams
 from motley.engine.steady import Steady
 from motley.errors import DeviceError
+from motley.kvcache.leases import Lease
 from motley.runtime import Batch, Chunk, Runner, SteadyRun
 from thorough import first
 
@@ -33,9 +35,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     run = SteadyRun.run
 
-    def watched(self: SteadyRun, tokens: list[int], positions: list[int], indexes: list[int]) -> list[int]:
-        sizes.append(len(tokens))
-        return run(self, tokens, positions, indexes)
+    def watched(self: SteadyRun, tokens: list[int], *others: Any) -> list[list[int]]:
+        rounds = run(self, tokens, *others)
+        sizes.extend(map(len, rounds))
+        return rounds
 
     monkeypatch.setattr(SteadyRun, "run", watched)
     return sizes
@@ -45,7 +48,24 @@ def load(path: Path, **options: Any) -> LLM:
     return LLM(path, **({"n_ctx": 128, "n_parallel": 4, "n_batch": 32, "n_threads": 2} | options))
 
 
-def serve(own: Engine, rng: random.Random, n_steps: int = 320) -> list[tuple[int, ...] | None]:
+@pytest.fixture
+def n_rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rounds of all steady runs."""
+    counts: list[int] = []
+    run = SteadyRun.run
+
+    def watched(self: SteadyRun, *given: Any) -> list[list[int]]:
+        rounds = run(self, *given)
+        counts.append(len(rounds))
+        return rounds
+
+    monkeypatch.setattr(SteadyRun, "run", watched)
+    return counts
+
+
+def serve(
+    own: Engine, rng: random.Random, n_steps: int = 320, seconds: float = 0.0
+) -> list[tuple[int, ...] | None]:
     """The answers to random requests, which come, stop, shift, draft and are cancelled; None: cancelled."""
     requests: list[Request] = []
     cancelled: set[int] = set()
@@ -72,10 +92,10 @@ def serve(own: Engine, rng: random.Random, n_steps: int = 320) -> list[tuple[int
         if rng.random() < 0.03:
             own.preempt()
         if own.can_step:
-            own.step()
+            own.step(seconds)
         own.cache.check_integrity()
     while own.has_work:
-        own.step()
+        own.step(seconds)
     own.cache.check_integrity()
     assert own.cache.stats().n_sequences == 0
     assert own._steady is None, "it would keep finished requests"
@@ -95,6 +115,62 @@ def test_answers_are_those_of_an_engine_that_repeats_nothing(
     with load(bundled, **CREWS[crew]) as llm:
         assert serve(llm._loaded.engine, random.Random(seed)) == answers
     assert len(counted) == n_steady
+
+
+@pytest.mark.parametrize("crew", CREWS)
+@pytest.mark.parametrize("seed", first(1, range(4)))
+def test_answers_are_the_same_if_a_call_computes_several_steps(
+    bundled: Path, crew: str, seed: int, n_rounds: list[int]
+) -> None:
+    with load(bundled, **CREWS[crew]) as llm:
+        answers = serve(llm._loaded.engine, random.Random(seed))
+    assert set(n_rounds) == {1}
+    with load(bundled, **CREWS[crew]) as llm:
+        assert serve(llm._loaded.engine, random.Random(seed), seconds=60) == answers
+    assert max(n_rounds) > 1
+
+
+def test_a_call_ends_with_the_round_in_which_a_request_ends(bundled: Path, n_rounds: list[int]) -> None:
+    free = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, speculative="off")
+    with load(bundled) as llm:
+        own = llm._loaded.engine
+        alone = own.add([1, 50, 60], free)
+        while own.has_work:
+            own.step()
+        *_, stop = sorted(
+            alone.generated, key=alone.generated.index
+        )  # the last one to come for the first time
+        n_rounds.clear()
+        stopped = own.add([1, 50, 60], replace(free, stop_token_ids=frozenset({stop})))
+        beside = own.add([1, 50, 60], free)
+        while own.has_work:
+            own.step(60.0)
+            own.cache.check_integrity()
+        assert stopped.generated == alone.generated[: alone.generated.index(stop)]
+        assert beside.generated == alone.generated
+        assert sum(n_rounds) <= len(alone.generated)  # no round was computed for nothing
+        assert max(n_rounds) > 1
+
+
+def test_a_text_that_ends_in_a_round_drops_the_others(bundled: Path, n_rounds: list[int]) -> None:
+    """A stop string is found in the text, which the native call does not know."""
+    free = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, speculative="off")
+    with load(bundled) as llm:
+        own = llm._loaded.engine
+        texts = []
+        for seconds in (0.0, 60.0):
+            whole = own.add([1, 50, 60], free)
+            while own.has_work:
+                own.step(seconds)
+            end = whole.outbox.result().text[12:16]
+            requests = [own.add([1, 50, 60], replace(free, stop=(end,))), own.add([1, 50, 60], free)]
+            while own.has_work:
+                own.step(seconds)
+                own.cache.check_integrity()
+            texts.append([whole.generated, *(request.generated for request in requests)])
+        assert texts[0] == texts[1]
+        assert len(texts[0][1]) < len(texts[0][0])
+        assert max(n_rounds) > 1
 
 
 def test_windows_drop_their_blocks_in_repeated_steps(
@@ -145,10 +221,11 @@ def small(bundled: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["one round", "rounds"])
 @pytest.mark.parametrize("after", [False, True], ids=["before its work", "after its work"])
 @pytest.mark.parametrize("error", [DeviceError, MemoryError, KeyboardInterrupt])
 def test_a_repeated_step_that_fails_is_computed_again(
-    small: LLM, error: type[BaseException], after: bool
+    small: LLM, error: type[BaseException], after: bool, seconds: float
 ) -> None:
     own = small._loaded.engine
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, speculative="off")
@@ -156,12 +233,13 @@ def test_a_repeated_step_that_fails_is_computed_again(
     def answers() -> list[tuple[int, ...]]:
         requests = [own.add([1, 40 + i, 50], params) for i in range(3)]
         while own.has_work:
-            own.step()
+            own.step(seconds)
         return [request.outbox.result().require().tokens for request in requests]
 
     undisturbed = answers()
-    for name in ("run", "place"):
-        faults = Faults(name, [(SteadyRun, name)], after=after)
+    places = [(SteadyRun, "run"), (SteadyRun, "place"), (Lease, "append")]
+    for owner, name in places:
+        faults = Faults(name, [(owner, name)], after=after)
         for n in (1, 2, 3):
             with faults.armed(n, error("injected")):
                 assert answers() == undisturbed
@@ -178,7 +256,7 @@ def test_a_request_without_a_token_fails_alone(bundled: Path, monkeypatch: pytes
         while own._steady is None:
             own.step()
         run = SteadyRun.run
-        monkeypatch.setattr(SteadyRun, "run", lambda *given: [-2, *run(*given)[1:]])
+        monkeypatch.setattr(SteadyRun, "run", lambda *given: [[-2, *run(*given)[0][1:]]])
         own.step()
         monkeypatch.setattr(SteadyRun, "run", run)
         while own.has_work:

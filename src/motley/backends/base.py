@@ -206,7 +206,7 @@ class DraftingJoint(Protocol):
 
 
 class SteadyProgram(Protocol):
-    """Runs one token for each of the same sequences, and chooses the tokens that follow, in one call."""
+    """Runs the next tokens of the same sequences, one of each in a round, and chooses those that follow."""
 
     @property
     def is_current(self) -> bool:
@@ -217,8 +217,19 @@ class SteadyProgram(Protocol):
         """Sets the block tables of a group: for each sequence the position where its blocks begin, and these, int32."""
         ...
 
-    def run(self, tokens: list[int], positions: list[int], indexes: list[int]) -> list[int]:
-        """The token after each of `tokens`, as `choose_rows`. Other batches may have run since the last call."""
+    def run(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        indexes: list[int],
+        n_rounds: int = 1,
+        stops: Sequence[int] = (),
+    ) -> list[list[int]]:
+        """The token after each of `tokens`, as `choose_rows`, then those after these, …: a list for each round.
+
+        Block tables must reach as far as the last round. The round that gives one of `stops`, or no token for a row, is
+        the last one. Other batches may have run since the last call.
+        """
         ...
 
 

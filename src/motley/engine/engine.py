@@ -173,37 +173,40 @@ class Engine:
         self.queue(request)
         return request
 
-    def step(self) -> None:
-        """Advances the running requests by one pass through the model. Raises only for bugs in Motley.
+    def step(self, seconds: float = 0.0) -> None:
+        """Advances the running requests by one pass through the model, or by several that are the same if these take
+        no longer than `seconds`. Raises only for bugs in Motley.
 
         If a step fails, each of its requests is computed again, alone. A request that fails alone ends with the error.
         """
         self._queue_followers()
         started, n_plans = self._clock(), self.runner.n_plans
         try:
-            step, ready, chosen = self._compute()
+            step, ready, chosen = self._compute(seconds)
         except BaseException as error:
             self._recover(error)
         else:
-            seconds = self._clock() - started
-            self.scheduler.pace.note(step.n_tokens, seconds)
+            steady = self._steady if self._steady is not None and self._steady.step is step else None
+            n_rounds = 1 if steady is None else steady.n_computed
+            self.scheduler.pace.note(step.n_tokens, (self._clock() - started) / n_rounds)
             self._accept(ready, *chosen)
             if step.drafts:
                 self._follow_drafts()
-            self._note_time(step, len(ready), started, n_plans)
+            elif n_rounds > 1 and steady is not None:
+                self._follow_rounds(steady)
+            took = (self._clock() - started) / n_rounds
+            if steady is not None:
+                steady.seconds = took
+            self._note_time(step, len(ready), took, n_plans)
         self.give_back()
 
-    def _note_time(self, step: Step, n_ready: int, started: float, n_plans: int) -> None:
-        """Tells the speculator what a step took, if all its rows are those of requests that got a token; of a step
-        that is repeated, now and then.
-        """
-        if self._steady is not None and step is self._steady.step and not self._steady.is_timed:
-            return
+    def _note_time(self, step: Step, n_ready: int, seconds: float, n_plans: int) -> None:
+        """Tells the speculator what a step took, if all its rows are those of requests that got a token."""
         drafted = [len(draft) for draft in step.drafts.values()] if step.drafts else ()
         n_rows = step.n_tokens
         if n_ready + sum(drafted) != n_rows or not n_rows:
             return
-        seconds, most_rows = self._clock() - started, 1 + max(drafted, default=0)
+        most_rows = 1 + max(drafted, default=0)
         if self.runner.n_plans != n_plans:
             self.speculator.note_plan(n_rows, seconds, n_requests=n_ready, most_rows=most_rows)
         else:
@@ -286,7 +289,7 @@ class Engine:
 
     # One step
 
-    def _compute(self) -> tuple[Step, list[Request], Chosen]:
+    def _compute(self, seconds: float) -> tuple[Step, list[Request], Chosen]:
         """Runs the next step. Returns it, the requests that get a token, and the first token of each."""
         running = self._take_running()
         self._is_late = running is None and self.runner.can_chain
@@ -295,7 +298,9 @@ class Engine:
             if not step.work:
                 return step, [], NONE_CHOSEN
             if steady is not None:  # runs, completes and chooses; there is nothing to plan ahead
-                return step, steady.requests, steady.run()
+                n_rounds = steady.n_rounds(seconds, 1 + self.speculator.n_quiet)
+                self.speculator.pass_over(n_rounds - 1)
+                return step, steady.requests, steady.run(n_rounds)
             batch = batch or self._place(step)
             logits = self.runner.run(batch, step.tokens(), step.copies)
             if self.runner.hidden is not None:
@@ -336,6 +341,18 @@ class Engine:
         except BaseException as error:
             self._recover(error)
         verification.finish(self.speculator)
+
+    def _follow_rounds(self, steady: Steady) -> None:
+        """Gives requests the tokens of the further rounds of a call. After one in which a request ends, the rest is
+        dropped: it is computed again, with the same result.
+        """
+        try:
+            for tokens in steady.further():
+                self._accept(steady.requests, tokens, {})
+                if self._steady is not steady:
+                    break
+        except BaseException as error:
+            self._recover(error)
 
     def _can_chain(self, chosen: Pending, ready: Sequence[Request]) -> bool:
         """Whether the next step may begin with tokens that only the GPU has yet.

@@ -4,18 +4,24 @@ Nothing of such a step has to be made again. Which requests run, their block tab
 tokens and positions stay the same, and one native call computes and chooses the next tokens. `Steady` is a step that
 can be repeated in this way. `Engine._plan` takes it if it is the next step and no request has a draft; if anything has
 changed, a step is scheduled.
+
+Where steps are short, such a call computes several of them, its *rounds*: Python's part of a step takes as long for a
+small model as for a large one. A round in which a request ends is the last one.
 """
 
 from __future__ import annotations
 
-from motley.engine.choosing import checked
+from collections.abc import Iterator
+from itertools import pairwise
+
+from motley.engine.choosing import Found, checked
 from motley.engine.scheduler import Scheduler, Step
 from motley.engine.verifying import Chosen
 from motley.kvcache.leases import Lease
 from motley.kvcache.manager import CacheManager
 from motley.runtime import SteadyRun
 
-_TIMED = 4  # of so many runs, one is timed
+_MAX_ROUNDS = 8
 
 
 class Steady:
@@ -27,16 +33,13 @@ class Steady:
         self._run = run
         self._lease: Lease | None = None
         self._ends = [0] * len(self.requests)  # positions from which on the lease has to be renewed
+        self._stops = sorted(frozenset().union(*(request.stop_ids for request in self.requests)))
+        self._rounds: list[list[int]] = []  # tokens of the latest call's rounds
+        self.seconds = 0.0  # of a round of the latest call
         # The inputs of the next run, by request.
         self._tokens: list[int] = []
         self._positions: list[int] = []
         self._indexes: list[int] = []
-        self._n_runs = 0
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether the latest run's time is worth a note: runs differ little from each other."""
-        return self._n_runs % _TIMED == 0
 
     def is_next(self, scheduler: Scheduler) -> bool:
         """Whether this is the next step, if there is room for it."""
@@ -66,16 +69,43 @@ class Steady:
                 return True
         return self._renew(cache)
 
-    def run(self) -> Chosen:
-        """Computes the step and records it in the cache. Returns the next token of each request."""
+    @property
+    def n_computed(self) -> int:
+        """The rounds of the latest call."""
+        return len(self._rounds)
+
+    def n_rounds(self, seconds: float, n_max: int) -> int:
+        """How many rounds a call may have that takes no longer than `seconds`, if a round takes as long as before."""
+        if not self.seconds or self.seconds * 2 > seconds or n_max < 2:
+            return 1
+        n_max = min(n_max, _MAX_ROUNDS, int(seconds / self.seconds))
+        for request, position, end in zip(self.requests, self._positions, self._ends, strict=True):
+            n_max = min(n_max, end - position)
+            if request.max_tokens is not None:
+                n_max = min(n_max, request.max_tokens - len(request.generated))
+        return n_max
+
+    def run(self, n_rounds: int = 1) -> Chosen:
+        """Computes the rounds and records the first one in the cache. Returns its token of each request."""
+        self._rounds = self._run.run(self._tokens, self._positions, self._indexes, n_rounds, self._stops)
+        self._record(self._tokens)
+        return Chosen(checked(self._rounds[0]), {})
+
+    def further(self) -> Iterator[list[Found]]:
+        """The tokens of the further rounds. Each round is recorded in the cache when its tokens are asked for: its
+        inputs must have been accepted, and no request may have ended.
+        """
+        for inputs, tokens in pairwise(self._rounds):
+            self._record(inputs)
+            yield checked(tokens)
+
+    def _record(self, tokens: list[int]) -> None:
+        """The K/V of these tokens, one of each request, are in the cache."""
         assert self._lease is not None
-        self._n_runs += 1
-        found = self._run.run(self._tokens, self._positions, self._indexes)
-        self._lease.append(self._tokens)
+        self._lease.append(tokens)
         for request in self.requests:
             request.n_computed += 1
             request.n_steps += 1
-        return Chosen(checked(found), {})
 
     def _renew(self, cache: CacheManager) -> bool:
         """Takes a new lease: a block is full, or another sequence has changed the cache."""

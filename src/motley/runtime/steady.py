@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from motley.backends import SteadyProgram
@@ -18,7 +19,7 @@ class _Runner(Protocol):
 
 
 class SteadyRun:
-    """Runs the tokens of some sequences, and chooses the tokens that follow, in one call. See `Runner.steady`."""
+    """Runs the next tokens of some sequences, and chooses those that follow, in one call. See `Runner.steady`."""
 
     def __init__(self, runner: _Runner, program: SteadyProgram) -> None:
         self._runner = runner
@@ -36,7 +37,18 @@ class SteadyRun:
             if self._runner.is_demand_paged:
                 self._runner.local.fill(group, [block for table in tables for block in table.blocks])
 
-    def run(self, tokens: list[int], positions: list[int], indexes: list[int]) -> list[int]:
-        """The token after each of `tokens`, NONE_LEFT or NOT_FINITE. `indexes`: of the tokens in their answers."""
+    def run(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        indexes: list[int],
+        n_rounds: int = 1,
+        stops: Sequence[int] = (),
+    ) -> list[list[int]]:
+        """For each round the next token of each sequence, NONE_LEFT or NOT_FINITE, which are the next round's inputs.
+
+        The lease must reach as far as the last round. `indexes`: of the tokens in their answers. The round that gives
+        one of `stops` is the last.
+        """
         self._runner.n_runs += 1
-        return self._program.run(tokens, positions, indexes)
+        return self._program.run(tokens, positions, indexes, n_rounds, stops)

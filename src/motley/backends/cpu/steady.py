@@ -1,4 +1,4 @@
-"""One token for each of the same sequences, in step after step: all that stays the same is staged once."""
+"""The same sequences in step after step, with one token each: all that stays the same is staged once."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ class CpuSteady:
         rows = [(row, 1, first, first, blocks) for row, (first, blocks) in enumerate(tables)]
         self._native.place(group, block_size, rows)
 
-    def run(self, tokens: list[int], positions: list[int], indexes: list[int]) -> list[int]:
-        found: list[int] = self._team.step(self._native, tokens, positions, indexes)
+    def run(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        indexes: list[int],
+        n_rounds: int = 1,
+        stops: Sequence[int] = (),
+    ) -> list[list[int]]:
+        found: list[list[int]] = self._team.steps(self._native, tokens, positions, indexes, n_rounds, stops)
         return found

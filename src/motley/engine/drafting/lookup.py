@@ -96,6 +96,15 @@ class Lookup:
         """A draft is used, or is likely to be in the next step: from now on, each step is looked up."""
         self._n_vain = self._next = 0
 
+    @property
+    def n_pause(self) -> int:
+        """How many of the next steps are not looked up."""
+        return max(0, self._next - self._n_vain - 1)
+
+    def pass_over(self, n_steps: int) -> None:
+        """So many steps come without a call of `find`."""
+        self._n_vain += n_steps
+
     def _keep(self, requests: Sequence[Request]) -> bool:
         """Keeps what `find` needs of requests; False: some do not draft by looking up only."""
         indexes, answers, n_max = [], [], 0

@@ -22,6 +22,7 @@ _MAX_ROWS = 64  # of logits in a step
 # More than so many drafts that did not pay, one after the other → tokens until the next one is looked at.
 _RESTS = ((12, 16), (4, 8), (1, 4))
 _LONG_MATCH = 2  # grade of a looked up draft that is looked at in any case
+_ANY_NUMBER = 1 << 30
 _MAX_REQUESTS = 32  # with more, a step has rows enough, and looking for drafts takes longer than they save
 
 
@@ -60,6 +61,7 @@ class Speculator:
         self._n_vocab = n_vocab
         self._max_rows = max_rows
         self._clock = clock
+        self.n_quiet = 0  # how many steps after the next one need no drafts
         self.default = Speculation(read_choice(spec, self.names), draft_max, draft_min)
 
     def choose(
@@ -79,11 +81,15 @@ class Speculator:
             for watcher in tuple(self._watchers.values()):
                 self._catch_up(watcher, running)
         if not self._drafters or len(running) > _MAX_REQUESTS:
+            self.n_quiet = _ANY_NUMBER
             return {}
         # Every step comes here, mostly in vain, so requests without drafts must cost some microseconds only.
         looked_up = self._find(self._lookup, running) if self._lookup is not None and running else None
-        if looked_up is not None:
-            return self._allot_found(scheduler, looked_up) if looked_up else {}
+        if looked_up is not None and self._lookup is not None:
+            drafts = self._allot_found(scheduler, looked_up) if looked_up else {}
+            self.n_quiet = self._lookup.n_pause
+            return drafts
+        self.n_quiet = 0 if any(request.speculation.drafters for request in running) else _ANY_NUMBER
         asking = []
         names: set[str] = set()
         for request in running:
@@ -116,6 +122,11 @@ class Speculator:
             if request in found or request.speculation.drafters != ONLY_LOOKUP:
                 self._rest(request, request in drafts)
         return drafts
+
+    def pass_over(self, n_steps: int) -> None:
+        """So many steps come without a call of `propose`."""
+        if n_steps and self._lookup is not None:
+            self._lookup.pass_over(n_steps)
 
     def _find(self, lookup: Lookup, running: Sequence[Request]) -> dict[Request, Draft] | None:
         try:
