@@ -1,4 +1,4 @@
-"""Draw decode speed over depth on a GPU, Motley's kernel steps and llama.cpp, from results/*.json (cuda-notes.md shows it).
+"""Draw decode speed over depth on a GPU: Motley's kernel steps and llama.cpp, from results/*.json, for cuda-notes.md.
 
 python -m benchmarks plot_depth
 """
