@@ -1,4 +1,4 @@
-"""When this process had done what: seconds since it began, for `--verbose`.
+"""The times at which this process reached its milestones, in seconds since it began, for `--verbose`.
 
 start: 0.06 s Python, 0.31 s flags read, 1.62 s imports, …
 """

@@ -67,8 +67,8 @@ class Rendezvous(Protocol):
 
 @runtime_checkable
 class HostRendezvous(Rendezvous, Protocol):
-    """A rendezvous where devices on other hardware take part too: each by a thread of its own, with tensors in the
-    host's memory, of 4 bytes a value. All functions raise `aborted_error` if another device has failed.
+    """A rendezvous in which devices on other hardware take part, too: each by its own thread, with tensors in the
+    host's memory, of 4 bytes per value. All functions raise `aborted_error` if another device has failed.
     """
 
     def exchange(
@@ -88,7 +88,7 @@ class HostRendezvous(Rendezvous, Protocol):
     def receive(self, source: int, target: int, out: torch.Tensor) -> None: ...
 
     def attach(self, messages: DeviceMessages) -> bool:
-        """Of a crew of two, the device that is no native program has messages of its own; False: not possible."""
+        """Lets the device of a crew of two that is not a native program send its own messages. False: not possible."""
         ...
 
 
@@ -142,7 +142,7 @@ class DeviceMessages(Protocol):
 
 @runtime_checkable
 class HasMessages(Protocol):
-    """A collective's kernel whose device has messages of its own with the other device (DeviceMessages)."""
+    """A collective's kernel on a device that exchanges messages with the other device itself (DeviceMessages)."""
 
     @property
     def places(self) -> Mapping[Tensor, MessagePlaces]:
@@ -154,7 +154,7 @@ class HasMessages(Protocol):
 
 
 class BatchInputs(dict[str, Any]):
-    """A batch's inputs by name. Cache layers with the batch's block tables are made when they are asked for: a native
+    """A batch's inputs by name. Cache layers with the batch's block tables are made at their first use: a native
     program needs only one of each group.
     """
 
@@ -319,7 +319,7 @@ class Backend(ABC):
 
     @classmethod
     def make_rendezvous(cls, n_devices: int, groups: Sequence[tuple[int, ...]] = ()) -> Rendezvous | None:
-        """Where devices that all have this backend do collectives by themselves; None: the group does them."""
+        """The rendezvous in which devices that all have this backend do collectives; None: the group does them."""
         return None
 
     def make_messages(self) -> DeviceMessages | None:
@@ -327,7 +327,7 @@ class Backend(ABC):
         return None
 
     def footprint(self, graph: Graph, n_packed: int) -> Footprint:
-        """What running `graph` will take of the device; `n_packed`: bytes of the weights as they come to `load`."""
+        """The memory of the device that running `graph` takes. `n_packed`: bytes of the weights as `load` gets them."""
         return Footprint(n_packed, activation_bytes(graph))
 
     def free_bytes(self) -> int | None:

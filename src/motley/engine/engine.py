@@ -420,8 +420,8 @@ class Engine:
     def _plan_ahead(self, *, is_computing: bool, is_uncertain: bool) -> _Planned | None:
         """The look-ahead plan: the step expected after the one that has just been launched. None: no plan.
 
-        `is_computing`: a GPU is, so that there is time to place the step as well. `is_uncertain`: it is to be launched
-        before its tokens are known.
+        `is_computing`: a GPU is computing, so that there is time to place the step as well. `is_uncertain`: the step
+        will be launched before its tokens are known.
         """
         step = self.scheduler.plan_ahead(is_uncertain=is_uncertain)
         return None if step is None else _Planned(step, self._place(step) if is_computing else None)

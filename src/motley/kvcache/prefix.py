@@ -217,7 +217,7 @@ class PrefixIndex:
         return self._published.get(block)
 
     def n_usable(self, keys: Sequence[bytes], n_blocks: int) -> int:
-        """The largest n <= n_blocks such that a sequence can go on after n blocks (keys[0] is the root).
+        """The largest n <= n_blocks such that a sequence can continue after n blocks (keys[0] is the root).
 
         Only the blocks that the next position still sees must be there.
         """

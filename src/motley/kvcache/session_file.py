@@ -62,8 +62,8 @@ class Contents:
 def write_session(path: Path, identity: Identity, contents: Contents, parts: Iterable[bytes]) -> int:
     """Write a file, whole or not at all, one part at a time; returns its size in bytes.
 
-    It is written beside its place, under a name that was free, and then renamed: nothing that already stands there is
-    opened, followed or half overwritten.
+    It is written beside its place, under a name that was free, and then renamed: no file or link that is already there
+    is opened, followed or partly overwritten.
     """
     _require_place(path)
     header = {**asdict(identity), "n_tokens": len(contents.tokens), "firsts": contents.firsts}

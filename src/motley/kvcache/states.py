@@ -9,9 +9,9 @@ A batch reads a state from one slot and may write it to another one. So nothing 
 at a checkpoint, a fork, and a sequence whose own slot has become a checkpoint read it and write to a new slot. The
 slot that is read stays reserved until the batch is committed.
 
-*Pending* tokens: the slot may stand up to `n_pending` tokens behind the sequence. The inputs of these tokens are in a
-*ring*, at position mod n_pending, and the next batch applies them first. Rejecting the last tokens of a batch therefore
-costs nothing (speculation), and a checkpoint shortly before the end of a prompt needs no batch of its own.
+*Pending* tokens: the slot's state can be up to `n_pending` tokens behind the sequence. The inputs of these tokens are
+in a *ring*, at position mod n_pending, and the next batch applies them first. Rejecting the last tokens of a batch
+therefore costs nothing (speculation), and a checkpoint shortly before the end of a prompt needs no batch of its own.
 """
 
 from __future__ import annotations

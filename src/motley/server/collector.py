@@ -72,7 +72,7 @@ class Collector:
         return ended
 
     def _can_wait(self) -> bool:
-        """Whether nothing is new but text of answers that go on, which the next step can bring along."""
+        """Whether all news is text of unfinished answers, which can be sent with the next step's."""
         if self._watched or self._engine.loss is not self._loss:
             return False
         return all(outbox.can_wait for outbox in self._changed)

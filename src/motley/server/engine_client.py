@@ -359,7 +359,7 @@ class EngineClient:
         if self._is_stopping:
             return
         self.state = LOADING if self._restarts and self.refusal is None else DEAD
-        self._unsent.clear()  # tickets that go on are added again
+        self._unsent.clear()  # tickets of unfinished answers are added again
         error = ApiError(503, "the engine has ended while it worked on this request")
         for future in self._calls.values():
             if not future.done():

@@ -24,7 +24,7 @@ class Job:
     tells_progress: bool = False
     id_slot: int = -1
     leader: int | None = None  # the number of the job with the same prompt that computes it
-    is_mute: bool = False  # only the prompt is wanted: nothing of the answer is passed on
+    is_mute: bool = False  # only the prompt is computed; the answer is not passed on
 
 
 class Piece(NamedTuple):

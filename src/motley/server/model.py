@@ -17,7 +17,7 @@ from motley.text.tools import ChatFormat
 
 T = TypeVar("T")
 
-_LONG = 2_000  # characters: longer texts are tokenized in a thread, so that the event loop goes on
+_LONG = 2_000  # characters: longer texts are tokenized in a thread, so that the event loop continues
 _HUGE = 2**20  # longer ones one at a time: each takes 60 bytes of memory for a character
 
 # Tokens for infilling: their keys in a file, and the texts that vocabularies give them.

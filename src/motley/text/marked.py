@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import SupportsIndex
 
-OWN, FOREIGN = "t", "u"  # written by the template; by anyone else
+OWN, FOREIGN = "t", "u"  # written by the template; from any other source
 
-# What no user wrote: values of "role" that templates build control tokens from, such as "<|" + role + "|>".
+# Texts that no user writes: values of "role" of which templates build control tokens, such as "<|" + role + "|>".
 ROLES = frozenset({"assistant", "developer", "function", "model", "system", "tool", "user"})
 
 

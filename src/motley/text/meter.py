@@ -72,7 +72,7 @@ class Meter:
         return value
 
     def weigh(self, value: object) -> int:
-        """Bytes of a value as if it shared nothing, which is what printing or comparing it would meet."""
+        """Bytes of a value; shared parts count each time, because printing or comparing it visits them each time."""
         return self._measure(value)[0]
 
     def _measure(self, value: object) -> tuple[int, int]:

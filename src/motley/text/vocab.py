@@ -27,7 +27,7 @@ class TokenType(IntEnum):
 
 
 # Tokens that end a turn or a document in some model. Files name only one or two of theirs in `eos_token_id`
-# and `eot_token_id`, and a model that ends its turn with another would go on for ever.
+# and `eot_token_id`, and a model that ends its turn with another one would never stop.
 END_TEXTS = frozenset(
     {
         *("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>"),

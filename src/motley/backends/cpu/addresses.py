@@ -1,4 +1,4 @@
-"""Where everything lies that programs read and write."""
+"""The addresses of all memory that programs read and write."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Memory:
         return 0 if offset is None else self.start + offset
 
     def room(self, node: Tensor) -> int:
-        """Of what lies between an attention's or an expert FFN's inputs and its result."""
+        """The address of the intermediate values of an attention or an expert FFN."""
         return self.start + self.layout.offsets[Room(node)]
 
     def dense(self, tensor: Tensor) -> torch.Tensor:

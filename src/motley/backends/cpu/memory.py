@@ -30,8 +30,8 @@ class Codes:
 
 @dataclass(frozen=True)
 class Room:
-    """What lies between a node's inputs and its result: what parts of a sequence come to in an attention, before they
-    are joined; rows of tokens and experts in an expert FFN.
+    """The intermediate values of a node: in an attention, the results of parts of a sequence before they are joined; in
+    an expert FFN, rows of tokens and experts.
     """
 
     node: Tensor
@@ -62,7 +62,7 @@ def _matrices_of_input(stage: Stage) -> tuple[Tensor, ...]:
 
 
 def n_split_values(attention: Tensor, n_threads: int) -> int:
-    """How many values an attention needs to share out single sequences; 0: there is enough to do without."""
+    """How many values an attention needs to split single sequences over threads; 0: sequences are not split."""
     n_tokens, n_heads, dim = attention.shape
     is_split = n_threads > 1 and n_tokens <= _MAX_SPLIT_ROWS
     return n_tokens * n_heads * (dim + 2) * _MAX_SEGMENTS if is_split else 0

@@ -210,7 +210,7 @@ def processor_name() -> str:
 
 def cache_file() -> Path:
     folder = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(folder):  # the standard says: a relative path is to be ignored
+    if os.path.isabs(folder):  # the XDG standard ignores a relative path
         return Path(folder) / "motley" / "read-patterns.json"
     return Path(os.path.expanduser("~")) / ".cache" / "motley" / "read-patterns.json"
 

@@ -1,4 +1,4 @@
-"""Which tensors lie row after row, so that a plan serves batches with fewer rows than it was made for.
+"""Which tensors are stored row after row, so that a plan serves batches with fewer rows than it was made for.
 
 A plan is made for a number of tokens and of outputs (a bucket, see `Backend.bucket`). A tensor is *by rows* if its
 values are equal pieces, one for each token (or output) in order, none of which depends on another row but through the

@@ -58,7 +58,7 @@ class GraphPool:
             # A thread's first use of cuBLAS makes a handle, which fails in a capture and breaks it.
             torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
             try:
-                # Other devices' threads go on meanwhile; only this one's calls must be fit for capture.
+                # Other devices' threads continue meanwhile; only the calls of this thread must be capturable.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 work()
                 graph.capture_end()

@@ -33,7 +33,7 @@ def footprint(graph: Graph) -> Footprint:
 
 
 def _run_bytes(graph: Graph) -> int:
-    """Of activations, twice: products read them in forms of their own, which lie beside them for a while."""
+    """The bytes of activations, twice: products read converted copies, which exist beside them for a while."""
     return 2 * activation_bytes(graph)
 
 

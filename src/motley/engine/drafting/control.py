@@ -154,7 +154,7 @@ class AdaptiveControl:
         if self._can_pay(rates, n_rows):
             slots = _slots(drafts, rates, [1.0] * len(rates))[:room]
             best = self._best(slots, n_rows, may_plan=False)
-            # If the tokens that are being computed are not the drafts' first ones, the step waits in vain.
+            # If the tokens that are being computed are not the drafts' first ones, the step waits for nothing.
             p_first, base = max(rates), self.costs.seconds(n_rows)
             n_tokens = n_rows + p_first * sum([slot.survival for slot in slots[: best.n_tokens]])
             longer = self.costs.seconds(n_rows + best.n_tokens) - base

@@ -207,7 +207,7 @@ class TextIndex:
             start = next(place for place in places if text[place] == token)
         period = len(text) - start
         tokens = text[start : start + n_max]
-        while len(tokens) < n_max:  # the copy goes on with what it has copied
+        while len(tokens) < n_max:  # the copy continues with the tokens that it has copied
             tokens.append(tokens[-period])
         return tuple(tokens), n_best
 

@@ -1,6 +1,6 @@
 """Layers with a recurrent state: a causal convolution and the gated delta rule.
 
-Both read the state of each sequence of the batch, run its rows in order, and store the state again. A state may stand
+Both read the state of each sequence of the batch, run its rows in order, and store the state again. A state may be
 some tokens behind the batch: the inputs of these *pending* tokens are stored beside it and are applied first. In the
 same way the last rows of a batch may stay pending, so that they can still be rejected (see graph.values.StateSequence).
 """

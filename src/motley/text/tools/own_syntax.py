@@ -126,7 +126,7 @@ class PythonReader(Reader):
         return len(text) if at < 0 else at + len(self._end), Status.DONE
 
     def _calls(self, text: str) -> list[tuple[str, str]]:
-        """Names such as "get-weather" are no names in Python: others stand for them while the text is read."""
+        """Names such as "get-weather" are not valid in Python: placeholders replace them while the text is read."""
         odd = [name for name in self.context.tools if not name.isidentifier()]
         for i, name in enumerate(odd):
             text = text.replace(f"{name}(", f"odd_name_{i}_(")

@@ -215,7 +215,7 @@ class NamedReader(Reader):
 
 
 def read_name(text: str, start: int) -> tuple[int | None, str]:
-    """The end of a function's name and the name; None while it may go on, -1 where there is none."""
+    """The end of a function's name and the name; None while it may continue, -1 where there is none."""
     while start < len(text) and text[start].isspace():
         start += 1
     found = _NAME.match(text, start)

@@ -3,11 +3,11 @@
     m = Sᵀ·k, o = Sᵀ·q          delta = beta · (v - e^decay · m)
     out = (e^decay · o + (k·q) · delta) / sqrt(key dim)          S ← e^decay · S + k · deltaᵀ
 
-Columns of S never meet: a program has some columns of one head's S of one sequence in registers while it goes through
-all rows. Pending tokens come first, from their ring. q and k are divided by their length. With `gates`, decay and beta
-are computed here: decay = factor · softplus(a + offset), beta = σ(b). `_delta_pending` stores what a later batch needs
-of rows that stay pending, when no program reads the ring any more. Spans: kvcache.state_arena.StateSpan; one without
-rows is padding. Prompts: `delta_chunks`. Reference: graph.ops.DeltaNet.
+Columns of S are independent: a program has some columns of one head's S of one sequence in registers while it goes
+through all rows. Pending tokens come first, from their ring. q and k are divided by their length. With `gates`, decay
+and beta are computed here: decay = factor · softplus(a + offset), beta = σ(b). `_delta_pending` stores what a later
+batch needs of rows that stay pending, when no program reads the ring any more. Spans: kvcache.state_arena.StateSpan;
+one without rows is padding. Prompts: `delta_chunks`. Reference: graph.ops.DeltaNet.
 """
 
 from __future__ import annotations
