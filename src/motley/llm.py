@@ -221,7 +221,7 @@ class LLM:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """From the file, or a plain one; made at the first chat, so that a broken one hinders nothing else."""
+        """The file's chat template, or a plain one. Made at the first chat: a broken one affects nothing else."""
         return ChatTemplate.from_spec(self.spec)
 
     # Answers
@@ -551,7 +551,7 @@ class LLM:
 
 
 def _shaped(results: list[list[Completion]], is_list: bool) -> Any:
-    """What `generate` returns: a list for a list of prompts, a list for `n` > 1."""
+    """The return value of `generate`: a list for a list of prompts, a list for `n` > 1."""
     answers = [choices[0] if len(choices) == 1 else choices for choices in results]
     return answers if is_list else answers[0]
 

@@ -18,7 +18,7 @@ def mark(name: str, when: float | None = None) -> None:
 
 
 def since_start() -> list[tuple[str, float]]:
-    """What was done, with the seconds since the process began, in the order in which it was done."""
+    """The milestones, with the seconds since the process began, in their order."""
     began = _process_start()
     return [(name, when - began) for name, when in sorted(_marks, key=lambda each: each[1])]
 

@@ -1,4 +1,4 @@
-"""What a backend is: kernels to plan with, a way to run plans, and what that takes of its hardware."""
+"""The interface of backends: kernels to plan with, a way to run plans, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class DeviceOffer:
-    """What a worker says of one of its devices."""
+    """A worker's description of one of its devices."""
 
     memory: int | None = None  # bytes that a crew may use of a GPU, or that the machine has; None: unknown
     has_trees: bool = False  # see Backend
@@ -49,12 +49,12 @@ class LoadedWeight(Protocol):
     def nbytes(self) -> int: ...
 
     def unpack(self) -> torch.Tensor:
-        """Its values, float32."""
+        """The weight's values, float32."""
         ...
 
 
 class Rendezvous(Protocol):
-    """Where executables of several devices do collectives among themselves, without Python."""
+    """The object in which executables of several devices do collectives among themselves, without Python."""
 
     aborted_error: type[Exception]  # raised by an executable that waits for a device which has failed
 
@@ -101,7 +101,7 @@ class HasRendezvous(Protocol):
 
 
 class MessagePlaces(NamedTuple):
-    """Where a device's messages of one collective are, in values, in each direction's memory (DeviceMessages)."""
+    """The places of a device's messages of one collective, in values, in each direction's memory (DeviceMessages)."""
 
     is_first: bool  # the first collective of the plan
     sent: int
@@ -120,7 +120,7 @@ class DeviceMessages(Protocol):
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        """Of the words that the device writes, of those that it reads, and of the word that makes it stop waiting."""
+        """Of the words that the device writes, of the words that it reads, and of the word that ends its waiting."""
         ...
 
     def advance(self) -> None: ...
@@ -146,7 +146,7 @@ class HasMessages(Protocol):
 
     @property
     def places(self) -> Mapping[Tensor, MessagePlaces]:
-        """Of each collective of the plan; empty: they are done at the rendezvous."""
+        """The message places of each collective of the plan; empty: collectives are done at the rendezvous."""
         ...
 
     @property
@@ -249,8 +249,8 @@ def join(executables: Sequence[Executable]) -> Joint | None:
 
 
 def make_rendezvous(backends: Sequence[Backend], groups: Sequence[tuple[int, ...]] = ()) -> Rendezvous | None:
-    """For a crew with devices whose programs do collectives by themselves; None: it has none. `groups`: of devices that
-    have collectives of their own.
+    """The rendezvous of a crew with devices whose programs do collectives without Python; None: it has no such devices.
+    `groups`: of devices that have collectives of their own.
 
     Devices with another kind of backend take part by their threads (HostRendezvous).
     """
@@ -270,7 +270,7 @@ def few_sizes(n_rows: int) -> int:
 
 
 class Backend(ABC):
-    """What runs one device's plans."""
+    """Loads weights for one device, and runs its plans."""
 
     name: ClassVar[str]
     device: torch.device = torch.device("cpu")  # where activations and the cache are
@@ -308,8 +308,8 @@ class Backend(ABC):
         return self.bucket(n_outputs)
 
     def layout(self, n_rows: int, n_sequences: int, most_rows: int) -> tuple[int, int]:
-        """What else a decode batch must have in common with an earlier one of the same plan, so that nothing has to be
-        prepared for it. `most_rows`: of a sequence.
+        """What a decode batch must have in common with an earlier one of the same plan, beside its shape, so that
+        nothing has to be prepared for it. `most_rows`: of a sequence.
         """
         return 0, 0
 
@@ -323,7 +323,7 @@ class Backend(ABC):
         return None
 
     def make_messages(self) -> DeviceMessages | None:
-        """For a device beside a native program; None: its thread takes part in collectives (HostRendezvous)."""
+        """Messages of a device beside a native program; None: its thread does collectives (HostRendezvous)."""
         return None
 
     def footprint(self, graph: Graph, n_packed: int) -> Footprint:
@@ -343,11 +343,11 @@ class Backend(ABC):
 
     @property
     def kernel_variant(self) -> object:
-        """What its kernels depend on beside the model and the hardware: the same value, the same kernels."""
+        """What kernels depend on beside the model and the hardware: equal values mean the same kernels."""
         return None
 
     def use_threads(self, n_threads: int, cores: Sequence[int] = ()) -> None:
-        """What its device may use, and the cores that its threads keep to; said once, before anything is loaded."""
+        """Sets how many threads the device has, and the cores that they stay on. Called once, before loading."""
         return
 
     def expect_weights(self, n_bytes: int) -> None:
@@ -370,7 +370,7 @@ class Backend(ABC):
         return None
 
     def weight_like(self, weight: Tensor) -> LoadedWeight:
-        """Of a `stand_in`: a weight of a graph as `load` gives it, but for its contents."""
+        """For a `stand_in`: a weight of a graph as `load` returns it, without its contents."""
         raise AssertionError(f"{self.name} has no stand-ins")
 
     def can_borrow(self, weight: Tensor) -> bool:
@@ -385,11 +385,11 @@ class Backend(ABC):
         return None
 
     def borrowed_bytes(self, graph: Graph, resident: Collection[str], n_ahead: int) -> int:
-        """What running `graph` takes of the device for the weights that are not `resident`."""
+        """The device memory that running `graph` takes for the weights that are not `resident`."""
         return 0
 
     def finish_loading(self) -> None:
-        """All weights have been given: let go of what only loading needs."""
+        """Releases memory that only loading needs; called after the last weight."""
         return
 
     @abstractmethod

@@ -507,7 +507,7 @@ class Engine:
             self.runner.restore(self.wake)
 
     def hear_of_loss(self, error: MotleyError) -> None:
-        """As `lose_crew`, for a message that may come late: the crew may be complete again."""
+        """The same as `lose_crew`, for a message that may be late: the crew may be complete again."""
         if self.runner.is_broken_off:
             self.lose_crew(error)
 

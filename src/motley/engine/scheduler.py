@@ -343,7 +343,7 @@ class Scheduler:
         return None
 
     def restart(self) -> None:
-        """All K/V is lost: every request gives its blocks back and waits, in the order of their admission."""
+        """Suspends all requests, as all K/V is lost. They free their blocks and wait in the order of admission."""
         for request in reversed([r for r in self.requests if r.sequence is not None]):
             self._suspend(request, copies_done=False)
         for request in self.requests:

@@ -138,7 +138,7 @@ class DraftVerification:
         return chosen_of(self._chooser.choose(self._logits[rows], [row_of(request) for request in requests]))
 
     def foretold(self) -> list[tuple[Request, list[Found]]] | None:
-        """Of each request whose first token was right, the tokens after it, up to the one after its whole draft.
+        """The further tokens of each request whose first token was right, up to the one after its whole draft.
 
         None if they depend on what is accepted, or if drafts are trees: then `advance` and `choose` continue.
         """

@@ -1,4 +1,4 @@
-"""What a model file holds, as plain data: `json.dumps` takes it, and a table can show it."""
+"""The contents of a model file, as plain data: `json.dumps` takes it, and a table can show it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _MAX_DIMS = 4
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a tensor is, and where it lies. Types that Motley cannot compute with are listed all the same."""
+    """A tensor's name, type, shape and place in the file. Types that Motley cannot compute with are listed, too."""
 
     name: str
     shape: tuple[int, ...]  # row-major: GGUF's dimensions reversed

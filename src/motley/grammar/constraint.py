@@ -1,4 +1,4 @@
-"""What an answer must match, from a request's options, checked as far as that needs no vocabulary."""
+"""The constraint of an answer, from a request's options, checked as far as that needs no vocabulary."""
 
 from __future__ import annotations
 

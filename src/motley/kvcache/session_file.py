@@ -39,7 +39,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Identity:
-    """What K/V depend on besides the tokens: a file is of use only where all of this is the same."""
+    """What K/V depend on besides the tokens: a file can be used only if all of this is the same."""
 
     model: str  # fingerprint
     cache_type_k: str
@@ -174,7 +174,7 @@ class SessionFile:
         self._file.close()
 
     def _read_preamble(self) -> int:
-        """What must be understood to understand the rest; the length of the header."""
+        """Reads and checks the preamble. Returns the length of the header."""
         magic, version, n_header = _FIXED.unpack(self.part(_FIXED.size))
         if magic != MAGIC:
             raise CacheError(f"{self._path} is not a saved session")

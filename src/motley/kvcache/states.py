@@ -284,7 +284,7 @@ class StateGroup(CacheGroup[StateTable]):
     # Views
 
     def stored_slot(self, table: StateTable, n_tokens: int) -> int:
-        """Where the state after all tokens is, or will be after a restore."""
+        """The slot that has the state after all tokens, or will have it after a restore."""
         if table.next_slot != NO_SLOT:
             return table.next_slot
         assert table.n_folded == n_tokens, "tokens are pending"

@@ -140,7 +140,7 @@ class AttentionBlock:
 
     @property
     def rope(self) -> Rope:
-        """Of the queries."""
+        """The rope of the queries."""
         assert isinstance(self.q.node.op, Rope)
         return self.q.node.op
 

@@ -51,7 +51,7 @@ class BackgroundWarming:
         self._has_hurry.clear()
 
     def run(self) -> None:
-        """What the thread does."""
+        """The thread's work."""
         try:
             self._pause(_FIRST_PAUSE)
             self._compile()

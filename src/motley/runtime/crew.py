@@ -40,7 +40,7 @@ class Device:
 
     @property
     def remote_offer(self) -> DeviceOffer | None:
-        """What is known of a device of another process; None for those of this process."""
+        """The worker's description of a device of another process; None for devices of this process."""
         return None if self.host is None else self.offer or DeviceOffer()
 
     @property

@@ -56,7 +56,7 @@ class PartSizes:
 
     @staticmethod
     def of(node: Tensor, n_devices: int, reader: int | None = None) -> PartSizes:
-        """For a collective of all devices, or of a group of them."""
+        """The sizes of the parts of a collective of all devices, or of a group of devices."""
         op, dtype = node.op, _DTYPES[node.dtype]
         assert isinstance(op, Collective)
         if isinstance(op, Broadcast):
@@ -347,7 +347,7 @@ class _AbortedError(Exception):
 
 
 class _Exchange:
-    """Where some devices of a ThreadGroup exchange tensors.
+    """The exchange of tensors between some devices of a ThreadGroup.
 
     Tensors are copied into one of two sets of slots, alternately. A device writes to a set again only after
     the barrier of the exchange in between, and by then all devices have read it: one barrier per exchange is enough.

@@ -119,7 +119,7 @@ class CollectedOutbox(Outbox[Completion]):
 
     @property
     def can_wait(self) -> bool:
-        """Not the first token, not the end, and not a request that has probabilities for each token."""
+        """Whether the news can wait: not the first token, not the end, and no probabilities of tokens."""
         return self.end is None and self._n_sent > 0 and self._request.logprobs is None
 
     def finish(self, result: Completion) -> None:

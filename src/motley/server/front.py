@@ -39,7 +39,7 @@ Handle = Callable[["Front", Request], Awaitable[Response]]
 
 
 class Front:
-    """What all handlers share."""
+    """The objects that all handlers share."""
 
     def __init__(self, settings: ServerSettings, engine: EngineClient) -> None:
         self.settings = settings

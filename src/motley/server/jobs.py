@@ -28,7 +28,7 @@ class Job:
 
 
 class Piece(NamedTuple):
-    """What a step added to an answer."""
+    """The part of an answer that one step added."""
 
     choice: int  # the number of the job in its mailbox
     text: str
@@ -71,7 +71,7 @@ Event = Piece | Progress | End
 
 
 class Mailbox:
-    """What the engine sends for the jobs of one HTTP request. One reader; the engine's messages never wait for it.
+    """The engine's events for the jobs of one HTTP request. One reader; the engine's messages never wait for it.
 
     The reader is a coroutine (`take`), or a function that `wake` calls (`on_events`).
     """

@@ -149,7 +149,7 @@ def _place_layers(
         n_output = sum(map(_n_bytes, outputs))
 
         def load(device: int) -> Fraction:
-            """Of the device that has most for its share, if this one gets the output."""
+            """The load of the device with the largest load for its share, if `device` gets the output."""
             totals = [n + n_output * (index == device) for index, n in enumerate(n_bytes)]
             return max(total / share for total, share in zip(totals, shares, strict=True) if share)
 

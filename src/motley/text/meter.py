@@ -1,4 +1,4 @@
-"""What one rendering of a chat template may cost, and the account of it."""
+"""The limits of one rendering of a chat template, and its costs so far."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Meter:
 
 
 def check_limit(n: int, limit: int, what: str) -> None:
-    """For single requests that no honest template makes."""
+    """Raises a TemplateError for a single operation beyond a limit that no honest template exceeds."""
     if n > limit:
         raise TemplateError(f"the chat template wants more than {limit} {what}")
 

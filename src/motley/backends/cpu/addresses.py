@@ -70,7 +70,7 @@ class Memory:
 
     @property
     def start(self) -> int:
-        """Where the scratch memory is at present."""
+        """The present address of the scratch memory."""
         return self._scratch.start
 
     def codes(self, tensor: Tensor) -> int:
@@ -90,7 +90,7 @@ class Memory:
         return self._fixed[tensor]
 
     def value(self, tensor: Tensor) -> Any:
-        """What a Python kernel is given for it."""
+        """The value that a Python kernel gets for it."""
         base = base_of(tensor)
         if isinstance(tensor.op, Weight):
             return self.weights[tensor.name]

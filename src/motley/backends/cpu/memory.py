@@ -1,4 +1,4 @@
-"""What lies in a device's activation memory: values, their rows quantized for products, and room inside of stages."""
+"""The contents of a device's activation memory: values, their rows quantized for products, and room for stages."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _room_bytes(node: Tensor, n_threads: int) -> int:
 
 
 def _codes(stages: Sequence[Stage], is_exact: bool) -> dict[Tensor, Buffer]:
-    """Of products' inputs: written by the norm that makes them, otherwise by their first reader."""
+    """The codes of products' inputs: the norm that makes an input writes them, otherwise their first reader."""
     written = {stage.out: i for i, stage in enumerate(stages) if isinstance(stage, Norm)}
     codes: dict[Tensor, Buffer] = {}
     for i, stage in enumerate(stages):

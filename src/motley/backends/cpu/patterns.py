@@ -216,7 +216,7 @@ def cache_file() -> Path:
 
 
 def read_patterns(path: Path) -> dict[str, ReadPattern]:
-    """What the file holds; nothing of a file that is damaged, of another version, or not there."""
+    """The file's patterns; none if the file is damaged, of another version, or missing."""
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_FILE:  # a pipe would never end

@@ -79,7 +79,7 @@ class RepackedTensor:
 
     @property
     def expert_bytes(self) -> int:
-        """From one expert's matrix to the next."""
+        """The bytes from one expert's matrix to the next."""
         return self.data.numel() // max(self.shape[0], 1)
 
     def unpack(self) -> torch.Tensor:

@@ -32,7 +32,7 @@ from motley.backends.cuda.manifests import READY, Compiled, Ledger
 
 
 class NoGpu:
-    """What Triton asks of a driver in order to compile for a GPU of a capability."""
+    """The driver that Triton needs in order to compile for a GPU of a capability."""
 
     def __init__(self, capability: int, shared_memory: int) -> None:
         self._capability = capability

@@ -1,4 +1,4 @@
-"""What was compiled for a model: files beside Triton's compiled kernels. Needs no torch."""
+"""Records of the kernels that were compiled for a model: files beside Triton's compiled kernels. Needs no torch."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ class ThreadRun(Run):
 
 
 class JointRun(Run):
-    """All programs of a crew, in lockstep."""
+    """Runs all programs of a crew in lockstep."""
 
     can_start_again = True
 

@@ -22,7 +22,7 @@ _WINDOW, _POOL = 0, 1  # grades
 
 @dataclass
 class _Guesses:
-    """What is known about a request's next tokens."""
+    """The guesses of a request's next tokens."""
 
     # Position in the answer → the n-gram that ends with the guess for it.
     grams: dict[int, tuple[int, ...]] = field(default_factory=dict)

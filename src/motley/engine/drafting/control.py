@@ -186,7 +186,7 @@ class AdaptiveControl:
         return n_most / self.costs.seconds(n_rows + 1) >= n_rows / self.costs.seconds(n_rows) * _LEAST_GAIN
 
     def _late_seconds(self, n_rows: int) -> float:
-        """What a device loses if it is not given its next step in advance; 0.0 if it never is."""
+        """The seconds that a device loses if it does not get its next step in advance; 0.0 if it never does."""
         base = self.costs.seconds(n_rows)
         if self._late.is_known(n_rows):
             return max(0.0, self._late.seconds(n_rows) - base)

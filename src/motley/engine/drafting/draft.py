@@ -1,4 +1,4 @@
-"""What a drafter is. Imports no torch."""
+"""Drafts, and the interfaces of drafters. Imports no torch."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Lookup:
         return True
 
     def _look_up_all(self, requests: Sequence[Request], n_max: int) -> list[Found]:
-        """What may follow the texts of requests, of those that have anything."""
+        """The likely continuations of the texts of requests, of those that have one."""
         from motley.backends import look_up, new_text_index  # see above
 
         indexes = []

@@ -125,7 +125,7 @@ class Speculator:
             return None
 
     def _allot_found(self, scheduler: Scheduler, found: Mapping[Request, Draft]) -> dict[Request, Draft]:
-        """What pays of drafts that were looked up."""
+        """The drafts that pay, of those that were looked up."""
         usable = {
             request: draft
             for request, draft in found.items()

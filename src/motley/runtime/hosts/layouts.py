@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def max_bytes(self) -> int:
-        """Of the longest message."""
+        """The bytes of the longest message."""
         return max(self.counts) * self.dtype.itemsize
 
     def parts(self, messages: Mapping[int, torch.Tensor], n_devices: int) -> list[torch.Tensor | None]:

@@ -95,7 +95,7 @@ class _Writer:
         return tuple(starts) if len(starts) <= MAX_TRIGGERS else (f'{{"{form.json.name_key}": "',)
 
     def _whole(self, body: str) -> str:
-        """With the reasoning that may or must stand before."""
+        """The grammar with the reasoning that may or must come before."""
         form, reasoning = self.request.form, self.request.form.reasoning
         if form.style is Style.HARMONY:
             text = self._until("<|end|>")

@@ -31,7 +31,7 @@ class Status(Enum):
 
 @dataclass
 class Context:
-    """What readers of one answer share. `tools`: the JSON schema of each tool's arguments, by name."""
+    """The context that readers of one answer share. `tools`: the JSON schema of each tool's arguments, by name."""
 
     log: EventLog
     make_id: Callable[[], str]

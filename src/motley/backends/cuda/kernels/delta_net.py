@@ -39,7 +39,7 @@ _SCAN_COLUMNS, _SCAN_WARPS = 32, 8  # of a program that goes through chunks; mea
 
 @dataclass(frozen=True, eq=False)
 class Gates:
-    """What decay and beta are made from. a and b: (rows, …, n): value head h is at [row, h // n, h % n]."""
+    """The inputs of which decay and beta are made. a and b: (rows, …, n): value head h is at [row, h // n, h % n]."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -58,7 +58,7 @@ def _delta_net(
     HEADS: tl.constexpr, KEYS: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     EACH: tl.constexpr, CYCLIC: tl.constexpr, COMPUTES: tl.constexpr,
 ):  # fmt: skip
-    """Of the sequences with fewer than `limit` rows."""
+    """The recurrent form, for sequences with fewer than `limit` rows."""
     let_next_start()
     wait()
     first_row, n_rows, position, source, n_read, source_ring, target, n_written, _ = load_span(
