@@ -66,8 +66,8 @@ class LLM:
     """
 
     chosen_devices: str | None  # a sentence about the devices, where they were left to Motley
-    notices: tuple[str, ...]  # sentences about what was asked for and is done another way
-    details: tuple[str, ...]  # what devices chose by themselves while they loaded
+    notices: tuple[str, ...]  # sentences about options that are carried out in another way
+    details: tuple[str, ...]  # what devices chose automatically while they loaded
     load_seconds: float  # how long it took to open and load the model
 
     def __init__(
@@ -286,7 +286,7 @@ class LLM:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, params: ParamsLike | None = None, **sampling: Any
     ) -> Completion:
-        """Answer a conversation: messages with a role and content, as the model's chat template wants them."""
+        """Answer a conversation: messages with a role and content, as the model's chat template expects them."""
         return self.stream_chat(messages, params=params, **sampling).finish()
 
     def stream_chat(
@@ -475,7 +475,7 @@ class LLM:
         """The service whose thread owns the engine."""
         return self._service
 
-    # Its life
+    # Opening and closing
 
     def close(self) -> None:
         """Give the memory back; requests that still run end with an error. Calling it again does nothing; everything

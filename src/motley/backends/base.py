@@ -78,7 +78,7 @@ class HostRendezvous(Rendezvous, Protocol):
         part: torch.Tensor | None,
         others: Mapping[int, torch.Tensor],
     ) -> None:
-        """Publish a device's part and copy the parts of `others`, by device. `members`: who takes part; empty: all."""
+        """Publish a device's part and copy the parts of `others`, by device. `members`: of the group; empty: all."""
         ...
 
     def send(self, source: int, target: int, values: torch.Tensor) -> None:
@@ -314,7 +314,7 @@ class Backend(ABC):
         return 0, 0
 
     def unpacks(self, form: str) -> bool:
-        """Whether matrices of that format become 16 bits a value here, for want of a kernel."""
+        """Whether matrices of that format take 16 bits per value here, because there is no kernel for it."""
         return False
 
     @classmethod
@@ -356,7 +356,7 @@ class Backend(ABC):
 
     @property
     def details(self) -> Sequence[str]:
-        """Sentences about what it chose by itself while weights were loaded, for `--verbose`."""
+        """Sentences about the backend's own choices while weights were loaded, for `--verbose`."""
         return ()
 
     @abstractmethod

@@ -39,7 +39,7 @@ class Pending:
 
     tokens: Callable[[], list[Found]]  # waits for them
     on_device: torch.Tensor | None = None  # int32, if a GPU chooses: input of the next step
-    # Of the tokens, by row, if any request wants log-probabilities.
+    # Of the tokens, by row, if any request needs log-probabilities.
     logprobs: Callable[[Sequence[Found]], dict[int, TokenLogprobs]] | None = None
 
 
@@ -55,7 +55,7 @@ class ChoiceRow:
 
     @property
     def is_special(self) -> bool:
-        """Whether it has a constraint or wants log-probabilities."""
+        """Whether it has a constraint or needs log-probabilities."""
         return self.matcher is not None or bool(self.banned) or self.sampler.params.logprobs is not None
 
 

@@ -14,7 +14,7 @@ from motley.engine.sampling import Candidates, Sampler, candidates, shortlist
 
 
 class Watched(Protocol):
-    """A row whose request may want log-probabilities."""
+    """A row whose request may need log-probabilities."""
 
     @property
     def sampler(self) -> Sampler: ...

@@ -261,7 +261,7 @@ class SamplerFactory:
         return ChainSampler(params, plain.chain, plain.key, breakers)
 
     def _breakers(self, texts: tuple[str, ...]) -> frozenset[int]:
-        """Tokens that contain one of these texts, and all that stand for no text."""
+        """Tokens that contain one of these texts, and all tokens without text."""
         known, ids = self._latest
         if known != texts or not ids:
             tokens, wanted = self._tokenizer, [text.encode(errors="surrogatepass") for text in texts]

@@ -25,7 +25,7 @@ from motley.runtime import Runner
 
 
 class Chosen(NamedTuple):
-    """A token for each request, or its error, and log-probabilities by row as far as they are asked for."""
+    """A token for each request, or its error, and log-probabilities by row as far as they are requested."""
 
     found: list[Found]
     logprobs: Mapping[int, TokenLogprobs]

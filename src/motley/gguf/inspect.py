@@ -35,7 +35,7 @@ class TypeRow(TypedDict):
 
 class TensorRow(TypedDict):
     name: str
-    shape: list[int]  # row-major: the last axis is the one that lies together in memory
+    shape: list[int]  # row-major: the last axis is contiguous in memory
     type: str
     parameters: int
     bytes: int

@@ -95,7 +95,7 @@ def _read_type(cursor: Cursor) -> tuple[str, int, int]:
 
 
 def _check_places(cursor: Cursor, tensors: tuple[TensorInfo, ...]) -> None:
-    """Every tensor lies inside the file, and no two share a byte."""
+    """Checks that every tensor is inside the file, and that no two share a byte."""
     for info in tensors:
         end = info.offset + info.nbytes
         if end > cursor.size:

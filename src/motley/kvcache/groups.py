@@ -92,7 +92,7 @@ class CacheGroup(ABC, Generic[Table]):
         """Whether tokens n_tokens … n_slots - 1 can be written as it is: `extend` would change nothing."""
         return False
 
-    # The life of a table
+    # A table, from its beginning to its end
 
     @abstractmethod
     def new_table(self) -> Table: ...

@@ -132,7 +132,7 @@ class CacheManager:
                     hint="shorten the prompt or the answer, or raise --kv-cache-tokens / --kv-cache-bytes",
                 )
 
-    # The life of a sequence
+    # A sequence, from its beginning to its end
 
     def open(
         self,

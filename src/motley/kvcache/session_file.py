@@ -132,7 +132,7 @@ class SessionFile:
             raise
 
     def _open(self) -> IO[bytes]:
-        """The file, if it is one: to open a pipe could wait for ever."""
+        """The file, if it is a regular one: opening a pipe could block."""
         try:
             file = os.fdopen(os.open(self._path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
             is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)

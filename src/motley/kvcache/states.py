@@ -157,7 +157,7 @@ class StateGroup(CacheGroup[StateTable]):
     def must_copy(self, table: StateTable, n_tokens: int) -> bool:
         return False
 
-    # The life of a table
+    # A table, from its beginning to its end
 
     def new_table(self) -> StateTable:
         return StateTable()

@@ -30,7 +30,7 @@ class DevicePlan:
 
     @staticmethod
     def of(graph: Graph, candidates: Sequence[Kernel]) -> DevicePlan:
-        """The largest stages that the candidates take; PlanError for a node that none of them does."""
+        """The largest stages that the candidates take; PlanError for a node that no candidate supports."""
         stages = fuse(graph, lambda stage: any(kernel.supports(stage) is None for kernel in candidates))
         return DevicePlan(graph, tuple(Step(stage, choose_kernel(stage, candidates)) for stage in stages))
 

@@ -266,7 +266,7 @@ def _is_bias(tensor: Tensor, out: Tensor) -> bool:
 
 
 def _parts(fusion: Fusion, product: Tensor) -> Iterator[Part]:
-    """A product with bias and residual, with one of them, and by itself."""
+    """A product with bias and residual, with one of them, and without."""
     plain = Part(product.inputs[1], product)
     user = fusion.only_user(product)
     if user is not None and isinstance(user.op, Add):

@@ -22,7 +22,7 @@ _log = logging.getLogger("motley")
 
 
 class BackgroundWarming:
-    """A thread that ends by itself, or when the model is closed."""
+    """A thread that ends when its work is done, or when the model is closed."""
 
     def __init__(
         self,

@@ -257,7 +257,7 @@ class ThreadGroup:
                 continue
 
     def _abort_peers(self, device: int) -> None:
-        """Makes the devices that wait for a failed device fail too, so that they do not wait for ever."""
+        """Aborts the devices that wait for a failed device, which would otherwise wait without end."""
         for exchange in self._exchanges.values():
             exchange.barrier.abort()
         if self.rendezvous is not None:

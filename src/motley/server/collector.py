@@ -145,7 +145,7 @@ class CollectedOutbox(Outbox[Completion]):
         self._collector.note(self)
 
     def take_piece(self) -> list[Any] | None:
-        """[number, text, tokens] since the last call, with log probabilities if asked for; None: there is nothing."""
+        """[number, text, tokens] since the last call, with log probabilities if requested; None: there is nothing."""
         tokens = self._request.generated[self._n_sent :]
         if not (self._pieces or tokens):
             return None

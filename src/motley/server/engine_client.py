@@ -25,7 +25,7 @@ from motley.server.wire import Frames, Message, encode
 _log = logging.getLogger("motley.server")
 
 _SEND_BUFFER = 4 * 2**20  # bytes of the socket between the processes
-_STOP_SECONDS = 1.0  # for the engine to end by itself
+_STOP_SECONDS = 1.0  # for the engine to end without being killed
 _GATHER_SECONDS = 0.001  # in which jobs are gathered into a message, if they come together
 
 LOADING, READY, DEAD = "loading", "ready", "dead"

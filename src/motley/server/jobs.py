@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     choice: int  # the number of the job in its mailbox
     text: str
     tokens: list[int]
-    logprobs: list[Any] | None = None  # for each token, if asked for
+    logprobs: list[Any] | None = None  # for each token, if requested
 
 
 class Progress(NamedTuple):

@@ -224,7 +224,7 @@ class _TensorPlacement:
             return
         n_each = p.n_value_heads // p.n_key_heads
         blocks = [_block_size(w) for w in weights if role_of(w).axis == 1]
-        # The columns of a key head's values lie together, or, in cyclic order, in n_each places.
+        # The columns of a key head's values are contiguous, or, in cyclic order, in n_each places.
         unit = _head_unit(max(blocks, default=1), p.head_dim, 1 if p.is_cyclic else n_each)
         n_units, unit_bytes = _units(p.n_key_heads, unit, weights)
         counts = self._delta_heads.share_out(n_units)

@@ -57,7 +57,7 @@ class MarkedText(str):
         return MarkedText(str.__getitem__(self, key), self.mask[key])
 
     def _from(self, start: int, part: str) -> MarkedText:
-        """`part`, which stands in this text from `start` on."""
+        """`part`, which is in this text from `start` on."""
         return MarkedText(part, self.mask[start : start + len(part)])
 
     def lstrip(self, chars: str | None = None) -> MarkedText:

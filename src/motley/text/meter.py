@@ -45,7 +45,7 @@ class Meter:
         self._measures: dict[int, tuple[int, int, object]] = {}
 
     def tick(self, n: int = 1) -> bool:
-        """Count one step, or the `n` that an operation is worth. True, so that it can stand in a condition."""
+        """Count one step, or the `n` that an operation is worth. True, so that it can be part of a condition."""
         self._n_steps += n
         if self._n_steps > self._limits.steps:
             raise _excess(f"runs for more than {self._limits.steps} steps")

@@ -32,7 +32,7 @@ class Tokenizer:
         self._encoder = SentencePieceEncoder(vocab) if vocab.model == "llama" else BpeEncoder(vocab)
         self._special = SpecialTokens(vocab)
         self._hidden = frozenset(vocab.ids_of(TokenType.CONTROL, TokenType.UNKNOWN))
-        # Texts of tokens that decoders have met, without control tokens and with them.
+        # Texts of tokens that occurred so far, without control tokens and with them.
         self._texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
 
     @classmethod
@@ -64,7 +64,7 @@ class Tokenizer:
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """Tokens that stand for no text: `decode` leaves them out."""
+        """Tokens without text: `decode` leaves them out."""
         return self._hidden
 
     @property

@@ -58,7 +58,7 @@ class Vocabulary:
     add_eos: bool
     add_space_prefix: bool
     remove_extra_whitespaces: bool
-    byte_of: Mapping[int, int]  # the byte that each byte token stands for
+    byte_of: Mapping[int, int]  # the byte of each byte token
     right_stripping_ids: frozenset[int]  # special tokens that swallow the white space after them
 
     @property

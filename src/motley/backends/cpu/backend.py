@@ -92,7 +92,7 @@ class CpuBackend(Backend):
         self._n_threads, self._cores = n_threads, cores
 
     def expect_weights(self, n_bytes: int) -> None:
-        # A device with cores of its own wants its weights in memory close to them, so they are copied.
+        # The weights of a device with its own cores should be in memory close to them, so they are copied.
         self._is_mapping = n_bytes >= _WORTH_MAPPING and not self.is_exact and not self._cores
 
     @cached_property

@@ -357,7 +357,7 @@ class Compiler:
         return pieces
 
     def _with_messages(self, node: Tensor, places: MessagePlaces, tagged: Any, device: int) -> None:
-        """A collective with the other device of a crew of two, which takes part by itself."""
+        """A collective with the other device of a crew of two, which is not a native program."""
         op, out, program = node.op, self._memory.address(node), self._program
         x = self._memory.address(node.inputs[0]) if node.inputs else 0
         if places.is_first:

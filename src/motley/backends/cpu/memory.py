@@ -11,7 +11,7 @@ from motley.graph.ops import Attention, ExpertFfn
 from motley.plan import Buffer, Linear, MemoryLayout, Norm, Single, Stage, lay_out, value_buffers
 
 _MAX_SEGMENTS = 16  # of a row in one attention (csrc/kernels/attention.cpp)
-_MAX_SPLIT_ROWS = 64  # tokens beyond which there is enough to do without splits
+_MAX_SPLIT_ROWS = 64  # tokens: with more, threads have enough work without splits
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def _exported(name: str) -> dict[str, int]:
 
 
 FORMATS = _exported("FORMATS")
-ROW_FORMATS = _exported("ROW_FORMATS")  # that kernels also read as they lie in a file
+ROW_FORMATS = _exported("ROW_FORMATS")  # that kernels also read in the file's layout
 FUNCTIONS = _exported("FUNCTIONS")
 CACHE_TYPES = _exported("CACHE_TYPES")
 PLAIN_FORMATS = ("F32", "F16", "BF16")

@@ -52,7 +52,7 @@ class _Decodes:
 
 
 class Run(ABC):
-    """Runs batches of programs that lie on one GPU."""
+    """Runs batches of programs of one GPU."""
 
     can_start_again: bool  # after half a capture: no peer has seen it
 

@@ -417,7 +417,7 @@ class Steps:
         op, offset, factor = node.op, self._dense(stage.offset), self._dense(stage.factor)
 
         def step(values: Values) -> None:
-            # Slices of one product, (rows, key heads, n): read where they lie.
+            # Slices of one product, (rows, key heads, n): read in place.
             a, b = (values.plain(without_views(t)) for t in (stage.a, stage.b))
             if a.stride() != b.stride() or a.stride(-1) != 1 or a.dim() > 3:
                 a, b = values.plain(stage.a).contiguous(), values.plain(stage.b).contiguous()

@@ -33,5 +33,5 @@ def _forced(request: Request) -> tuple[int, ...]:
         return ()
     try:
         return tuple(request.matcher.forced())
-    except Exception:  # the request fails by itself, at its mask
+    except Exception:  # the request fails later, when its mask is computed
         return ()

@@ -1,4 +1,4 @@
-"""How the parts of one collective lie in the messages of processes. Made once for each collective of a plan."""
+"""The layout of one collective's parts in the messages of processes. Made once for each collective of a plan."""
 
 from __future__ import annotations
 

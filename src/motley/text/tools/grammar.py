@@ -17,7 +17,7 @@ from motley.text.tools.own_syntax import QUOTE
 from motley.text.tools.schema import enforceable, types_of
 
 MAX_TRIGGERS = 16
-MAX_AUTO = 150_000  # characters of a grammar that is not asked for
+MAX_AUTO = 150_000  # characters of a grammar that the request does not demand
 MAX_CALLS = 32  # of one answer: a small model may find no end
 _ANY = "/(.|\\n)*/"
 # Tags that may be control tokens of the vocabulary.

@@ -158,7 +158,7 @@ def _python_calls(text: str) -> list[tuple[str, str]]:
 
 
 def _python_value(node: ast.expr) -> Any:
-    """A literal, in which JSON's words may stand for Python's."""
+    """A literal, in which JSON's words may replace Python's."""
     if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
         return json.loads(node.id)
     if isinstance(node, ast.List):

@@ -1,4 +1,4 @@
-"""A section of calls: what stands before, between and behind them."""
+"""A section of calls: the text before, between and after them."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def unit(part, kind):
 
 @triton.constexpr_function
 def zero_code(kind):
-    """The unsigned code that stands for zero."""
+    """The unsigned code that means zero."""
     return {"q8_0": 128, "q4_0": 8}.get(kind, 0)
 
 
