@@ -1,4 +1,4 @@
-"""Draw decode speed over depth on a GPU, for Motley and llama.cpp: the README's figure, from results/*.json.
+"""Draw decode speed over depth on a GPU: Motley's kernel steps and llama.cpp, from results/*.json, for cuda-notes.md.
 
 python -m benchmarks plot_depth
 """

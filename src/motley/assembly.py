@@ -66,7 +66,7 @@ _MAX_TOKENS, _MAX_THREADS = 2**26, 2**10  # tokens or requests; threads. Larger 
 
 @dataclass(frozen=True)
 class Options:
-    """What `LLM` is asked for, checked as far as that needs no file."""
+    """The options of `LLM`, checked as far as that is possible without the model's file."""
 
     cache: CacheConfig
     n_ctx: int | None = None
@@ -132,7 +132,7 @@ class LoadedModel:
     n_ctx: int
     chosen: str | None  # the devices, where the choice was ours
     notices: tuple[str, ...]
-    details: tuple[str, ...]  # what devices chose by themselves while they loaded
+    details: tuple[str, ...]  # what devices chose automatically while they loaded
     warmer: KernelWarmer
     split: ModelSplit
     fit: CacheFit

@@ -86,7 +86,7 @@ def start(capability: int, shared_memory: int, n_workers: int | None = None) -> 
 
 
 def start_early(capability: int, shared_memory: int) -> None:
-    """Start the process for a GPU, unless a model has asked for one already."""
+    """Start the process for a GPU, unless a model has already started one."""
     _early.start((capability, shared_memory))
 
 

@@ -1,4 +1,4 @@
-"""What a command begins on other threads while it imports torch: the GPU's context, reading the model's file, and,
+"""Work that a command begins on other threads while it imports torch: the GPU's context, reading the model's file, and,
 where no kernel was ever compiled, the process that compiles them.
 
 They take seconds at worst and need no Python of this process. Nothing depends on them: what fails here fails again,

@@ -43,7 +43,7 @@ def defer() -> None:
 
 
 class _Deferred(ModuleType):
-    """A module that is imported when something of it is asked for."""
+    """A module that is imported when an attribute of it is used."""
 
     def __init__(self, name: str, finder: _Finder) -> None:
         super().__init__(name)

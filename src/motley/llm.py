@@ -66,8 +66,8 @@ class LLM:
     """
 
     chosen_devices: str | None  # a sentence about the devices, where they were left to Motley
-    notices: tuple[str, ...]  # sentences about what was asked for and is done another way
-    details: tuple[str, ...]  # what devices chose by themselves while they loaded
+    notices: tuple[str, ...]  # sentences about options that are carried out in another way
+    details: tuple[str, ...]  # what devices chose automatically while they loaded
     load_seconds: float  # how long it took to open and load the model
 
     def __init__(
@@ -221,7 +221,7 @@ class LLM:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """From the file, or a plain one; made at the first chat, so that a broken one hinders nothing else."""
+        """The file's chat template, or a plain one. Made at the first chat: a broken one affects nothing else."""
         return ChatTemplate.from_spec(self.spec)
 
     # Answers
@@ -286,7 +286,7 @@ class LLM:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, params: ParamsLike | None = None, **sampling: Any
     ) -> Completion:
-        """Answer a conversation: messages with a role and content, as the model's chat template wants them."""
+        """Answer a conversation: messages with a role and content, as the model's chat template expects them."""
         return self.stream_chat(messages, params=params, **sampling).finish()
 
     def stream_chat(
@@ -475,7 +475,7 @@ class LLM:
         """The service whose thread owns the engine."""
         return self._service
 
-    # Its life
+    # Opening and closing
 
     def close(self) -> None:
         """Give the memory back; requests that still run end with an error. Calling it again does nothing; everything
@@ -551,7 +551,7 @@ class LLM:
 
 
 def _shaped(results: list[list[Completion]], is_list: bool) -> Any:
-    """What `generate` returns: a list for a list of prompts, a list for `n` > 1."""
+    """The return value of `generate`: a list for a list of prompts, a list for `n` > 1."""
     answers = [choices[0] if len(choices) == 1 else choices for choices in results]
     return answers if is_list else answers[0]
 

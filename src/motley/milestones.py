@@ -1,4 +1,4 @@
-"""When this process had done what: seconds since it began, for `--verbose`.
+"""The times at which this process reached its milestones, in seconds since it began, for `--verbose`.
 
 start: 0.06 s Python, 0.31 s flags read, 1.62 s imports, …
 """
@@ -18,7 +18,7 @@ def mark(name: str, when: float | None = None) -> None:
 
 
 def since_start() -> list[tuple[str, float]]:
-    """What was done, with the seconds since the process began, in the order in which it was done."""
+    """The milestones, with the seconds since the process began, in their order."""
     began = _process_start()
     return [(name, when - began) for name, when in sorted(_marks, key=lambda each: each[1])]
 

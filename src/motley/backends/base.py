@@ -1,4 +1,4 @@
-"""What a backend is: kernels to plan with, a way to run plans, and what that takes of its hardware."""
+"""The interface of backends: kernels to plan with, a way to run plans, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class DeviceOffer:
-    """What a worker says of one of its devices."""
+    """A worker's description of one of its devices."""
 
     memory: int | None = None  # bytes that a crew may use of a GPU, or that the machine has; None: unknown
     has_trees: bool = False  # see Backend
@@ -49,12 +49,12 @@ class LoadedWeight(Protocol):
     def nbytes(self) -> int: ...
 
     def unpack(self) -> torch.Tensor:
-        """Its values, float32."""
+        """The weight's values, float32."""
         ...
 
 
 class Rendezvous(Protocol):
-    """Where executables of several devices do collectives among themselves, without Python."""
+    """The object in which executables of several devices do collectives among themselves, without Python."""
 
     aborted_error: type[Exception]  # raised by an executable that waits for a device which has failed
 
@@ -67,8 +67,8 @@ class Rendezvous(Protocol):
 
 @runtime_checkable
 class HostRendezvous(Rendezvous, Protocol):
-    """A rendezvous where devices on other hardware take part too: each by a thread of its own, with tensors in the
-    host's memory, of 4 bytes a value. All functions raise `aborted_error` if another device has failed.
+    """A rendezvous in which devices on other hardware take part, too: each by its own thread, with tensors in the
+    host's memory, of 4 bytes per value. All functions raise `aborted_error` if another device has failed.
     """
 
     def exchange(
@@ -78,7 +78,7 @@ class HostRendezvous(Rendezvous, Protocol):
         part: torch.Tensor | None,
         others: Mapping[int, torch.Tensor],
     ) -> None:
-        """Publish a device's part and copy the parts of `others`, by device. `members`: who takes part; empty: all."""
+        """Publish a device's part and copy the parts of `others`, by device. `members`: of the group; empty: all."""
         ...
 
     def send(self, source: int, target: int, values: torch.Tensor) -> None:
@@ -88,7 +88,7 @@ class HostRendezvous(Rendezvous, Protocol):
     def receive(self, source: int, target: int, out: torch.Tensor) -> None: ...
 
     def attach(self, messages: DeviceMessages) -> bool:
-        """Of a crew of two, the device that is no native program has messages of its own; False: not possible."""
+        """Lets the device of a crew of two that is not a native program send its own messages. False: not possible."""
         ...
 
 
@@ -101,7 +101,7 @@ class HasRendezvous(Protocol):
 
 
 class MessagePlaces(NamedTuple):
-    """Where a device's messages of one collective are, in values, in each direction's memory (DeviceMessages)."""
+    """The places of a device's messages of one collective, in values, in each direction's memory (DeviceMessages)."""
 
     is_first: bool  # the first collective of the plan
     sent: int
@@ -120,7 +120,7 @@ class DeviceMessages(Protocol):
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        """Of the words that the device writes, of those that it reads, and of the word that makes it stop waiting."""
+        """Of the words that the device writes, of the words that it reads, and of the word that ends its waiting."""
         ...
 
     def advance(self) -> None: ...
@@ -142,11 +142,11 @@ class DeviceMessages(Protocol):
 
 @runtime_checkable
 class HasMessages(Protocol):
-    """A collective's kernel whose device has messages of its own with the other device (DeviceMessages)."""
+    """A collective's kernel on a device that exchanges messages with the other device itself (DeviceMessages)."""
 
     @property
     def places(self) -> Mapping[Tensor, MessagePlaces]:
-        """Of each collective of the plan; empty: they are done at the rendezvous."""
+        """The message places of each collective of the plan; empty: collectives are done at the rendezvous."""
         ...
 
     @property
@@ -154,7 +154,7 @@ class HasMessages(Protocol):
 
 
 class BatchInputs(dict[str, Any]):
-    """A batch's inputs by name. Cache layers with the batch's block tables are made when they are asked for: a native
+    """A batch's inputs by name. Cache layers with the batch's block tables are made at their first use: a native
     program needs only one of each group.
     """
 
@@ -260,8 +260,8 @@ def join(executables: Sequence[Executable]) -> Joint | None:
 
 
 def make_rendezvous(backends: Sequence[Backend], groups: Sequence[tuple[int, ...]] = ()) -> Rendezvous | None:
-    """For a crew with devices whose programs do collectives by themselves; None: it has none. `groups`: of devices that
-    have collectives of their own.
+    """The rendezvous of a crew with devices whose programs do collectives without Python; None: it has no such devices.
+    `groups`: of devices that have collectives of their own.
 
     Devices with another kind of backend take part by their threads (HostRendezvous).
     """
@@ -281,7 +281,7 @@ def few_sizes(n_rows: int) -> int:
 
 
 class Backend(ABC):
-    """What runs one device's plans."""
+    """Loads weights for one device, and runs its plans."""
 
     name: ClassVar[str]
     device: torch.device = torch.device("cpu")  # where activations and the cache are
@@ -319,26 +319,26 @@ class Backend(ABC):
         return self.bucket(n_outputs)
 
     def layout(self, n_rows: int, n_sequences: int, most_rows: int) -> tuple[int, int]:
-        """What else a decode batch must have in common with an earlier one of the same plan, so that nothing has to be
-        prepared for it. `most_rows`: of a sequence.
+        """What a decode batch must have in common with an earlier one of the same plan, beside its shape, so that
+        nothing has to be prepared for it. `most_rows`: of a sequence.
         """
         return 0, 0
 
     def unpacks(self, form: str) -> bool:
-        """Whether matrices of that format become 16 bits a value here, for want of a kernel."""
+        """Whether matrices of that format take 16 bits per value here, because there is no kernel for it."""
         return False
 
     @classmethod
     def make_rendezvous(cls, n_devices: int, groups: Sequence[tuple[int, ...]] = ()) -> Rendezvous | None:
-        """Where devices that all have this backend do collectives by themselves; None: the group does them."""
+        """The rendezvous in which devices that all have this backend do collectives; None: the group does them."""
         return None
 
     def make_messages(self) -> DeviceMessages | None:
-        """For a device beside a native program; None: its thread takes part in collectives (HostRendezvous)."""
+        """Messages of a device beside a native program; None: its thread does collectives (HostRendezvous)."""
         return None
 
     def footprint(self, graph: Graph, n_packed: int) -> Footprint:
-        """What running `graph` will take of the device; `n_packed`: bytes of the weights as they come to `load`."""
+        """The memory of the device that running `graph` takes. `n_packed`: bytes of the weights as `load` gets them."""
         return Footprint(n_packed, activation_bytes(graph))
 
     def free_bytes(self) -> int | None:
@@ -354,11 +354,11 @@ class Backend(ABC):
 
     @property
     def kernel_variant(self) -> object:
-        """What its kernels depend on beside the model and the hardware: the same value, the same kernels."""
+        """What kernels depend on beside the model and the hardware: equal values mean the same kernels."""
         return None
 
     def use_threads(self, n_threads: int, cores: Sequence[int] = ()) -> None:
-        """What its device may use, and the cores that its threads keep to; said once, before anything is loaded."""
+        """Sets how many threads the device has, and the cores that they stay on. Called once, before loading."""
         return
 
     def expect_weights(self, n_bytes: int) -> None:
@@ -367,7 +367,7 @@ class Backend(ABC):
 
     @property
     def details(self) -> Sequence[str]:
-        """Sentences about what it chose by itself while weights were loaded, for `--verbose`."""
+        """Sentences about the backend's own choices while weights were loaded, for `--verbose`."""
         return ()
 
     @abstractmethod
@@ -381,7 +381,7 @@ class Backend(ABC):
         return None
 
     def weight_like(self, weight: Tensor) -> LoadedWeight:
-        """Of a `stand_in`: a weight of a graph as `load` gives it, but for its contents."""
+        """For a `stand_in`: a weight of a graph as `load` returns it, without its contents."""
         raise AssertionError(f"{self.name} has no stand-ins")
 
     def can_borrow(self, weight: Tensor) -> bool:
@@ -396,11 +396,11 @@ class Backend(ABC):
         return None
 
     def borrowed_bytes(self, graph: Graph, resident: Collection[str], n_ahead: int) -> int:
-        """What running `graph` takes of the device for the weights that are not `resident`."""
+        """The device memory that running `graph` takes for the weights that are not `resident`."""
         return 0
 
     def finish_loading(self) -> None:
-        """All weights have been given: let go of what only loading needs."""
+        """Releases memory that only loading needs; called after the last weight."""
         return
 
     @abstractmethod

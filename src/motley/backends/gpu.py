@@ -1,4 +1,4 @@
-"""What a GPU backend offers beside running plans: sampling where the logits are, kernels compiled ahead of time.
+"""Further functions of GPU backends: sampling on the device of the logits, and kernels compiled ahead of time.
 
 Needs Triton, so it is imported where a GPU is used, and nowhere else.
 """

@@ -51,7 +51,7 @@ class Batch(Protocol):
 
 
 class StateBatch(Protocol):
-    """Where a batch reads and writes recurrent states."""
+    """The slots that a batch reads and writes recurrent states in."""
 
     @property
     def table(self) -> npt.NDArray[np.int64]:
@@ -60,7 +60,7 @@ class StateBatch(Protocol):
 
 
 class StatePlanes(Protocol):
-    """Where one part of a layer's recurrent state is; the same object in every batch."""
+    """The memory of one part of a layer's recurrent state; the same object in every batch."""
 
     @property
     def states(self) -> torch.Tensor: ...
@@ -69,7 +69,7 @@ class StatePlanes(Protocol):
 
 
 class PagedLayer(Protocol):
-    """Where one layer's keys and values are; the same object in every batch."""
+    """The memory of one layer's keys and values; the same object in every batch."""
 
     @property
     def keys(self) -> Store: ...
@@ -84,7 +84,7 @@ class PagedLayer(Protocol):
 
 
 class BatchLayer(Protocol):
-    """What a graph's cache input is at run time: a layer, and the batch's block tables."""
+    """The value of a graph's cache input at run time: a layer, and the batch's block tables."""
 
     @property
     def layer(self) -> PagedLayer: ...

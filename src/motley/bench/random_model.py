@@ -143,7 +143,7 @@ class _DistinctRows:
         return np.roll(self._packed[key], number, 0)
 
     def _random(self, form: Format, n_rows: int, n_columns: int, number: int) -> npt.NDArray[np.uint8]:
-        # Not torch's generator: it needs parts of torch that a command does without (lean_torch).
+        # Not torch's generator: it needs parts of torch that a command does not import (lean_torch).
         rng = np.random.default_rng((self._seed, number))
         values = rng.standard_normal((n_rows, n_columns), np.float32) * np.float32(n_columns**-0.5)
         return form.pack(torch.from_numpy(values)).numpy()

@@ -1,4 +1,4 @@
-"""Measures decoding with drafts against without, in the same engine: the same text, runs in turn."""
+"""Measures decoding with and without drafts in the same engine: the same text, in alternating runs."""
 
 from __future__ import annotations
 

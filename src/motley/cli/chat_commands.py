@@ -36,7 +36,7 @@ _SETTABLE = (
 
 @dataclass
 class ChatState:
-    """What commands change: the conversation, and how the chat shows it."""
+    """The state that commands change: the conversation, and how the chat shows it."""
 
     conversation: Conversation
     shows_statistics: bool = False

@@ -18,8 +18,8 @@ _MAX_CHARS = 1 << 24  # of a message
 def read_messages(words: Sequence[str]) -> Iterator[str]:
     """The messages that are not empty, until the end of input. `words` can be completed by Tab at a terminal.
 
-    A message is one line. It goes on after a trailing backslash, and between lines of three quotes. At a terminal, text
-    that is pasted is one message, and Alt-Enter begins a new line.
+    A message is one line. It continues after a trailing backslash, and between lines of three quotes. At a terminal,
+    text that is pasted is one message, and Alt-Enter begins a new line.
     """
     if not sys.stdin.isatty():
         lines = _pipe()
@@ -39,7 +39,7 @@ def read_messages(words: Sequence[str]) -> Iterator[str]:
 
 
 def _is_open(text: str) -> bool:
-    """Whether the message goes on in the next line."""
+    """Whether the message continues in the next line."""
     if text.lstrip().startswith(QUOTES):
         return text.count(QUOTES) < 2
     return text.endswith("\\") and not text.endswith("\\\\")

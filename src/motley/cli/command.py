@@ -50,7 +50,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """All commands. Usage errors have the same two lines as all others."""
+    """The group of all commands. Usage errors are printed in two lines, as all errors."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(render_help(self, ctx))

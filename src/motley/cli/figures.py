@@ -31,7 +31,7 @@ def show_figures(completion: Completion, memory: Mapping[str, int]) -> None:
 
 
 def _drafted(timings: Timings) -> str:
-    """What speculation gave: tokens of a step, and how many drafted tokens of each drafter were right."""
+    """The result of speculation: tokens per step, and how many drafted tokens of each drafter were right."""
     if not timings.drafts:
         return ""
     drafts = ", ".join(f"{name} {n.accepted} of {n.drafted} right" for name, n in timings.drafts.items())

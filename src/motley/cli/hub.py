@@ -38,7 +38,7 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class _Remote:
-    """What the hub says about a repository's files: sizes, and checksums where it has them."""
+    """The hub's description of a repository's files: sizes, and checksums if it has them."""
 
     sizes: dict[str, int]
     checksums: dict[str, str]

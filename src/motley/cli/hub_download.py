@@ -46,7 +46,7 @@ def reporting(hub: Any, advance: Callable[[int], None]) -> Any:
 
     class Reporting(hub.utils.tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
-            self._done = int(options.get("initial") or 0)  # where a broken download goes on
+            self._done = int(options.get("initial") or 0)  # where a broken download continues
             super().__init__(*args, **{**options, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
@@ -59,7 +59,7 @@ def reporting(hub: Any, advance: Callable[[int], None]) -> Any:
 def download_blob(
     hub: Any, url: str, blob: Path, size: int, *, token: str | None, advance: Callable[[int], None]
 ) -> None:
-    """Downloads `url` to `blob`, from where an earlier download has ended. Two processes take turns."""
+    """Downloads `url` to `blob`, from where an earlier download has ended. A second process waits for the first."""
     blob.parent.mkdir(parents=True, exist_ok=True)
     partial = blob.with_name(f"{blob.name}.motley-part")
     with partial.open("ab", buffering=0) as stream:  # unbuffered: what is counted is in the file

@@ -31,7 +31,7 @@ PREFERRED = (
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository, and the quantization that was asked for."""
+    """A repository, and the requested quantization."""
 
     repo: str
     quant: str | None = None

@@ -91,7 +91,7 @@ Parallel = Annotated[
     _flag(
         "-np",
         "--parallel",
-        text="Sequences that share the cache at the same time. Default: one.",
+        text="Sequences that share the cache at the same time. Default: one; serve: 8 on a CPU, 128 on GPUs.",
         panel=_MODEL,
         metavar="N",
         min=1,
@@ -174,7 +174,7 @@ SplitMode = Annotated[
         "-sm",
         "--split-mode",
         text="none: use the first device only; layer: give each device whole layers; tensor: give each device a part "
-        "of every tensor. Default: layer, if --device names several devices. Not with groups, which name the mode.",
+        "of every tensor. Default: layer, if --device names several devices. Not allowed with groups of devices.",
         panel=_CREW,
         metavar="MODE",
     ),
@@ -193,7 +193,7 @@ DeviceMemory = Annotated[
     str | None,
     _flag(
         "--device-memory",
-        text="The most memory each device may use, comma-separated: 2GiB,1GiB.",
+        text="Maximum memory of each device, comma-separated: 2GiB,1GiB.",
         panel=_CREW,
         metavar="SIZES",
     ),
@@ -203,7 +203,7 @@ SplitExperts = Annotated[
     _flag(
         "--split-experts",
         text="How tensor mode distributes experts. ffn: each device gets a part of every expert; whole: each device "
-        "gets whole experts; auto: whichever is closer to the proportions.",
+        "gets whole experts; auto: the way that is closer to the proportions.",
         panel=_CREW,
         metavar="WAY",
     ),
@@ -224,7 +224,7 @@ NCpuMoe = Annotated[
         "-ncmoe",
         "--n-cpu-moe",
         text="Keep the routed experts of the first N layers on the CPU, everything else on the other devices; auto: "
-        "of as few layers as the others' memory needs. If all devices are CPUs, these experts are on the last one.",
+        "of as few layers as possible, so that the rest fits. If all devices are CPUs, the last one has these experts.",
         panel=_CREW,
         metavar="N",
     ),
@@ -247,8 +247,8 @@ Wire = Annotated[
     str,
     _flag(
         "--wire",
-        text="How activations travel between processes: f32 (default on one machine), f16 (default between machines) "
-        "or q8.",
+        text="Type of the activations that processes send to each other: f32 (default on one machine), f16 (default "
+        "between machines) or q8.",
         panel=_CREW,
         metavar="TYPE",
     ),
@@ -321,7 +321,7 @@ DraftMin = Annotated[
     _flag(
         "--draft-min",
         "--draft-n-min",
-        text="Do not use guesses of fewer tokens. Default: 0.",
+        text="Use no guess with fewer tokens than this. Default: 0.",
         panel=_SPECULATION,
         metavar="N",
         show_default=False,
@@ -342,7 +342,7 @@ LookaheadFlag = Annotated[
     str | None,
     _flag(
         "--lookahead",
-        text="Sizes of --spec lookahead: tokens of the window, of n-grams, n-grams kept for a token. Default: 7,5,7.",
+        text="For --spec lookahead: tokens in the window and in an n-gram, n-grams kept for a token. Default: 7,5,7.",
         panel=_SPECULATION,
         metavar="W,N,G",
         show_default=False,
@@ -352,8 +352,8 @@ LookupAnswers = Annotated[
     int,
     _flag(
         "--lookup-answers",
-        text="Guess also from this many tokens of finished answers of the same user (cache_salt). "
-        "Speed then tells what they were about. Default: 0.",
+        text="Also guess from this many tokens of finished answers of the same user (cache_salt). "
+        "The speed of an answer then reveals their content. Default: 0.",
         panel=_SPECULATION,
         metavar="N",
         show_default=False,
@@ -419,7 +419,7 @@ KvCacheTokens = Annotated[
     int | None,
     _flag(
         "--kv-cache-tokens",
-        text="The most tokens the cache may hold, whatever -c says.",
+        text="Maximum number of tokens in the cache, for all requests together. It does not depend on -c.",
         panel=_CACHE,
         metavar="N",
         min=1,
@@ -429,7 +429,7 @@ KvCacheBytes = Annotated[
     str | None,
     _flag(
         "--kv-cache-bytes",
-        text="The most memory the cache may use on all devices together: 2GiB.",
+        text="Maximum memory of the cache, over all devices: 2GiB.",
         panel=_CACHE,
         metavar="SIZE",
     ),
@@ -446,7 +446,7 @@ PrefixCache = Annotated[
     bool,
     _flag(
         "--prefix-cache/--no-prefix-cache",
-        text="Keep what was computed for earlier prompts and reuse it, until its memory is needed.",
+        text="Keep the KV cache of earlier prompts, until its memory is needed, and reuse it for equal beginnings.",
         panel=_CACHE,
     ),
 ]
@@ -509,8 +509,8 @@ Predict = Annotated[
         "-n",
         "--predict",
         "--n-predict",
-        text="The most tokens to generate; -1: no limit but the context. Default: no limit; 4096 for each answer in "
-        "the chat of motley run.",
+        text="Maximum number of tokens to generate; -1: only the context limits it. Default: no limit; 4096 for each "
+        "answer in the chat of motley run.",
         metavar="N",
     ),
 ]

@@ -27,7 +27,7 @@ class Places:
 
 
 def place_layers(path: Path, asked: Places, gpu_layers: str | None, main_gpu: int | None) -> Places:
-    """Where -ngl and -mg put the model in `path`. The last layers are on the GPUs, with the output after them."""
+    """The devices and shares that -ngl and -mg mean for a model. The last layers and the output are on the GPUs."""
     gpus = [name for name in known_devices() if name.startswith("cuda")]
     if gpu_layers is None and main_gpu is None:
         return asked

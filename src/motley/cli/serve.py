@@ -68,7 +68,7 @@ class ServerOptions:
         str,
         _flag(
             "--reasoning-format",
-            text="none: thoughts stay in the content; deepseek, auto: they are apart, as reasoning_content.",
+            text="none: reasoning stays in the content; deepseek, auto: it is returned as reasoning_content.",
             metavar="FORMAT",
         ),
     ] = "auto"
@@ -77,19 +77,19 @@ class ServerOptions:
         _flag(
             "-rea",
             "--reasoning",
-            text="on, off: whether the model thinks; auto: as its template says.",
+            text="on, off: whether the model reasons before it answers; auto: the default of its template.",
             metavar="MODE",
         ),
     ] = "auto"
     context_shift: Annotated[
-        bool, _flag("--context-shift", text="A full context drops its oldest tokens and goes on.")
+        bool, _flag("--context-shift", text="When the context is full, drop its oldest tokens and continue.")
     ] = False
     embeddings: Annotated[
         bool,
         _flag(
             "--embeddings",
             "--embedding",
-            text="Embeddings are always served; accepted for llama-server's sake.",
+            text="Accepted for compatibility with llama-server: embeddings are always served.",
         ),
     ] = False
     pooling: Annotated[
@@ -101,7 +101,7 @@ class ServerOptions:
         Path | None,
         _flag(
             "--slot-save-path",
-            text="A folder for saved slots. Default: none can be saved.",
+            text="Folder for saved slots. Default: slots cannot be saved.",
             metavar="FOLDER",
         ),
     ] = None
@@ -110,16 +110,16 @@ class ServerOptions:
         str,
         _flag(
             "--cors-origins",
-            text="Comma-separated origins of other pages that may call; localhost: those of this machine; *: all.",
+            text="Comma-separated origins of web pages that may call; localhost: pages of this machine; *: all pages.",
             metavar="ORIGINS",
         ),
     ] = "*"
     max_queue: Annotated[
-        int, _flag("--max-queue", text="Requests that may wait; more get a 429.", metavar="N", min=0)
+        int, _flag("--max-queue", text="Maximum of waiting requests; more get a 429.", metavar="N", min=0)
     ] = 1024
     restart: Annotated[bool, _flag("--restart", text="Start the engine again if it dies.")] = False
     log_prompts: Annotated[bool, _flag("--log-prompts", text="Put the text of prompts into the log.")] = False
-    quiet: Annotated[bool, _flag("--log-disable", text="No line for each request.")] = False
+    quiet: Annotated[bool, _flag("--log-disable", text="Log no line for each request.")] = False
 
 
 @with_groups

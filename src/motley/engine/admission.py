@@ -78,9 +78,9 @@ class Admission:
         return request
 
     def _checkpoints(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """Where the next turn of a chat parts from this prompt at the earliest: after the last message that has ended.
+        """The position from which the next prompt of a chat can differ from this one: after the last complete message.
 
-        What follows it is the beginning of an answer, which templates change later: they remove its reasoning.
+        After it comes the beginning of an answer. Templates change answers later: they remove the reasoning.
         """
         ends = self._tokenizer.eog_ids
         last = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ends), None)

@@ -39,7 +39,7 @@ class Pending:
 
     tokens: Callable[[], list[Found]]  # waits for them
     on_device: torch.Tensor | None = None  # int32, if a GPU chooses: input of the next step
-    # Of the tokens, by row, if any request wants log-probabilities.
+    # Of the tokens, by row, if any request needs log-probabilities.
     logprobs: Callable[[Sequence[Found]], dict[int, TokenLogprobs]] | None = None
 
 
@@ -55,7 +55,7 @@ class ChoiceRow:
 
     @property
     def is_special(self) -> bool:
-        """Whether it has a constraint or wants log-probabilities."""
+        """Whether it has a constraint or needs log-probabilities."""
         return self.matcher is not None or bool(self.banned) or self.sampler.params.logprobs is not None
 
 
@@ -71,8 +71,8 @@ class Chooser(Protocol):
         ...
 
     def settings(self, rows: Sequence[ChoiceRow]) -> list[Any] | None:
-        """Of each row, as for `choose_rows`: with them a native call can run a batch and choose as this chooser does.
-        None: it cannot.
+        """The settings of each row, as for `choose_rows`: with them a native call can run a batch and choose as this
+        chooser does. None: it cannot.
         """
         return None
 
@@ -184,7 +184,7 @@ class GpuChooser(Chooser):
         )
 
     def _settings_of(self, sampler: Sampler) -> RowSettings:
-        """What the GPU needs to know of a sampler. Kept, as a request asks for many tokens."""
+        """A sampler's settings for the GPU. They are kept, because a request needs many tokens."""
         known = self._settings.get(id(sampler))
         if known is not None and known[0] is sampler:
             return known[1]

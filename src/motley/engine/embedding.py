@@ -22,7 +22,7 @@ _POOLING_TYPES = ("none", "mean", "cls", "last")  # as GGUF numbers them
 
 
 def choose_pooling(pooling: str | None, metadata: Mapping[str, object], architecture: str) -> str:
-    """The pooling asked for, or that of the model file, or the mean. RequestError for an unknown one."""
+    """The requested pooling, or that of the model file, or the mean. RequestError for an unknown one."""
     if pooling is None:
         number = metadata.get(f"{architecture}.pooling_type")
         if isinstance(number, int) and 0 < number < len(_POOLING_TYPES):

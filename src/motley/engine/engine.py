@@ -87,7 +87,7 @@ class Engine:
         ] = []  # idle tasks that need kernels of large steps
         self.wait_for_kernels: Callable[[], object] = lambda: None  # until steps have no limit; by any thread
         self.speculator = speculator or Speculator()
-        self.n_guests = 0  # raw sequences that end by themselves: requests wait until their blocks are free
+        self.n_guests = 0  # raw sequences that Motley ends itself: requests wait until their blocks are free
         self._followers: list[Request] = []  # wait for their leader's first token
         self._admission = Admission(tokenizer, cache, n_ctx=n_ctx, n_vocab=n_vocab, n_batch=n_batch)
         self._clock = clock
@@ -441,8 +441,8 @@ class Engine:
     def _plan_ahead(self, *, is_computing: bool, is_uncertain: bool) -> _Planned | None:
         """The look-ahead plan: the step expected after the one that has just been launched. None: no plan.
 
-        `is_computing`: a GPU is, so that there is time to place the step as well. `is_uncertain`: it is to be launched
-        before its tokens are known.
+        `is_computing`: a GPU is computing, so that there is time to place the step as well. `is_uncertain`: the step
+        will be launched before its tokens are known.
         """
         step = self.scheduler.plan_ahead(is_uncertain=is_uncertain)
         return None if step is None else _Planned(step, self._place(step) if is_computing else None)
@@ -528,7 +528,7 @@ class Engine:
             self.runner.restore(self.wake)
 
     def hear_of_loss(self, error: MotleyError) -> None:
-        """As `lose_crew`, for a message that may come late: the crew may be complete again."""
+        """The same as `lose_crew`, for a message that may be late: the crew may be complete again."""
         if self.runner.is_broken_off:
             self.lose_crew(error)
 

@@ -14,7 +14,7 @@ from motley.engine.sampling import Candidates, Sampler, candidates, shortlist
 
 
 class Watched(Protocol):
-    """A row whose request may want log-probabilities."""
+    """A row whose request may need log-probabilities."""
 
     @property
     def sampler(self) -> Sampler: ...
@@ -36,7 +36,7 @@ class RawRows:
         self._rows = logits[list(self._counts)].clone() if self._counts else None
 
     def entries(self, tokens: Sequence[int | BaseException]) -> dict[int, TokenLogprobs]:
-        """By row: log-softmax of the raw logits at the chosen token and at the likeliest ones."""
+        """The entries of each row: log-softmax of the raw logits at the chosen token and at the likeliest ones."""
         if self._rows is None:
             return {}
         ids = [found if isinstance(found := tokens[row], int) else 0 for row in self._counts]
@@ -71,7 +71,7 @@ class SampledRows:
         )
 
     def entries(self, tokens: Sequence[int | BaseException]) -> dict[int, TokenLogprobs]:
-        """By row: log-probabilities after sampling; -inf for a token that a filter removed."""
+        """The entries of each row: log-probabilities after sampling; -inf for a token that a filter removed."""
         found: dict[int, TokenLogprobs] = {}
         for (i, row), each in zip(self._watched.items(), self._lists, strict=True):
             token = tokens[i]

@@ -1,4 +1,4 @@
-"""What callers of `LLM` pass as prompts and parameters, checked. Imports no torch."""
+"""Checks of the prompts and parameters that callers of `LLM` pass. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`Outbox`: one request's text and result, from the engine's thread to a reader in any thread or event loop.
 
 No lock that a reader can hold is taken here: Ctrl-C may interrupt a reader at any point, also right after it has taken
-a lock, and the engine would then wait for ever. `queue.SimpleQueue` is safe for that.
+a lock, and the engine would then never continue. `queue.SimpleQueue` is safe for that.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _LOOK_AGAIN = 1.0  # seconds: a reader whose wake-up went to another reader noti
 class Outbox(Generic[R]):
     """Pieces of text, then a result. The engine never waits for the reader: what is not read yet is kept.
 
-    A piece goes to one reader. Readers that only want the result are not woken by text.
+    A piece goes to one reader. Readers that only need the result are not woken by text.
     """
 
     def __init__(self) -> None:
         self._texts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
-        # Of waiting coroutines: those that take text, and those that only want the result.
+        # Of waiting coroutines: those that take text, and those that only need the result.
         self._wakers: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._end_wakers: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._result: R | None = None

@@ -155,7 +155,7 @@ class SamplingParams:
         return is_on and self.repeat_last_n != 0
 
     def constraint(self) -> Constraint | None:
-        """What the answer must match, checked but not compiled; None: nothing."""
+        """The constraint that the answer must match, checked but not compiled; None: there is none."""
         return read_constraint(
             json_schema=self.json_schema,
             json_object=self.json_object,

@@ -48,9 +48,9 @@ class RawSequence:
         effort: Effort | None = None,
     ) -> None:
         """`prefix`: begin with the prefix hit of these tokens, and publish the blocks that are fed. Without it no block
-        is shared or published: `pretend` stores values that belong to no text. `is_guest`: the sequence ends by itself,
-        so requests without room wait for its end, and it may preempt requests. `effort`: the experts and layers that
-        it uses; default: those of requests.
+        is shared or published: `pretend` stores values that belong to no text. `is_guest`: the sequence ends without
+        action of the user, so requests without room wait for its end, and it may preempt requests. `effort`: the
+        experts and layers that it uses; default: those of requests.
         """
         self._owner = owner
         self._engine = engine

@@ -82,7 +82,7 @@ class Completion:
     finish_reason: str  # "stop", "length", "cancelled" or "failed"
     timings: Timings
     error: MotleyError | None = None  # why it failed
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of `tokens`, if asked for
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of `tokens`, if requested
 
     def require(self) -> Completion:
         """This completion; raises its error if the request failed."""
@@ -126,7 +126,7 @@ class Request:
     cache_salt: str | None = None  # part of its prefix keys
     leader: Request | None = None  # has the same prompt; this request starts after its first token
     logprobs: list[TokenLogprobs] | None = (
-        None  # of `generated`, if asked for; readers may read it at any time
+        None  # of `generated`, if requested; readers may read it at any time
     )
     speculation: Speculation = Speculation()
     checkpoints: tuple[int, ...] = ()  # lengths of the prompt at which later prompts may part from it
@@ -182,7 +182,7 @@ class Request:
 
     @property
     def max_draft(self) -> int:
-        """The most tokens that a draft may have now, so that none of them is beyond the answer or the context.
+        """The maximum length of a draft now, so that no token of it is beyond the answer or the context.
 
         A step gives one token more than its draft has, and the last token of an answer is never computed.
         """

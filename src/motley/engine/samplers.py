@@ -108,7 +108,7 @@ def mirostat_1(logits: Floats, mu: float, n_vocab: int) -> Floats:
 def dry_penalties(
     history: Sequence[int], *, multiplier: float, base: float, allowed: int, breakers: Collection[int]
 ) -> dict[int, float]:
-    """By token: what to subtract from its logit, because it would continue a repetition of the history's end.
+    """The penalty of each token that would continue a repetition of the history's end; subtracted from its logit.
 
     A token that followed an earlier occurrence of the last `n` tokens costs multiplier · base ** (n - allowed), for
     the largest such `n` >= allowed. A repetition does not extend over a breaker.
@@ -125,7 +125,7 @@ def dry_penalties(
 
 
 def _common_prefixes(tokens: Sequence[int]) -> list[int]:
-    """By position: how many tokens from there on are those of the beginning (the Z function, in linear time)."""
+    """How many tokens from each position on equal those of the beginning (the Z function, in linear time)."""
     lengths, left, right = [0] * len(tokens), 0, 0
     for i in range(1, len(tokens)):
         n = min(right - i, lengths[i - left]) if i < right else 0
@@ -155,7 +155,7 @@ class ChainSampler(Sampler):
 
     @property
     def n_candidates(self) -> int:
-        """All: filters before top-k see the whole row."""
+        """1 if greedy. Otherwise 0, which means all: filters before top-k see the whole row."""
         return 1 if self.params.is_greedy else 0
 
     @property
@@ -261,7 +261,7 @@ class SamplerFactory:
         return ChainSampler(params, plain.chain, plain.key, breakers)
 
     def _breakers(self, texts: tuple[str, ...]) -> frozenset[int]:
-        """Tokens that contain one of these texts, and all that stand for no text."""
+        """Tokens that contain one of these texts, and all tokens without text."""
         known, ids = self._latest
         if known != texts or not ids:
             tokens, wanted = self._tokenizer, [text.encode(errors="surrogatepass") for text in texts]

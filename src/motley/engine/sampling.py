@@ -212,7 +212,7 @@ class Sampler:
 
     @cached_property
     def native(self) -> Any | None:
-        """Its settings for the native core, which chooses all rows of a step at once; None: only this module can."""
+        """Settings for the native core, which chooses all rows of a step at once; None: only this module can choose."""
         params = self.params
         if self.is_shaping or (params.typical_p < 1 and not params.is_greedy):
             return None

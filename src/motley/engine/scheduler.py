@@ -12,7 +12,7 @@ Requests that run the same layers share a step (`Effort.n_layers`); where there 
 
 A request that waits for its next token may have a draft: tokens that are likely to follow. They are computed in the
 same step, after its pending token, if the step and the cache have room for all of them. They are committed to the cache
-one by one, as they turn out to be right (`confirm`).
+one by one, once they are known to be right (`confirm`).
 
 When the cache is full the youngest running request is preempted: its blocks are freed, its tokens are kept, and it is
 computed again when there is room.
@@ -235,8 +235,8 @@ class Scheduler:
         """The look-ahead plan: the next step if each request of the current step gets one token and no request changes.
 
         Reserves its slots; if the plan is not used, the next schedule uses them. None if the assumption is certainly
-        wrong, or if blocks would have to be copied. `is_uncertain`: the step may run although a request turns out to
-        have ended; recurrent states then include all tokens but the step's own.
+        wrong, or if blocks would have to be copied. `is_uncertain`: the step may run although a request has already
+        ended; recurrent states then include all tokens but the step's own.
         """
         if is_uncertain and not self.cache.max_uncertain:
             return None
@@ -343,7 +343,7 @@ class Scheduler:
         return None
 
     def restart(self) -> None:
-        """All K/V is lost: every request gives its blocks back and waits, in the order of their admission."""
+        """Suspends all requests, as all K/V is lost. They free their blocks and wait in the order of admission."""
         for request in reversed([r for r in self.requests if r.sequence is not None]):
             self._suspend(request, copies_done=False)
         for request in self.requests:

@@ -32,7 +32,7 @@ class _Reader:
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Log-probabilities of the tokens so far; empty if not asked for. Text may come later than its tokens."""
+        """Log-probabilities of the tokens so far; empty if not requested. Text may come later than its tokens."""
         return tuple(self._request.logprobs or ())
 
     @property

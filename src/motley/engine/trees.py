@@ -15,7 +15,7 @@ MAX_ROWS = 64  # of a request in a step with a tree, its last token included
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Of each token: how many tokens of the draft lead to it, itself included."""
+    """The depth of each token: how many tokens of the draft lead to it, itself included."""
     found: list[int] = []
     for i, parent in enumerate(parents):
         assert ROOT <= parent < i, "a parent comes before its children"

@@ -26,7 +26,7 @@ from motley.runtime import Runner
 
 
 class Chosen(NamedTuple):
-    """A token for each request, or its error, and log-probabilities by row as far as they are asked for."""
+    """A token for each request, or its error, and log-probabilities by row as far as they are requested."""
 
     found: list[Found]
     logprobs: Mapping[int, TokenLogprobs]
@@ -132,11 +132,11 @@ class DraftVerification:
         self._first_row = dict(zip(ready, first_rows(step, ready), strict=True))
         self._foretold: list[Found] | None = None  # the tokens of all rows, if they were chosen at once
         self._n_moved: dict[Request, int] = {}  # tokens of trees whose K/V are in their places
-        self._left = list(self._drafts)  # requests whose draft was right so far
+        self._left = list(self._drafts)  # requests whose drafted tokens were right so far
 
     def begin(self, speculator: Speculator) -> None:
-        """Lets requests compare tokens with their drafts, tells drafters what all rows say, and chooses at once if
-        that is possible.
+        """Gives requests their drafts to compare tokens with, passes the likeliest tokens of all rows to drafters that
+        learn from them, and chooses the tokens of all rows at once if that is possible.
         """
         for request, draft in self._drafts.items():
             request.expect(draft.drafter, draft.tokens, draft.parents)
@@ -155,9 +155,9 @@ class DraftVerification:
         return chosen_of(self._chooser.choose(self._logits[rows], [row_of(request) for request in requests]))
 
     def foretold(self) -> list[tuple[Request, list[Found]]] | None:
-        """Of each request whose first token was right, the tokens after it, up to the one after its whole draft.
+        """The further tokens of each request whose first token was right, up to the one after its whole draft.
 
-        None if they depend on what is accepted, or if drafts are trees: then `advance` and `choose` go on.
+        None if they depend on what is accepted, or if drafts are trees: then `advance` and `choose` continue.
         """
         if self._foretold is None or self._step.trees:
             return None
@@ -187,7 +187,7 @@ class DraftVerification:
             request.draft = ()
 
     def abandon(self) -> None:
-        """Forgets all drafts: the step has failed, and its requests' next tokens have nothing to do with them."""
+        """Drops all drafts after a failed step: its requests compute their next tokens without them."""
         for request in self._drafts:
             request.draft = ()
 

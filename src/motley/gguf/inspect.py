@@ -1,4 +1,4 @@
-"""What a model file holds, as plain data: `json.dumps` takes it, and a table can show it."""
+"""The contents of a model file, as plain data: `json.dumps` takes it, and a table can show it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TypeRow(TypedDict):
 
 class TensorRow(TypedDict):
     name: str
-    shape: list[int]  # row-major: the last axis is the one that lies together in memory
+    shape: list[int]  # row-major: the last axis is contiguous in memory
     type: str
     parameters: int
     bytes: int

@@ -149,7 +149,7 @@ def kind_of(value: Value) -> str:
 
 
 def item_kind(array: NDArray[Any] | tuple[Value, ...]) -> str:
-    """What an array is an array of."""
+    """The kind of an array's items."""
     if isinstance(array, np.ndarray):
         return str(array.dtype.name)
     return "arrays" if _as_strs(array) is None else "strings"

@@ -1,4 +1,4 @@
-"""A model as it lies on disk: one GGUF file, or all the parts of a split one."""
+"""A model on disk: one GGUF file, or all the parts of a split one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _MAX_DIMS = 4
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a tensor is, and where it lies. Types that Motley cannot compute with are listed all the same."""
+    """A tensor's name, type, shape and place in the file. Types that Motley cannot compute with are listed, too."""
 
     name: str
     shape: tuple[int, ...]  # row-major: GGUF's dimensions reversed
@@ -95,7 +95,7 @@ def _read_type(cursor: Cursor) -> tuple[str, int, int]:
 
 
 def _check_places(cursor: Cursor, tensors: tuple[TensorInfo, ...]) -> None:
-    """Every tensor lies inside the file, and no two share a byte."""
+    """Checks that every tensor is inside the file, and that no two share a byte."""
     for info in tensors:
         end = info.offset + info.nbytes
         if end > cursor.size:

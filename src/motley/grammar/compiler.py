@@ -130,7 +130,7 @@ class _Pieces:
     def __init__(self, tokenizer: Tokenizer, pieces: Sequence[bytes]) -> None:
         self._tokenizer = tokenizer
         ends = sorted(tokenizer.eog_ids)
-        # Without an end token, one beyond the vocabulary stands for the end, and is never chosen.
+        # Without an end token, an id beyond the vocabulary means the end, and is never chosen.
         self.tokens = [*pieces] if ends else [*pieces, b"<end>"]
         self.eos_token_id = tokenizer.eos_id if tokenizer.eos_id in ends else ends[0] if ends else len(pieces)
         self.bos_token_id = tokenizer.bos_id

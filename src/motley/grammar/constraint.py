@@ -1,4 +1,4 @@
-"""What an answer must match, from a request's options, checked as far as that needs no vocabulary."""
+"""The constraint of an answer, from a request's options, checked as far as that needs no vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from motley.errors import ConfigError, RequestError
 from motley.grammar.lark import with_schemas
 from motley.grammar.limits import check_grammar, check_regex, check_schema, check_size
 
-# At most one space or one line break with indentation: a model cannot go on with white space for ever.
+# At most one space or one line break with indentation: a model cannot generate white space without end.
 _JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,40})?"}
 # Formats that the grammar enforces. JSON Schema lets a validator ignore formats that it does not know.
 _FORMATS = frozenset(

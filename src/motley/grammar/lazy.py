@@ -16,8 +16,8 @@ from motley.grammar.matcher import EagerMatcher, Words
 class Triggers:
     """The triggers of a compiled grammar over a vocabulary, shared by all its answers.
 
-    A token may complete a trigger and go on: after "<tool_call", the token ">{" does. If the grammar refuses what goes
-    on, the token is forbidden in that place. All other tokens are free.
+    A token may complete a trigger and continue: after "<tool_call", the token ">{" does. If the grammar refuses the
+    continuation, the token is forbidden in that place. All other tokens are free.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Triggers:
         return self.started(self.pieces[token])
 
     def forbidden(self, tail: bytes) -> list[int]:
-        """Tokens that would complete a trigger after `tail` and go on in a way that the grammar refuses."""
+        """Tokens that would complete a trigger after `tail` and continue in a way that the grammar refuses."""
         found: list[int] = []
         for text in self.texts:
             for n_there in range(min(len(text) - 1, len(tail)) + 1):

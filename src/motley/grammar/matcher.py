@@ -39,7 +39,7 @@ class EagerMatcher:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._mask: Words | None = None  # of the present state, once asked for
+        self._mask: Words | None = None  # of the present state, once computed
 
     def mask(self) -> Words:
         """See Matcher."""

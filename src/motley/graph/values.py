@@ -68,7 +68,7 @@ class StateLayer(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one sequence's state."""
+        """The shape of one sequence's state."""
         ...
 
     def sequences(self) -> Iterator[StateSequence]: ...

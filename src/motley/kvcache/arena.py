@@ -1,4 +1,4 @@
-"""What one device holds of the cache: stores for K and V in each block group, and the slots of recurrent states."""
+"""One device's part of the cache: stores for K and V in each block group, and the slots of recurrent states."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SequenceTable:
 
 
 class GroupBatch:
-    """Where a batch writes and reads in one group."""
+    """The places that a batch writes and reads in one group."""
 
     __slots__ = ("_block_size", "_slots", "tables")
 
@@ -201,7 +201,7 @@ class Arena:
         return sum(self.group_bytes())
 
     def group_bytes(self) -> list[int]:
-        """Of each group, as allocated."""
+        """The allocated bytes of each group."""
         states = [] if self._states is None else [self._states.arena.n_bytes]
         return [group.n_bytes for group in self._groups] + states
 
@@ -214,11 +214,11 @@ class Arena:
         )
 
     def layer(self, layer: int) -> ArenaLayer:
-        """Where that layer's keys and values are; always the same object."""
+        """The memory of that layer's keys and values; always the same object."""
         return self._layers[layer]
 
     def state(self, name: str) -> StatePlanes:
-        """Where the graph's input `name`, a part of a layer's state, is; always the same object."""
+        """The memory of the graph's input `name`, a part of a layer's state; always the same object."""
         return self.states.planes[name]
 
     @property
@@ -338,7 +338,7 @@ def _paged_memory(device: torch.device | None) -> PagedMemory | GpuPagedMemory:
 
 @dataclass(frozen=True, eq=False)
 class ArenaLayer:
-    """Where one layer's keys and values are: some rows of its group's stores."""
+    """The memory of one layer's keys and values: some rows of its group's stores."""
 
     keys: Store
     values: Store

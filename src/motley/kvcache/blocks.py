@@ -42,7 +42,7 @@ def first_visible_block(position: int, window: int | None, block_size: int) -> i
 def slots_of(
     blocks: Sequence[int] | npt.NDArray[np.int32], start: int, end: int, block_size: int
 ) -> list[int]:
-    """Where the tokens start … end - 1 of a block table are: block * block_size + offset."""
+    """The slots of the tokens start … end - 1 of a block table: block * block_size + offset."""
     slots: list[int] = []
     while start < end:
         stop = min(end, (start // block_size + 1) * block_size)

@@ -35,11 +35,11 @@ class Driver(Protocol):
         ...
 
     def release(self, address: int, n_bytes: int) -> None:
-        """Give addresses back, none of which has memory."""
+        """Release addresses; none of them has memory."""
         ...
 
     def map(self, address: int) -> Any:
-        """Put a granule of memory at an address, and give what `unmap` wants."""
+        """Map a granule of memory at an address. Returns the argument of `unmap`."""
         ...
 
     def unmap(self, address: int, handle: Any) -> None: ...

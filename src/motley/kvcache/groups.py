@@ -1,4 +1,4 @@
-"""What the manager asks of a group of layers, whether they keep K/V in blocks or a recurrent state in slots."""
+"""The manager's interface to a group of layers, whether they keep K/V in blocks or a recurrent state in slots."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class CacheGroup(ABC, Generic[Table]):
         """Whether tokens n_tokens … n_slots - 1 can be written as it is: `extend` would change nothing."""
         return False
 
-    # The life of a table
+    # A table, from its beginning to its end
 
     @abstractmethod
     def new_table(self) -> Table: ...
@@ -113,7 +113,7 @@ class CacheGroup(ABC, Generic[Table]):
 
     @abstractmethod
     def commit(self, table: Table, n_tokens: int) -> None:
-        """What was reserved has run, as far as `n_tokens`."""
+        """Records that the reserved slots are computed, up to `n_tokens`."""
 
     def note_begun(self, table: Table, n_tokens: int) -> None:
         """The reserved batch was launched, and runs even if its tokens, all after `n_tokens`, are rejected."""
@@ -148,7 +148,7 @@ class CacheGroup(ABC, Generic[Table]):
     @property
     @abstractmethod
     def source(self) -> PrefixSource:
-        """Where a prefix search looks."""
+        """The source that a prefix search reads."""
 
     @abstractmethod
     def adopt(self, past: Timeline, n_tokens: int) -> Table:

@@ -1,7 +1,8 @@
 """`Lease`: sequences that grow by a token at a time, without a `reserve` for each. Imports no torch.
 
-Nearly always the next token of a sequence goes to a block that the sequence has already. A lease says how far that is
-so for each of some sequences. It ends when any block table of the cache changes: then the manager gives a new one.
+Nearly always the next token of a sequence goes to a block that the sequence already has. A lease says up to which
+position this holds, for each of several sequences. It ends when any block table of the cache changes: then the manager
+gives a new one.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ class LeasedTable(NamedTuple):
 
 
 class LeasedSequence(Protocol):
-    """What a lease changes of a sequence."""
+    """The part of a sequence that a lease changes."""
 
     past: Timeline
     n_slots: int
 
 
 class Lessor(Protocol):
-    """The manager."""
+    """The part of `CacheManager` that a lease uses."""
 
     block_size: int
     n_changes: int
@@ -48,7 +49,7 @@ class Lease:
         ends: list[int],
         tables: list[list[LeasedTable]],
     ) -> None:
-        """`tables`: of each group, for each sequence."""
+        """`tables`: for each layer group, one table for each sequence."""
         self._lessor = lessor
         self._n_changes = lessor.n_changes
         self._sequences = sequences

@@ -132,7 +132,7 @@ class CacheManager:
                     hint="shorten the prompt or the answer, or raise --kv-cache-tokens / --kv-cache-bytes",
                 )
 
-    # The life of a sequence
+    # A sequence, from its beginning to its end
 
     def open(
         self,
@@ -228,7 +228,7 @@ class CacheManager:
             group.note_begun(table, sequence.n_tokens)
 
     def commit(self, seq: int, tokens: Sequence[int]) -> None:
-        """Record the next tokens, whose K/V now stand in reserved slots, and let others find them."""
+        """Record the next tokens, whose K/V are now in reserved slots, and publish the blocks that they fill."""
         sequence = self._sequences[seq]
         n_before = sequence.n_tokens
         assert n_before + len(tokens) <= sequence.n_slots, "commit of tokens that were not reserved"
@@ -333,7 +333,7 @@ class CacheManager:
 
     def move(self, seq: int, sources: Sequence[int], targets: Sequence[int]) -> list[BlockShift]:
         """Moves of K/V between reserved slots, by their places in the sequence, none of them committed. For rows of a
-        tree that turned out to be the sequence's next tokens; to be carried out before these are committed.
+        tree that are the sequence's next tokens. The caller carries the moves out before it commits these tokens.
         """
         sequence = self._sequences[seq]
         assert all(sequence.n_tokens <= place < sequence.n_slots for place in (*sources, *targets))

@@ -59,7 +59,7 @@ class BlockHasher:
 
 @dataclass(frozen=True, slots=True)
 class PublishedBlock:
-    """What the index knows of a block: its past, its first tokens, and its key if it is full."""
+    """The index's entry of a block: its past, its first tokens, and its key if it is full."""
 
     parent: bytes
     tokens: tuple[int, ...]
@@ -85,13 +85,13 @@ class Timeline:
         return self.tokens[index * self.block_size : (index + 1) * self.block_size]
 
     def name_at(self, n_tokens: int) -> tuple[bytes, tuple[int, ...]]:
-        """What identifies the first `n_tokens` tokens: the key of their full blocks, and the tokens after these."""
+        """The identity of the first `n_tokens` tokens: the key of their full blocks, and the tokens after these."""
         n_full = n_tokens // self.block_size
         return self.keys[n_full], tuple(self.tokens[n_full * self.block_size : n_tokens])
 
 
 class PrefixSource(Protocol):
-    """What one group of layers knows about prefixes."""
+    """The prefixes that one group of layers can continue."""
 
     is_sparse: bool  # a sequence can only continue after few of its lengths: those with a checkpoint
 
@@ -217,7 +217,7 @@ class PrefixIndex:
         return self._published.get(block)
 
     def n_usable(self, keys: Sequence[bytes], n_blocks: int) -> int:
-        """The largest n <= n_blocks such that a sequence can go on after n blocks (keys[0] is the root).
+        """The largest n <= n_blocks such that a sequence can continue after n blocks (keys[0] is the root).
 
         Only the blocks that the next position still sees must be there.
         """

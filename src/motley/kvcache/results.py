@@ -1,4 +1,4 @@
-"""What the manager answers: frozen, and of plain numbers."""
+"""The manager's results: frozen, and of plain numbers."""
 
 from __future__ import annotations
 

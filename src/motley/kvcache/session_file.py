@@ -39,7 +39,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Identity:
-    """What K/V depend on besides the tokens: a file is of use only where all of this is the same."""
+    """What K/V depend on besides the tokens: a file can be used only if all of this is the same."""
 
     model: str  # fingerprint
     cache_type_k: str
@@ -62,8 +62,8 @@ class Contents:
 def write_session(path: Path, identity: Identity, contents: Contents, parts: Iterable[bytes]) -> int:
     """Write a file, whole or not at all, one part at a time; returns its size in bytes.
 
-    It is written beside its place, under a name that was free, and then renamed: nothing that already stands there is
-    opened, followed or half overwritten.
+    It is written beside its place, under a name that was free, and then renamed: no file or link that is already there
+    is opened, followed or partly overwritten.
     """
     _require_place(path)
     header = {**asdict(identity), "n_tokens": len(contents.tokens), "firsts": contents.firsts}
@@ -132,7 +132,7 @@ class SessionFile:
             raise
 
     def _open(self) -> IO[bytes]:
-        """The file, if it is one: to open a pipe could wait for ever."""
+        """The file, if it is a regular one: opening a pipe could block."""
         try:
             file = os.fdopen(os.open(self._path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
             is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
@@ -174,7 +174,7 @@ class SessionFile:
         self._file.close()
 
     def _read_preamble(self) -> int:
-        """What must be understood to understand the rest; the length of the header."""
+        """Reads and checks the preamble. Returns the length of the header."""
         magic, version, n_header = _FIXED.unpack(self.part(_FIXED.size))
         if magic != MAGIC:
             raise CacheError(f"{self._path} is not a saved session")

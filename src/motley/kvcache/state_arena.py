@@ -37,7 +37,7 @@ class StatePart:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """All states of one device."""
+    """The layout of all states of one device."""
 
     kind: str  # a name in STATE_TYPES
     parts: tuple[StatePart, ...]
@@ -63,7 +63,7 @@ class StateSpan:
 
 @dataclass(frozen=True)
 class StateBatch:
-    """Where a batch reads and writes states."""
+    """The slots that a batch reads and writes states in."""
 
     spans: tuple[StateSpan, ...]
 
@@ -160,7 +160,7 @@ class StateArena:
 
     @property
     def slot_bytes(self) -> int:
-        """Of all slots, without rings."""
+        """The bytes of all slots, without rings."""
         return sum(part.states.numel() * part.states.itemsize for part in self.planes.values())
 
     def store_random(self, slots: Sequence[int]) -> None:

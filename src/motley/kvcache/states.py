@@ -9,9 +9,9 @@ A batch reads a state from one slot and may write it to another one. So nothing 
 at a checkpoint, a fork, and a sequence whose own slot has become a checkpoint read it and write to a new slot. The
 slot that is read stays reserved until the batch is committed.
 
-*Pending* tokens: the slot may stand up to `n_pending` tokens behind the sequence. The inputs of these tokens are in a
-*ring*, at position mod n_pending, and the next batch applies them first. Rejecting the last tokens of a batch therefore
-costs nothing (speculation), and a checkpoint shortly before the end of a prompt needs no batch of its own.
+*Pending* tokens: the slot's state can be up to `n_pending` tokens behind the sequence. The inputs of these tokens are
+in a *ring*, at position mod n_pending, and the next batch applies them first. Rejecting the last tokens of a batch
+therefore costs nothing (speculation), and a checkpoint shortly before the end of a prompt needs no batch of its own.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class StateGroup(CacheGroup[StateTable]):
     def must_copy(self, table: StateTable, n_tokens: int) -> bool:
         return False
 
-    # The life of a table
+    # A table, from its beginning to its end
 
     def new_table(self) -> StateTable:
         return StateTable()
@@ -284,7 +284,7 @@ class StateGroup(CacheGroup[StateTable]):
     # Views
 
     def stored_slot(self, table: StateTable, n_tokens: int) -> int:
-        """Where the state after all tokens is, or will be after a restore."""
+        """The slot that has the state after all tokens, or will have it after a restore."""
         if table.next_slot != NO_SLOT:
             return table.next_slot
         assert table.n_folded == n_tokens, "tokens are pending"

@@ -72,7 +72,7 @@ class Store:
         return tiles.flatten(-2)[..., : self.head_dim]
 
     def gather(self, rows: slice, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is stored, as it is stored: of each plane (tokens, heads, tiles, width)."""
+        """The stored data of each plane, packed: (tokens, heads, tiles, width)."""
         blocks, offsets = slots // self.block_size, slots % self.block_size
         return {name: plane[:, rows][blocks, :, :, offsets] for name, plane in self.planes.items()}
 

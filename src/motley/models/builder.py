@@ -137,7 +137,7 @@ class ModelBuilder:
     def logits(self, x: Tensor) -> Tensor:
         """Logits: final norm and output matrix, for the output rows only. (outputs, vocab)
 
-        If the batch wants the hidden state, it ends after the norm. (outputs, embd)
+        If the batch needs the hidden state, it ends after the norm. (outputs, embd)
         """
         norm = self.weight("output_norm.weight", self.params.n_embd, role=Role(OUTPUT))
         x = self.output_hidden(x, norm)

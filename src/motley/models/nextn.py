@@ -1,7 +1,7 @@
 """Multi-token prediction (nextn): a layer after the others that guesses the token after the next one.
 
 It gets the hidden state h of a token, after the final norm, and the token that follows it. Its own hidden state serves
-as h for the token after that, so it can go on with its own guesses.
+as h for the token after that, so it can continue with its own guesses.
 """
 
 from __future__ import annotations

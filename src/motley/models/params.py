@@ -88,7 +88,7 @@ class DecoderParams:
 
     @property
     def nextn(self) -> DecoderParams:
-        """Of the first multi-token prediction layer, as a model of its own. It is like the last layer of the model."""
+        """Those of the first multi-token prediction layer as a separate model. It is like the model's last layer."""
         assert self.n_nextn, "the file has none"
         experts = None if self.experts is None else replace(self.experts, n_dense_layers=0)
         return replace(

@@ -30,7 +30,7 @@ class DevicePlan:
 
     @staticmethod
     def of(graph: Graph, candidates: Sequence[Kernel]) -> DevicePlan:
-        """The largest stages that the candidates take; PlanError for a node that none of them does."""
+        """The largest stages that the candidates take; PlanError for a node that no candidate supports."""
         stages = fuse(graph, lambda stage: any(kernel.supports(stage) is None for kernel in candidates))
         return DevicePlan(graph, tuple(Step(stage, choose_kernel(stage, candidates)) for stage in stages))
 
@@ -40,7 +40,7 @@ class DevicePlan:
 
     @cached_property
     def layout(self) -> MemoryLayout[Tensor]:
-        """Of the values that stages make. A backend that keeps more than values lays out its own buffers."""
+        """The layout of the values that stages make. A backend that keeps more than values lays out its own buffers."""
         return lay_out(value_buffers(self.stages, self.graph.outputs))
 
     def __str__(self) -> str:
@@ -52,5 +52,5 @@ class DevicePlan:
 
 
 def activation_bytes(graph: Graph) -> int:
-    """What a graph's activations take if nothing is fused: more than any backend's plan needs."""
+    """The bytes of a graph's activations if nothing is fused: more than any backend's plan needs."""
     return lay_out(value_buffers(fuse(graph, lambda stage: False), graph.outputs)).n_bytes

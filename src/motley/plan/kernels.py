@@ -24,7 +24,7 @@ class Kernel(Protocol):
 
 @runtime_checkable
 class LaunchKernel(Kernel, Protocol):
-    """A kernel that runs by itself, without the rest of a plan."""
+    """A kernel that runs alone, without the rest of a plan."""
 
     def prepare(self, stage: Stage) -> Launch: ...
 

@@ -1,4 +1,4 @@
-"""Where activations lie: offsets into one arena, reused as soon as their last reader has run."""
+"""The memory of activations: offsets into one arena, reused as soon as their last reader has run."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def experts(fusion: Fusion, node: Tensor) -> Iterator[Stage]:
 
 
 def _added_to(fusion: Fusion, node: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What alone is added to a node, and the sum."""
+    """The only tensor that is added to a node, and the sum."""
     user = fusion.only_user(node)
     if user is None or not isinstance(user.op, Add):
         return None
@@ -252,7 +252,7 @@ def _gates(node: Tensor) -> Iterator[tuple[Tensor, Tensor, str]]:
 
 
 def _product_before(tensor: Tensor) -> tuple[Tensor, Part] | None:
-    """Of a product, or of a product and its bias: the input, and the rest."""
+    """The input of a product, or of a product and its bias, and the rest."""
     if _is_product(tensor):
         return tensor.inputs[0], Part(tensor.inputs[1], tensor)
     if isinstance(tensor.op, Add) and _is_product(tensor.inputs[0]) and _is_bias(tensor.inputs[1], tensor):
@@ -266,7 +266,7 @@ def _is_bias(tensor: Tensor, out: Tensor) -> bool:
 
 
 def _parts(fusion: Fusion, product: Tensor) -> Iterator[Part]:
-    """A product with bias and residual, with one of them, and by itself."""
+    """A product with bias and residual, with one of them, and without."""
     plain = Part(product.inputs[1], product)
     user = fusion.only_user(product)
     if user is not None and isinstance(user.op, Add):

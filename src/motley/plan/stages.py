@@ -1,4 +1,4 @@
-"""Stages: what one kernel takes together. What lies inside a stage is never written to memory.
+"""Stages: nodes that one kernel runs together. Values inside a stage are never written to memory.
 
     Single           one node; with a rotation, also the Hadamard transform beside it
     Linear           products of one input with one or several matrices, with biases, residuals and a gate
@@ -140,7 +140,7 @@ class AttentionBlock:
 
     @property
     def rope(self) -> Rope:
-        """Of the queries."""
+        """The rope of the queries."""
         assert isinstance(self.q.node.op, Rope)
         return self.q.node.op
 

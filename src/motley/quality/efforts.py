@@ -57,7 +57,7 @@ class EffortQuality:
 
 @dataclass(frozen=True)
 class EffortReport:
-    """All efforts against the full model."""
+    """The comparison of all efforts with the full model."""
 
     n_ctx: int
     n_scored: int  # tokens

@@ -14,7 +14,7 @@ _SPARE_TOKENS = 2  # beyond the answer: enough to see that the word ends there
 
 @dataclass(frozen=True)
 class Recall:
-    """The number of needles found, and the number asked for."""
+    """How many needles were found, of how many questions."""
 
     n_found: int
     n_asked: int

@@ -79,7 +79,7 @@ class TypeQuality:
 
 @dataclass(frozen=True)
 class Report:
-    """All types against one baseline."""
+    """The comparison of all types with one baseline."""
 
     n_ctx: int
     n_scored: int  # tokens

@@ -22,7 +22,7 @@ _log = logging.getLogger("motley")
 
 
 class BackgroundWarming:
-    """A thread that ends by itself, or when the model is closed."""
+    """A thread that ends when its work is done, or when the model is closed."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class BackgroundWarming:
         self._has_hurry.clear()
 
     def run(self) -> None:
-        """What the thread does."""
+        """The thread's work."""
         try:
             self._pause(_FIRST_PAUSE)
             self._compile()

@@ -21,7 +21,7 @@ from motley.units import show_bytes
 
 CPU = torch.device("cpu")
 _STATES = "states"  # the name of the group of layers with a recurrent state
-N_PENDING = 16  # tokens that a state may stand behind its sequence
+N_PENDING = 16  # tokens that a state may be behind its sequence
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ _ALL_LAYERS = 2**31  # more than any model has
 
 @dataclass(frozen=True)
 class Device:
-    """A device of the crew. The same name may stand for several: virtual devices on the same hardware."""
+    """A device of the crew. Several devices may have the same name: virtual devices on the same hardware."""
 
     name: str
     memory: int | None = None  # bytes it may use; None: as much as there is
@@ -40,7 +40,7 @@ class Device:
 
     @property
     def remote_offer(self) -> DeviceOffer | None:
-        """What is known of a device of another process; None for those of this process."""
+        """The worker's description of a device of another process; None for devices of this process."""
         return None if self.host is None else self.offer or DeviceOffer()
 
     @property
@@ -241,7 +241,7 @@ def _grouped_mode(
 ) -> tuple[str | None, tuple[tuple[int, ...], ...]]:
     """The split mode that parentheses around devices mean, and the groups if there are several of several devices.
 
-    Without parentheses: the mode that was asked for.
+    Without parentheses: the requested mode.
     """
     if not groups or (len(groups) == 1 and len(groups[0]) == 1):
         return asked, ()

@@ -56,7 +56,7 @@ class PartSizes:
 
     @staticmethod
     def of(node: Tensor, n_devices: int, reader: int | None = None) -> PartSizes:
-        """For a collective of all devices, or of a group of them."""
+        """The sizes of the parts of a collective of all devices, or of a group of devices."""
         op, dtype = node.op, _DTYPES[node.dtype]
         assert isinstance(op, Collective)
         if isinstance(op, Broadcast):
@@ -257,7 +257,7 @@ class ThreadGroup:
                 continue
 
     def _abort_peers(self, device: int) -> None:
-        """Makes the devices that wait for a failed device fail too, so that they do not wait for ever."""
+        """Aborts the devices that wait for a failed device, which would otherwise wait without end."""
         for exchange in self._exchanges.values():
             exchange.barrier.abort()
         if self.rendezvous is not None:
@@ -347,7 +347,7 @@ class _AbortedError(Exception):
 
 
 class _Exchange:
-    """Where some devices of a ThreadGroup exchange tensors.
+    """The exchange of tensors between some devices of a ThreadGroup.
 
     Tensors are copied into one of two sets of slots, alternately. A device writes to a set again only after
     the barrier of the exchange in between, and by then all devices have read it: one barrier per exchange is enough.

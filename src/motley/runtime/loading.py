@@ -129,7 +129,7 @@ def _read_ahead(spec: ModelSpec, name: str) -> None:
 
 
 def _advise(spec: ModelSpec, name: str, advice: int) -> None:
-    """Gives `madvise` advice for the pages that lie completely within a tensor."""
+    """Gives `madvise` advice for the pages that are completely within a tensor."""
     info = spec.tensors[name]
     page = mmap.PAGESIZE
     start, stop = -(-info.offset // page) * page, (info.offset + info.nbytes) // page * page

@@ -20,7 +20,7 @@ def notices(
     n_ctx: int,
     rotates: bool,
 ) -> tuple[str, ...]:
-    """The notices about a model and its options. `rotates`: whether the user wants quantized K and V rotated."""
+    """The notices about a model and its options. `rotates`: whether quantized K and V should be rotated."""
     return (*_of_cache(params, cache, n_ctx, rotates), *_of_devices(spec, cache, backends))
 
 

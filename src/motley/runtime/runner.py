@@ -216,8 +216,8 @@ class Runner:
         return self._padded(BatchShape(n_rows, n_rows)).n_tokens
 
     def preparation(self, n_rows: int, n_sequences: int, most_rows: int) -> Hashable:
-        """What has to be prepared once for batches like one of `n_rows` of `n_sequences`, all with logits: a plan, and
-        where devices record their kernels, a graph. Equal values: the same preparation. `most_rows`: of a sequence.
+        """The preparation that is made once for batches like one of `n_rows` of `n_sequences`, all with logits: a plan,
+        and where devices record their kernels, a graph. Equal values: the same preparation. `most_rows`: of a sequence.
         """
         layouts = frozenset(b.layout(n_rows, n_sequences, most_rows) for b in self._backends)
         return self.bucket(n_rows), layouts

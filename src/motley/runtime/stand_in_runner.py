@@ -44,8 +44,8 @@ def layers_to_record(split: ModelSplit) -> int:
 
 
 def _kinds(graph: Graph) -> set[Hashable]:
-    """The nodes of a graph as far as their kernels depend on it: each with its inputs and with those who read it, which
-    may become one stage with it.
+    """The nodes of a graph as far as their kernels depend on it: each with its inputs and with the nodes that read it,
+    which may become one stage with it.
     """
     readers: dict[Tensor, Counter[Hashable]] = {}
     for node in graph.nodes:

@@ -179,7 +179,8 @@ class KernelWarmer:
     def record_early(self, backends: Sequence[Backend], max_bytes: int | None) -> None:
         """Begin to record kernels with stand-ins for the weights, on a thread, while these are loaded: those of a first
         answer are compiled meanwhile. The others are held back, because the compiler would take cores from loading.
-        What is not recorded by then, or fails, is left to `warm`. `max_bytes`: memory for stand-ins.
+        `warm` records the kernels that are not recorded by then, or whose recording failed. `max_bytes`: memory for
+        stand-ins.
         """
         is_first = self._compiler is not None and self._tiers[0].max_rows == 1
         if is_first and len(backends) == 1:  # several devices would do collectives, beside those of loading
@@ -225,7 +226,7 @@ class KernelWarmer:
         if progress is not None:
             progress(0, self._ends[0])
         runner.plan(BatchShape(1, 1))  # of a first answer, while its kernels are compiled
-        # With stand-ins, little is left to be recorded, and a short command should leave nothing to the next one.
+        # With stand-ins, few kernels remain to be recorded, and a short command should leave none to the next one.
         while self.waiting and (self._early is not None or not self._compiler.is_done(self._ends[0])):
             self.record_next(runner, holds=True)
         self.advance(progress=progress)

@@ -24,5 +24,5 @@ errors           errors as clients expect them
 metrics, slots   what /metrics and /slots show
 api/             one file for each API
 front            the ASGI application
-supervisor       the life of both processes: signals, exit codes
+supervisor       starts and ends both processes: signals, exit codes
 """

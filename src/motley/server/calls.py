@@ -1,4 +1,4 @@
-"""What the front can ask the engine process for, besides answers: each is a function of the model and plain data."""
+"""The calls of the front to the engine process, besides answers: each is a function of the model and plain data."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def clean_messages(messages: Any, settings: ServerSettings) -> list[dict[str, An
         where = f"messages[{index}]"
         if not isinstance(message, dict):
             raise invalid(f"{where} must be an object, not {show(message)}", param="messages")
-        # As llama-server does: parts of a text that is to be continued are paragraphs.
+        # As in llama-server: parts of a text that the model continues are paragraphs.
         is_last_word = index == len(messages) - 1 and message.get("role") == "assistant"
         content = text_of(message.get("content"), where, between="\n\n" if is_last_word else "\n")
         clean.append(

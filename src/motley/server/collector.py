@@ -72,7 +72,7 @@ class Collector:
         return ended
 
     def _can_wait(self) -> bool:
-        """Whether nothing is new but text of answers that go on, which the next step can bring along."""
+        """Whether all news is text of unfinished answers, which can be sent with the next step's."""
         if self._watched or self._engine.loss is not self._loss:
             return False
         return all(outbox.can_wait for outbox in self._changed)
@@ -119,7 +119,7 @@ class CollectedOutbox(Outbox[Completion]):
 
     @property
     def can_wait(self) -> bool:
-        """Not the first token, not the end, and not a request that has probabilities for each token."""
+        """Whether the news can wait: not the first token, not the end, and no probabilities of tokens."""
         return self.end is None and self._n_sent > 0 and self._request.logprobs is None
 
     def finish(self, result: Completion) -> None:
@@ -145,7 +145,7 @@ class CollectedOutbox(Outbox[Completion]):
         self._collector.note(self)
 
     def take_piece(self) -> list[Any] | None:
-        """[number, text, tokens] since the last call, with log probabilities if asked for; None: there is nothing."""
+        """[number, text, tokens] since the last call, with log probabilities if requested; None: there is nothing."""
         tokens = self._request.generated[self._n_sent :]
         if not (self._pieces or tokens):
             return None

@@ -1,4 +1,4 @@
-"""What an answer must match: response_format, json_schema, grammar, regex → fields of SamplingParams."""
+"""The constraint of an answer: response_format, json_schema, grammar, regex → fields of SamplingParams."""
 
 from __future__ import annotations
 

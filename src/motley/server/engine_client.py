@@ -25,7 +25,7 @@ from motley.server.wire import Frames, Message, encode
 _log = logging.getLogger("motley.server")
 
 _SEND_BUFFER = 4 * 2**20  # bytes of the socket between the processes
-_STOP_SECONDS = 1.0  # for the engine to end by itself
+_STOP_SECONDS = 1.0  # for the engine to end without being killed
 _GATHER_SECONDS = 0.001  # in which jobs are gathered into a message, if they come together
 
 LOADING, READY, DEAD = "loading", "ready", "dead"
@@ -359,7 +359,7 @@ class EngineClient:
         if self._is_stopping:
             return
         self.state = LOADING if self._restarts and self.refusal is None else DEAD
-        self._unsent.clear()  # tickets that go on are added again
+        self._unsent.clear()  # tickets of unfinished answers are added again
         error = ApiError(503, "the engine has ended while it worked on this request")
         for future in self._calls.values():
             if not future.done():

@@ -98,7 +98,7 @@ class Worker:
         llm.engine.after_turn = self._after_turn
 
     def info(self) -> Message:
-        """What the front tells clients about the model."""
+        """The description of the model that the front gives clients."""
         llm = self._llm
         memory = llm.memory()
         return {

@@ -39,7 +39,7 @@ Handle = Callable[["Front", Request], Awaitable[Response]]
 
 
 class Front:
-    """What all handlers share."""
+    """The objects that all handlers share."""
 
     def __init__(self, settings: ServerSettings, engine: EngineClient) -> None:
         self.settings = settings
@@ -152,7 +152,7 @@ def _endpoint(front: Front, handle: Handle) -> Endpoint:
             return Response(status_code=_CLIENT_LEFT)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # a bug: the client gets an error, the others go on
+        except Exception as error:  # a bug: the client gets an error, other requests continue
             _log.exception("a request failed: %s %s", request.method, request.url.path)
             return error_reply(ApiError(500, f"internal error: {type(error).__name__}"))
 

@@ -24,16 +24,16 @@ class Job:
     tells_progress: bool = False
     id_slot: int = -1
     leader: int | None = None  # the number of the job with the same prompt that computes it
-    is_mute: bool = False  # only the prompt is wanted: nothing of the answer is passed on
+    is_mute: bool = False  # only the prompt is computed; the answer is not passed on
 
 
 class Piece(NamedTuple):
-    """What a step added to an answer."""
+    """The part of an answer that one step added."""
 
     choice: int  # the number of the job in its mailbox
     text: str
     tokens: list[int]
-    logprobs: list[Any] | None = None  # for each token, if asked for
+    logprobs: list[Any] | None = None  # for each token, if requested
 
 
 class Progress(NamedTuple):
@@ -71,7 +71,7 @@ Event = Piece | Progress | End
 
 
 class Mailbox:
-    """What the engine sends for the jobs of one HTTP request. One reader; the engine's messages never wait for it.
+    """The engine's events for the jobs of one HTTP request. One reader; the engine's messages never wait for it.
 
     The reader is a coroutine (`take`), or a function that `wake` calls (`on_events`).
     """

@@ -37,7 +37,7 @@ _EVERY = 0.5  # seconds
 
 @dataclass(frozen=True)
 class Counts:
-    """What the front has counted. `slots`: for each running request its slot, prompt tokens and new tokens."""
+    """The front's counters. `slots`: for each running request its slot, prompt tokens and new tokens."""
 
     n_requests: int = 0
     n_cancelled: int = 0
@@ -51,7 +51,7 @@ class Counts:
 
     @property
     def n_new_so_far(self) -> int:
-        """With the tokens of answers that still run."""
+        """The number of new tokens, including those of unfinished answers."""
         return self.n_new + sum(n_new for _, _, n_new in self.slots)
 
 

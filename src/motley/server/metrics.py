@@ -13,7 +13,7 @@ _PREFIX = "llamacpp:"
 
 @dataclass
 class Metrics:
-    """What was counted since the start; rates are since the last scrape, as llama-server's are."""
+    """Counters since the start; rates are since the last scrape, as in llama-server."""
 
     started: float = field(default_factory=time.time)
     n_prompt: int = 0

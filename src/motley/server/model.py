@@ -1,4 +1,4 @@
-"""What the front knows of the model: its tokenizer, chat template and metadata. Imports no torch."""
+"""The front's view of the model: its tokenizer, chat template and metadata. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from motley.text.tools import ChatFormat
 
 T = TypeVar("T")
 
-_LONG = 2_000  # characters: longer texts are tokenized in a thread, so that the event loop goes on
+_LONG = 2_000  # characters: longer texts are tokenized in a thread, so that the event loop continues
 _HUGE = 2**20  # longer ones one at a time: each takes 60 bytes of memory for a character
 
 # Tokens for infilling: their keys in a file, and the texts that vocabularies give them.
@@ -94,7 +94,7 @@ class FrontModel:
 
     @cached_property
     def longest_token(self) -> int:
-        """In characters as the vocabulary writes them, so that a text of n has at least n / longest_token tokens."""
+        """Characters of the longest token in the vocabulary: a text of n has at least n / longest_token tokens."""
         tokenizer = self.tokenizer
         return max(len(tokenizer.token_text(token)) for token in range(tokenizer.n_vocab))
 

@@ -6,7 +6,7 @@ from motley.text.tools import ContentDelta, Event
 
 
 class PlainParser:
-    """All text is content."""
+    """A parser for which all text is content."""
 
     has_calls = False
 

@@ -96,7 +96,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a request says about choosing tokens."""
+    """A request's options for choosing tokens."""
 
     params: SamplingParams
     n_predict: int  # -1: until the context is full

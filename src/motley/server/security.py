@@ -1,4 +1,4 @@
-"""What a request must pass before any handler sees it: Host, CORS, keys, the size and speed of its body."""
+"""The checks that a request must pass before any handler sees it: Host, CORS, keys, the size and speed of its body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that `motley serve` was told, as one object."""
+"""The settings of `motley serve`, as one object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from motley.engine.params import SamplingParams
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for."""
+    """The limits of one request."""
 
     head_bytes: int = 64 * 2**10
     head_seconds: float = 30.0  # until the head of a request is complete

@@ -50,13 +50,13 @@ class Writer(Protocol):
     """Makes the bytes of one stream."""
 
     def begin(self, run: Run) -> bytes:
-        """What comes before the first token."""
+        """The events before the first token."""
         ...
 
     def write(self, events: list[Event]) -> bytes: ...
 
     def end(self) -> bytes:
-        """What comes after the last event."""
+        """The text after the last event."""
         ...
 
 

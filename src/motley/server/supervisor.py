@@ -1,4 +1,4 @@
-"""The life of the server: its socket, the engine process, signals, and the exit code."""
+"""Starts and ends the server: its socket, the engine process, signals, and the exit code."""
 
 from __future__ import annotations
 

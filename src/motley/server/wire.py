@@ -50,7 +50,7 @@ class Frames:
 
 class Channel:
     """The engine process's end of the socket. `send` may be called from any thread, and waits for nothing: a thread of
-    the channel encodes and sends. The engine's thread goes on with its next step meanwhile.
+    the channel encodes and sends. The engine's thread continues with its next step meanwhile.
     """
 
     def __init__(self, connection: socket.socket) -> None:

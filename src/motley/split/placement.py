@@ -149,7 +149,7 @@ def _place_layers(
         n_output = sum(map(_n_bytes, outputs))
 
         def load(device: int) -> Fraction:
-            """Of the device that has most for its share, if this one gets the output."""
+            """The load of the device with the largest load for its share, if `device` gets the output."""
             totals = [n + n_output * (index == device) for index, n in enumerate(n_bytes)]
             return max(total / share for total, share in zip(totals, shares, strict=True) if share)
 
@@ -224,7 +224,7 @@ class _TensorPlacement:
             return
         n_each = p.n_value_heads // p.n_key_heads
         blocks = [_block_size(w) for w in weights if role_of(w).axis == 1]
-        # The columns of a key head's values lie together, or, in cyclic order, in n_each places.
+        # The columns of a key head's values are contiguous, or, in cyclic order, in n_each places.
         unit = _head_unit(max(blocks, default=1), p.head_dim, 1 if p.is_cyclic else n_each)
         n_units, unit_bytes = _units(p.n_key_heads, unit, weights)
         counts = self._delta_heads.share_out(n_units)

@@ -37,7 +37,7 @@ class BpeEncoder:
         return list(found.ids)
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token stands for."""
+        """The bytes of a token."""
         if (byte := self._vocab.byte_of.get(token)) is not None:
             return bytes((byte,))
         text = self._vocab.tokens[token]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class DetokenizerStream:
-    """Turns ids into text as they come; what it returns over its life, joined, is the decoding of all ids.
+    """Decodes ids into text as they come. All results, joined, are the decoding of all ids.
 
     A character may be spread over several tokens. Its bytes wait until it is whole; bytes that can no longer
     become a character are shown as U+FFFD as soon as that is certain, or when the stream ends.

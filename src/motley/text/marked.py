@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import SupportsIndex
 
-OWN, FOREIGN = "t", "u"  # written by the template; by anyone else
+OWN, FOREIGN = "t", "u"  # written by the template; from any other source
 
-# What no user wrote: values of "role" that templates build control tokens from, such as "<|" + role + "|>".
+# Texts that no user writes: values of "role" of which templates build control tokens, such as "<|" + role + "|>".
 ROLES = frozenset({"assistant", "developer", "function", "model", "system", "tool", "user"})
 
 
@@ -57,7 +57,7 @@ class MarkedText(str):
         return MarkedText(str.__getitem__(self, key), self.mask[key])
 
     def _from(self, start: int, part: str) -> MarkedText:
-        """`part`, which stands in this text from `start` on."""
+        """`part`, which is in this text from `start` on."""
         return MarkedText(part, self.mask[start : start + len(part)])
 
     def lstrip(self, chars: str | None = None) -> MarkedText:

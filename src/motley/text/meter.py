@@ -1,4 +1,4 @@
-"""What one rendering of a chat template may cost, and the account of it."""
+"""The limits of one rendering of a chat template, and its costs so far."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Meter:
         self._measures: dict[int, tuple[int, int, object]] = {}
 
     def tick(self, n: int = 1) -> bool:
-        """Count one step, or the `n` that an operation is worth. True, so that it can stand in a condition."""
+        """Count one step, or the `n` that an operation is worth. True, so that it can be part of a condition."""
         self._n_steps += n
         if self._n_steps > self._limits.steps:
             raise _excess(f"runs for more than {self._limits.steps} steps")
@@ -72,7 +72,7 @@ class Meter:
         return value
 
     def weigh(self, value: object) -> int:
-        """Bytes of a value as if it shared nothing, which is what printing or comparing it would meet."""
+        """Bytes of a value; shared parts count each time, because printing or comparing it visits them each time."""
         return self._measure(value)[0]
 
     def _measure(self, value: object) -> tuple[int, int]:
@@ -104,7 +104,7 @@ class Meter:
 
 
 def check_limit(n: int, limit: int, what: str) -> None:
-    """For single requests that no honest template makes."""
+    """Raises a TemplateError for a single operation beyond a limit that no honest template exceeds."""
     if n > limit:
         raise TemplateError(f"the chat template wants more than {limit} {what}")
 

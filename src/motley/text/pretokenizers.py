@@ -17,7 +17,7 @@ from motley.errors import TokenizerError
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """What happens to text before the merges."""
+    """How text is cut and normalized before the merges."""
 
     patterns: tuple[str, ...]
     is_byte_level: bool = True  # False: a space is U+2581, and what is no token becomes byte tokens

@@ -52,7 +52,7 @@ class SentencePieceEncoder:
         return self._fuse_unknown(ids)
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token stands for."""
+        """The bytes of a token."""
         if (byte := self._vocab.byte_of.get(token)) is not None:
             return bytes((byte,))
         text = self._vocab.tokens[token]

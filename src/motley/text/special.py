@@ -47,7 +47,7 @@ class SpecialTokens:
 
 
 class _Finder:
-    """All tokens of a set in a text, leftmost first and longest at each place.
+    """Finds all tokens of a set in a text, leftmost first and longest at each place.
 
     A regular expression finds the places where a token may start by its first two characters; the dictionary
     decides. (One alternative per token would be slow: some vocabularies have thousands.)

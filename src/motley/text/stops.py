@@ -23,7 +23,7 @@ class StopChecker:
         self.found: str | None = None  # the stop string that ended the text
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """The text that can be shown now, and whether a stop string has been met."""
+        """The text that can be shown now, and whether a stop string has occurred."""
         if self._stopped:
             return "", True
         if not self._stops:

@@ -42,7 +42,7 @@ PLAIN = (
 
 
 class HasMetadata(Protocol):
-    """What this package needs of a `ModelSpec`."""
+    """The part of a `ModelSpec` that this package needs."""
 
     @property
     def metadata(self) -> Mapping[str, object]: ...

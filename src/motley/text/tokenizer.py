@@ -18,7 +18,7 @@ NO_VOCABULARY = "no_vocab"  # what a file without a tokenizer calls its tokenize
 
 
 class HasMetadata(Protocol):
-    """What this package needs of a `ModelSpec`."""
+    """The part of a `ModelSpec` that this package needs."""
 
     @property
     def metadata(self) -> Mapping[str, object]: ...
@@ -32,7 +32,7 @@ class Tokenizer:
         self._encoder = SentencePieceEncoder(vocab) if vocab.model == "llama" else BpeEncoder(vocab)
         self._special = SpecialTokens(vocab)
         self._hidden = frozenset(vocab.ids_of(TokenType.CONTROL, TokenType.UNKNOWN))
-        # Texts of tokens that decoders have met, without control tokens and with them.
+        # Texts of tokens that occurred so far, without control tokens and with them.
         self._texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
 
     @classmethod
@@ -64,7 +64,7 @@ class Tokenizer:
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """Tokens that stand for no text: `decode` leaves them out."""
+        """Tokens without text: `decode` leaves them out."""
         return self._hidden
 
     @property
@@ -151,7 +151,7 @@ class Tokenizer:
 
 
 class NoTokenizer(Tokenizer):
-    """Of a file without a vocabulary: its model takes and gives token ids, and knows no text."""
+    """The tokenizer of a file without a vocabulary: its model takes and returns token ids only."""
 
     def __init__(self) -> None:
         pass
@@ -188,5 +188,5 @@ class NoTokenizer(Tokenizer):
         raise TokenizerError("this file has no tokenizer", hint="give token ids instead of text")
 
     def stream(self, *, skip_special: bool = True, after: Sequence[int] = ()) -> DetokenizerStream:
-        """Of ids that stand for no text: every piece is empty."""
+        """The stream of ids without text: every piece is empty."""
         return DetokenizerStream(lambda token: b"", drops_space=False)

@@ -27,7 +27,7 @@ class TokenType(IntEnum):
 
 
 # Tokens that end a turn or a document in some model. Files name only one or two of theirs in `eos_token_id`
-# and `eot_token_id`, and a model that ends its turn with another would go on for ever.
+# and `eot_token_id`, and a model that ends its turn with another one would never stop.
 END_TEXTS = frozenset(
     {
         *("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>"),
@@ -58,7 +58,7 @@ class Vocabulary:
     add_eos: bool
     add_space_prefix: bool
     remove_extra_whitespaces: bool
-    byte_of: Mapping[int, int]  # the byte that each byte token stands for
+    byte_of: Mapping[int, int]  # the byte of each byte token
     right_stripping_ids: frozenset[int]  # special tokens that swallow the white space after them
 
     @property

@@ -1,4 +1,4 @@
-"""Where everything lies that programs read and write."""
+"""The addresses of all memory that programs read and write."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Memory:
 
     @property
     def start(self) -> int:
-        """Where the scratch memory is at present."""
+        """The present address of the scratch memory."""
         return self._scratch.start
 
     def codes(self, tensor: Tensor) -> int:
@@ -78,7 +78,7 @@ class Memory:
         return 0 if offset is None else self.start + offset
 
     def room(self, node: Tensor) -> int:
-        """Of what lies between an attention's or an expert FFN's inputs and its result."""
+        """The address of the intermediate values of an attention or an expert FFN."""
         return self.start + self.layout.offsets[Room(node)]
 
     def dense(self, tensor: Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Memory:
         return self._fixed[tensor]
 
     def value(self, tensor: Tensor) -> Any:
-        """What a Python kernel is given for it."""
+        """The value that a Python kernel gets for it."""
         base = base_of(tensor)
         if isinstance(tensor.op, Weight):
             return self.weights[tensor.name]

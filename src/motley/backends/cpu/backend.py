@@ -92,7 +92,7 @@ class CpuBackend(Backend):
         self._n_threads, self._cores = n_threads, cores
 
     def expect_weights(self, n_bytes: int) -> None:
-        # A device with cores of its own wants its weights in memory close to them, so they are copied.
+        # The weights of a device with its own cores should be in memory close to them, so they are copied.
         self._is_mapping = n_bytes >= _WORTH_MAPPING and not self.is_exact and not self._cores
 
     @cached_property
@@ -230,14 +230,14 @@ class CpuExecutable(Executable):
 
     @property
     def _draft_inputs(self) -> tuple[Any, int, int, list[Any]]:
-        """As csrc's DraftTuple: the program, and those of its inputs that change from token to token."""
+        """The program, and its inputs that change from token to token, as csrc's DraftTuple."""
         tokens, positions = (
             self._memory.input_places.get(name, (0, 0))[0] for name in ("tokens", "positions")
         )
         return self._program, tokens, positions, [slot.native for slot, _ in self._slots]
 
     def steady_inputs(self, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """As csrc's SteadyTuple, for batches like the one that it is bound to."""
+        """The inputs for batches like the bound one, as csrc's SteadyTuple."""
         program, tokens, positions, _ = self._draft_inputs
         others = [
             (address, inputs[name])
@@ -253,7 +253,7 @@ class CpuExecutable(Executable):
 
     @property
     def outputs(self) -> tuple[torch.Tensor, ...]:
-        """Of the batch that was run last."""
+        """The outputs of the latest batch."""
         return self._outputs
 
     def _find_layers(self, inputs: Mapping[str, Any]) -> None:

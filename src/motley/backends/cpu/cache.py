@@ -11,7 +11,7 @@ from motley.backends.paged import Batch, StateBatch, Store
 
 
 def store_view(store: Store, rows: slice) -> tuple[int, int, int, int, int, int, int]:
-    """As csrc's CacheStoreView."""
+    """The store as csrc's CacheStoreView."""
     planes = store.planes
     codes = planes["codes"] if "codes" in planes else planes["values"]
     return (
@@ -26,7 +26,7 @@ def store_view(store: Store, rows: slice) -> tuple[int, int, int, int, int, int,
 
 
 def state_view(states: torch.Tensor, rings: torch.Tensor) -> tuple[int, bool, int, int]:
-    """As csrc's StateStore."""
+    """The state planes as csrc's StateStore."""
     return address(states), states.dtype == torch.bfloat16, address(rings), rings.shape[1]
 
 

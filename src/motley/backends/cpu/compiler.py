@@ -59,7 +59,7 @@ def can_compile(step: Step, weights: Mapping[str, CpuWeight]) -> bool:
 
 
 def _rendezvous(step: Step) -> tuple[NativeRendezvous, int] | None:
-    """Where native programs do a collective by themselves, and which device this is; None: they do not."""
+    """The rendezvous of native programs, and this device's number there; None: there is none."""
     where, device = (isinstance(step.kernel, HasRendezvous) and step.kernel.rendezvous) or (None, 0)
     return (where, device) if isinstance(where, NativeRendezvous) else None
 
@@ -342,7 +342,7 @@ class Compiler:
                 self._program.exchange(group, own, x, pieces, *([counts] if is_shared else []))
 
     def _pieces(self, node: Tensor, members: Sequence[int]) -> list[tuple[Any, ...]]:
-        """What an all-gather copies from each device's part, as csrc's PieceTuple."""
+        """The pieces that an all-gather copies from each device's part, as csrc's PieceTuple."""
         assert isinstance(node.op, AllGather)
         word, out = node.op.word, self._memory.address(node)
         outer, total, inner = around(node, node.op.axis)
@@ -357,7 +357,7 @@ class Compiler:
         return pieces
 
     def _with_messages(self, node: Tensor, places: MessagePlaces, tagged: Any, device: int) -> None:
-        """A collective with the other device of a crew of two, which takes part by itself."""
+        """A collective with the other device of a crew of two, which is not a native program."""
         op, out, program = node.op, self._memory.address(node), self._program
         x = self._memory.address(node.inputs[0]) if node.inputs else 0
         if places.is_first:

@@ -1,4 +1,4 @@
-"""What the native kernels can compute: pure predicates on stages, with the reason where they cannot."""
+"""Which stages the native kernels can compute: pure predicates, with the reason if they cannot."""
 
 from __future__ import annotations
 

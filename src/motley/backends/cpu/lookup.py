@@ -16,7 +16,7 @@ def new_text_index(prompt: Sequence[int]) -> Any | None:
 def look_up(
     indexes: Sequence[Any], answers: Sequence[list[int]], n_max: int
 ) -> list[tuple[int, Sequence[int], int]]:
-    """What may follow each text: (row, up to `n_max` tokens, length of the match) of those that have anything.
+    """The likely continuation of each text that has one: (row, up to `n_max` tokens, length of the match).
 
     `answers`: what follows the prompts so far; their new tokens are added to the indexes.
     """

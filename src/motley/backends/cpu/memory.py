@@ -1,4 +1,4 @@
-"""What lies in a device's activation memory: values, their rows quantized for products, and room inside of stages."""
+"""The contents of a device's activation memory: values, their rows quantized for products, and room for stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from motley.graph.ops import Attention, ExpertFfn
 from motley.plan import Buffer, Linear, MemoryLayout, Norm, Single, Stage, lay_out, value_buffers
 
 _MAX_SEGMENTS = 16  # of a row in one attention (csrc/kernels/attention.cpp)
-_MAX_SPLIT_ROWS = 64  # tokens beyond which there is enough to do without splits
+_MAX_SPLIT_ROWS = 64  # tokens: with more, threads have enough work without splits
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Codes:
 
 @dataclass(frozen=True)
 class Room:
-    """What lies between a node's inputs and its result: what parts of a sequence come to in an attention, before they
-    are joined; rows of tokens and experts in an expert FFN.
+    """The intermediate values of a node: in an attention, the results of parts of a sequence before they are joined; in
+    an expert FFN, rows of tokens and experts.
     """
 
     node: Tensor
@@ -62,7 +62,7 @@ def _matrices_of_input(stage: Stage) -> tuple[Tensor, ...]:
 
 
 def n_split_values(attention: Tensor, n_threads: int) -> int:
-    """How many values an attention needs to share out single sequences; 0: there is enough to do without."""
+    """How many values an attention needs to split single sequences over threads; 0: sequences are not split."""
     n_tokens, n_heads, dim = attention.shape
     is_split = n_threads > 1 and n_tokens <= _MAX_SPLIT_ROWS
     return n_tokens * n_heads * (dim + 2) * _MAX_SEGMENTS if is_split else 0
@@ -101,7 +101,7 @@ def _room_bytes(node: Tensor, n_threads: int) -> int:
 
 
 def _codes(stages: Sequence[Stage], is_exact: bool) -> dict[Tensor, Buffer]:
-    """Of products' inputs: written by the norm that makes them, otherwise by their first reader."""
+    """The codes of products' inputs: the norm that makes an input writes them, otherwise their first reader."""
     written = {stage.out: i for i, stage in enumerate(stages) if isinstance(stage, Norm)}
     codes: dict[Tensor, Buffer] = {}
     for i, stage in enumerate(stages):

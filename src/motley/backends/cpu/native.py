@@ -27,7 +27,7 @@ def _exported(name: str) -> dict[str, int]:
 
 
 FORMATS = _exported("FORMATS")
-ROW_FORMATS = _exported("ROW_FORMATS")  # that kernels also read as they lie in a file
+ROW_FORMATS = _exported("ROW_FORMATS")  # that kernels also read in the file's layout
 FUNCTIONS = _exported("FUNCTIONS")
 CACHE_TYPES = _exported("CACHE_TYPES")
 PLAIN_FORMATS = ("F32", "F16", "BF16")
@@ -50,7 +50,7 @@ MAX_EXPERTS = 1 << 18  # whose scores fit a thread's scratch memory
 
 
 class NativeRendezvous:
-    """Where native programs of several devices do their collectives (base.Rendezvous)."""
+    """The rendezvous of native programs of several devices (base.Rendezvous)."""
 
     def __init__(self, group: Any, groups: Sequence[tuple[int, ...]] = ()) -> None:
         """`group`: of all devices of the crew, the module's Group or its SharedGroup. `groups`: devices of this process
@@ -177,7 +177,7 @@ def _values_at(place: int, n_values: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def address(tensor: torch.Tensor | None) -> int:
-    """Of a contiguous tensor's first value; 0 for none."""
+    """The address of a contiguous tensor's first value; 0 for None."""
     if tensor is None:
         return 0
     assert tensor.is_contiguous(), "kernels take dense tensors"

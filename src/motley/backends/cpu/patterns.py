@@ -210,13 +210,13 @@ def processor_name() -> str:
 
 def cache_file() -> Path:
     folder = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(folder):  # the standard says: a relative path is to be ignored
+    if os.path.isabs(folder):  # the XDG standard ignores a relative path
         return Path(folder) / "motley" / "read-patterns.json"
     return Path(os.path.expanduser("~")) / ".cache" / "motley" / "read-patterns.json"
 
 
 def read_patterns(path: Path) -> dict[str, ReadPattern]:
-    """What the file holds; nothing of a file that is damaged, of another version, or not there."""
+    """The file's patterns; none if the file is damaged, of another version, or missing."""
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_FILE:  # a pipe would never end

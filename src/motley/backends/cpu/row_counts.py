@@ -1,4 +1,4 @@
-"""Which tensors lie row after row, so that a plan serves batches with fewer rows than it was made for.
+"""Which tensors are stored row after row, so that a plan serves batches with fewer rows than it was made for.
 
 A plan is made for a number of tokens and of outputs (a bucket, see `Backend.bucket`). A tensor is *by rows* if its
 values are equal pieces, one for each token (or output) in order, none of which depends on another row but through the
@@ -55,7 +55,7 @@ INPUT_KINDS = {
 
 @dataclass(frozen=True)
 class Rows:
-    """What a tensor's rows are, and how many of them the plan was made for."""
+    """What one row of a tensor is, and for how many rows the plan was made."""
 
     kind: int
     n_planned: int
@@ -71,7 +71,7 @@ Known = Mapping[Tensor, Rows]
 
 
 def rows_of_tensors(graph: Graph) -> dict[Tensor, Rows]:
-    """Of each node that is by rows."""
+    """The rows of each node that is by rows."""
     known: dict[Tensor, Rows] = {
         node: Rows(INPUT_KINDS[node.name], node.shape[0])
         for node in graph.inputs
@@ -126,13 +126,13 @@ def _product(node: Tensor, known: Known) -> Rows | None:
 
 
 def _binary(node: Tensor, known: Known) -> Rows | None:
-    """As both, or as the one that is not the same for all batches."""
+    """The rows of both inputs, or of the input that is not the same for all batches."""
     rows = {known.get(x) for x in node.inputs if not _is_fixed(x)}
     return rows.pop() if len(rows) == 1 else None
 
 
 def _inside(axis_of: Callable[[Op], int]) -> Callable[[Tensor, Known], Rows | None]:
-    """For ops along one axis: as all inputs, if that is not the axis of rows."""
+    """The rows of ops along one axis: those of all inputs, if it is not the axis of rows."""
 
     def rule(node: Tensor, known: Known) -> Rows | None:
         rows = {known.get(x) for x in node.inputs}

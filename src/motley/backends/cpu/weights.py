@@ -43,13 +43,13 @@ def narrowed(weight: PackedTensor) -> PackedTensor:
 
 
 def can_map(weight: PackedTensor) -> bool:
-    """Whether kernels can read it as it lies in the file."""
+    """Whether kernels can read it in the file's layout."""
     is_known = weight.format.name in ROW_FORMATS and weight.data.dim() == 2
     return is_known and weight.data.is_contiguous() and weight.data.shape[0] % GROUP_ROWS == 0
 
 
 class MappedTensor(PackedTensor):
-    """A matrix as it lies in the file, or in a part of it: nothing is copied."""
+    """A matrix in the file's layout, or a part of one: nothing is copied."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class RepackedTensor:
 
     @property
     def expert_bytes(self) -> int:
-        """From one expert's matrix to the next."""
+        """The bytes from one expert's matrix to the next."""
         return self.data.numel() // max(self.shape[0], 1)
 
     def unpack(self) -> torch.Tensor:

@@ -25,7 +25,7 @@ _SCALE = 32  # of results as halves: totals of 32 values that float16 holds do n
 
 
 class Attending:
-    """One `AttentionBlock` on a device. Its output is in the form that its reader wants, where it can be."""
+    """One `AttentionBlock` on a device. Its output is in the form that its reader needs, if possible."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Attending:
         op, n_kv_heads = self._stage.op, layer.rows.stop - layer.rows.start
         tables, kinds = place.tables, (self._keys.kind, self._values.kind)
         n_bundles, n_queries = len(tables.table), tables.most_rows * n_heads // n_kv_heads
-        # One request waits for each block of its context in turn: cut even short contexts up for it.
+        # A single request would read the blocks of its context one after the other: split even short contexts.
         min_blocks = 1 if n_bundles * n_kv_heads <= _FEW_HEADS else 4
         given = q, self._keys, self._values, layer.rows, tables
         if tables.most_rows > 1 and bundles.supports(*kinds, dim, layer.keys.block_size):

@@ -36,7 +36,7 @@ Step = Callable[[Values], None]
 
 
 def borrowed_bytes(weights: Iterable[Tensor], n_sets: int) -> int:
-    """What all this takes on the GPU: sets of planes of the largest matrices, and memory to repack portions."""
+    """The GPU memory that borrowing takes: sets of planes of the largest matrices, and memory to repack portions."""
     largest: dict[str, int] = {}
     for weight in weights:
         if len(weight.shape) > 1:
@@ -133,7 +133,7 @@ class Borrowing:
         return self._joined[names]
 
     def planes(self, name: str) -> WeightPlanes:
-        """Where a matrix will be when its stage runs. Matrices of other layers have the same memory."""
+        """The planes of a matrix when its stage runs. Matrices of other layers use the same memory."""
         return self._planes[name]
 
     def _set(self, key: tuple[object, ...], source: PackedTensor, n_rows: int) -> WeightPlanes:
@@ -253,7 +253,7 @@ class Borrowing:
 
 
 def _rows(matrix: PackedTensor) -> torch.Tensor:
-    """All rows, those of all experts one after the other."""
+    """A matrix with all rows, those of all experts one after the other."""
     return matrix.data if matrix.data.ndim == 2 else matrix.data.flatten(0, 1)
 
 

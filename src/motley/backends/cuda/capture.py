@@ -58,7 +58,7 @@ class GraphPool:
             # A thread's first use of cuBLAS makes a handle, which fails in a capture and breaks it.
             torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
             try:
-                # Other devices' threads go on meanwhile; only this one's calls must be fit for capture.
+                # Other devices' threads continue meanwhile; only the calls of this thread must be capturable.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 work()
                 graph.capture_end()
@@ -133,7 +133,7 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Address:
-    """What torch makes a tensor of without copying."""
+    """A range of memory that torch makes a tensor of, without copying."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -159,8 +159,8 @@ class Lanes:
 
     @contextmanager
     def forked(self) -> Iterator[None]:
-        """What the lanes do inside comes after what the current stream was given before, and before what it is given
-        later. They join it also when something fails: a capture could not be ended otherwise, and hide the reason.
+        """Orders the work of the lanes inside after the earlier work of the current stream, and before its later work.
+        The lanes join it also after a failure: otherwise a capture could not end, and would hide the reason.
         """
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream())

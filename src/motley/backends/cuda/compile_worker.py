@@ -32,7 +32,7 @@ from motley.backends.cuda.manifests import READY, Compiled, Ledger
 
 
 class NoGpu:
-    """What Triton asks of a driver in order to compile for a GPU of a capability."""
+    """The driver that Triton needs in order to compile for a GPU of a capability."""
 
     def __init__(self, capability: int, shared_memory: int) -> None:
         self._capability = capability
@@ -77,7 +77,7 @@ def compile_job(task: tuple[int, str]) -> Result:
             data, kernel = fewer, function.preload(fewer)
         _build_launcher(kernel.src, kernel.metadata)  # found, if the signature was right
         return number, name, time.perf_counter() - started, None
-    except Exception as error:  # the launch will say it again, to someone who can do something about it
+    except Exception as error:  # the kernel's launch will raise it again, for its caller
         return number, name, time.perf_counter() - started, f"{type(error).__name__}: {error}"[:500]
 
 

@@ -19,7 +19,7 @@ class CudaExecutable(Executable):
 
     @classmethod
     def join(cls, members: Sequence[CudaExecutable]) -> Joint | None:
-        """On one GPU, devices run in lockstep, from one thread."""
+        """Joins devices on one GPU: they run in lockstep, from one thread."""
         programs = [member._program for member in members]
         return JointRun(programs) if len({program.device for program in programs}) == 1 else None
 

@@ -12,7 +12,7 @@ from motley.errors import DeviceError, MotleyError
 
 @contextmanager
 def as_device_errors(device: torch.device) -> Iterator[None]:
-    """What fails inside is a DeviceError of `device`. Where memory ends, what torch only keeps for later is let go."""
+    """Turns failures inside into a DeviceError. If memory is exhausted, torch's cached memory is released."""
     try:
         yield
     except MotleyError:

@@ -1,4 +1,4 @@
-"""What a plan will need on a GPU, and what the GPU has, before anything is loaded. Needs no Triton."""
+"""The memory that a plan needs on a GPU, and the GPU's free memory, before anything is loaded. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def footprint(graph: Graph) -> Footprint:
 
 
 def _run_bytes(graph: Graph) -> int:
-    """Of activations, twice: products read them in forms of their own, which lie beside them for a while."""
+    """The bytes of activations, twice: products read converted copies, which exist beside them for a while."""
     return 2 * activation_bytes(graph)
 
 
 def stored_bytes(weight: Tensor) -> int:
-    """Of a weight as it lies on the GPU."""
+    """The bytes of a weight on the GPU."""
     if len(weight.shape) in (2, 3):  # a matrix, or those of experts on top of each other
         return plane_bytes(weight.dtype, math.prod(weight.shape[:-1]), weight.shape[-1])
     form = get_format(weight.dtype)
@@ -62,7 +62,7 @@ def workspace_bytes(graph: Graph) -> int:
 
 
 def copied_bytes(graph: Graph) -> int:
-    """Of float16 copies of all packed matrices that rows are multiplied by."""
+    """The bytes of float16 copies of all packed matrices that rows are multiplied by."""
     weights = {part.weight for stage in _linear_stages(graph) for part in stage.parts}
     return sum(
         _UNPACKED * weight.n_values for weight in weights if has_planes(weight.dtype, weight.shape[-1])

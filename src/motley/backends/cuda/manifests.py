@@ -1,4 +1,4 @@
-"""What was compiled for a model: files beside Triton's compiled kernels. Needs no torch."""
+"""Records of the kernels that were compiled for a model: files beside Triton's compiled kernels. Needs no torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write_manifest(path: Path, compiled: Iterable[Compiled]) -> None:
 
 
 class Ledger:
-    """The jobs of one process, and the manifests that are written when the first ones of these are done."""
+    """The jobs of one process, and the manifests that are written when their first `n_jobs` jobs are done."""
 
     def __init__(self) -> None:
         self._done: dict[int, Compiled] = {}

@@ -125,7 +125,9 @@ def has_planes(name: str, n_columns: int) -> bool:
 
 
 def plane_bytes(name: str, n_rows: int, n_columns: int) -> int:
-    """Of a matrix of that format in planes. Without making it: torch takes seconds to import what meta tensors need."""
+    """The bytes of a matrix of that format in planes, without making it: torch takes seconds to import what meta
+    tensors need.
+    """
     if not has_planes(name, n_columns):
         return (4 if name == "F32" and stays_plain(name, n_rows, n_columns) else 2) * n_rows * n_columns
     return n_rows * n_columns // BLOCK * _BLOCK_BYTES[_KIND.get(name, name)]

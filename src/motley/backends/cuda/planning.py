@@ -1,4 +1,4 @@
-"""What a plan needs to know of a GPU, before and without running anything there.
+"""The properties of a GPU that plans depend on, without running anything there.
 
 Needs neither Triton nor a GPU: rank 0 plans GPUs of other hosts with it, and their workers run them.
 """
@@ -45,7 +45,7 @@ class GpuPlanning(Backend):
         return few_sizes(n_rows)
 
     def output_bucket(self, n_rows: int, n_outputs: int) -> int:
-        """Of prompts, fewer sizes: outputs are a small part of their time, and a plan takes as long as a step."""
+        """The plan's outputs. Prompts have few sizes: outputs take little time, but a plan takes as long as a step."""
         if n_rows <= _MANY_ROWS or n_outputs <= 1:
             return self.bucket(n_outputs)
         sizes = (size for size in (16, 64) if n_outputs <= size)

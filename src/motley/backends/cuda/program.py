@@ -163,7 +163,7 @@ def _source(weight: DeviceWeight) -> PackedTensor:
 
 
 def _prepare(steps: Steps, borrowing: Borrowing, borrowed: Mapping[Stage, list[str]], stage: Stage) -> Step:
-    """A stage's step; with borrowed weights, after their copy, which goes on with those of the stage after it."""
+    """A stage's step, after the copy of its borrowed weights; the copy of the next stage's weights begins meanwhile."""
     step = steps.prepare(stage)
     if stage not in borrowed:
         return step

@@ -52,7 +52,7 @@ class _Decodes:
 
 
 class Run(ABC):
-    """Runs batches of programs that lie on one GPU."""
+    """Runs batches of programs of one GPU."""
 
     can_start_again: bool  # after half a capture: no peer has seen it
 
@@ -242,7 +242,7 @@ class ThreadRun(Run):
 
 
 class JointRun(Run):
-    """All programs of a crew, in lockstep."""
+    """Runs all programs of a crew in lockstep."""
 
     can_start_again = True
 
@@ -254,8 +254,8 @@ class JointRun(Run):
         self._drive(values, Lanes())
 
     def parts(self, values: Sequence[Values]) -> Iterator[Part]:
-        # A device that waits for a message has nothing else to do. And a message lies in its sender's memory, which
-        # another lane could not tell when to write over.
+        # A device that waits for a message has no other work. A message is also in its sender's memory, and another
+        # lane could not know when that memory may be overwritten.
         has_messages = any(
             segment.collective is not None and isinstance(segment.collective.op, Send | Receive)
             for program in self._programs

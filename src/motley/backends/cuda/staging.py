@@ -58,7 +58,7 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where one batch writes and reads in one group of layers. On the device, int32."""
+    """The places that one batch writes and reads in one group of layers. On the device, int32."""
 
     slots: torch.Tensor  # (rows,)
     tables: Tables  # of bundles; beside spans, of the rows that are taken out of the batch
@@ -109,7 +109,7 @@ class Staged:
 
     @property
     def layout(self) -> Layout:
-        """Of a decode batch, what a captured graph depends on."""
+        """The properties of a decode batch that a captured graph depends on."""
         return (self.groups[0].n_bundles, self.groups[0].most_rows) if self.groups else (0, 1)
 
     @cached_property
@@ -119,13 +119,13 @@ class Staged:
 
     @cached_property
     def spans(self) -> torch.Tensor:
-        """Of recurrent states: int32 (sequences, STATE_NUMBERS), with padding in a decode batch, and at least one."""
+        """Spans of recurrent states: int32 (sequences, STATE_NUMBERS); padded in a decode batch, and at least one."""
         n_used = len(self.memory[self.states]) // STATE_NUMBERS if self.is_decode else max(1, self.n_states)
         return self.memory[self.states].view(-1, STATE_NUMBERS)[:n_used]
 
     @cached_property
     def places(self) -> dict[int, Place]:
-        """By the group's number."""
+        """The places of each group, by its number."""
         return {group.number: self._place(group) for group in self.groups}
 
     def _place(self, group: _Group) -> Place:
@@ -221,7 +221,7 @@ class Staging:
         return Staged(self._there, self._names, self._masks, tuple(groups), self._states, n_states)
 
     def _write_masks(self, numbers: npt.NDArray[np.int32], batch: Batch) -> None:
-        """Of rows of bundles, where one has several: in the batch's order, or beside spans in that of members."""
+        """Writes rows' masks if a bundle has several rows: in the batch's order, or beside spans in the members'."""
         is_decode, row = all(map(_is_short, batch.tables)), 0
         if all(table.n_rows == 1 for table in batch.tables):
             return
@@ -314,7 +314,7 @@ def _fill(part: npt.NDArray[np.int32], values: npt.NDArray[np.integer[Any]], pad
 
 
 def _n_numbers(batch: Batch) -> int:
-    """Of a group's tables and spans, at most."""
+    """The most numbers that a group's tables and spans have."""
     n_blocks, n_tables = sum([len(table.blocks) for table in batch.tables]), len(batch.tables)
     n_spans = n_tables + len(batch.slots) // _FEWEST_ROWS
     return n_blocks + n_tables + _ALIGNMENT + SPAN_NUMBERS * n_spans

@@ -29,7 +29,7 @@ class StandIns:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def weight(self, node: Tensor) -> DeviceWeight:
-        """As `weights.load` gives it. DeviceError: it would take more memory than allowed."""
+        """A stand-in of a weight, in the form of `weights.load`. DeviceError: it needs more memory than allowed."""
         shape, form = node.shape, get_format(node.dtype)
         if len(shape) in (2, 3):
             n_rows = shape[0] * shape[1] if len(shape) == 3 else shape[0]
@@ -38,7 +38,7 @@ class StandIns:
         return PackedTensor(data, form)
 
     def join(self, parts: Sequence[WeightPlanes]) -> WeightPlanes:
-        """As `planes.join_rows` gives it: stand-ins have no contents to be copied."""
+        """A joined stand-in, in the form that `planes.join_rows` returns: stand-ins have no contents to copy."""
         first, n_rows = parts[0], sum(part.n_rows for part in parts)
         assert all((p.kind, p.n_columns) == (first.kind, first.n_columns) for p in parts), "unlike matrices"
         return self._like(first, n_rows)

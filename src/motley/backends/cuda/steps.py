@@ -76,7 +76,7 @@ class Steps:
         self._first_experts = _first_experts(stages, graph.outputs)
 
     def _wanted_forms(self, stages: Sequence[Stage]) -> dict[Tensor, str]:
-        """For each node that only products read: the form they want it in."""
+        """The form that products read, for each node that only products read."""
         n_rows = {out: _n_rows(stage) for stage in stages for out in stage.outputs}
         wants: dict[Tensor, set[str]] = {without_views(node): {PLAIN} for node in self._outputs}
         for stage in stages:
@@ -361,7 +361,7 @@ class Steps:
         return empty if is_empty else grouped if is_grouped else one_by_one
 
     def _expert_biases(self, node: Tensor) -> list[torch.Tensor | None]:
-        """Of gate, up and down, float32 (experts, columns); None where there is none on this device."""
+        """The biases of gate, up and down, float32 (experts, columns); None where there is none on this device."""
         found = [
             plain_values(self._matrices.get(t.name, self._weights)).float().contiguous()
             if t.n_values
@@ -376,7 +376,7 @@ class Steps:
         return convert(values, Rows.empty(form, values.shape[0], values.shape[1], self._device))
 
     def _nothing(self, *nodes: Tensor) -> Step:
-        """Of a device without heads, or of no rows."""
+        """The attention of a device without heads, or of no rows."""
 
         def step(values: Values) -> None:
             for node in nodes:
@@ -397,7 +397,7 @@ class Steps:
         return step
 
     def _delta_net(self, node: Tensor, op: DeltaNet) -> Step:
-        """With decay and beta as they are."""
+        """The step of a delta net whose decay and beta are inputs."""
         mixed, decay, beta, state = node.inputs
 
         def step(values: Values) -> None:
@@ -417,7 +417,7 @@ class Steps:
         op, offset, factor = node.op, self._dense(stage.offset), self._dense(stage.factor)
 
         def step(values: Values) -> None:
-            # Slices of one product, (rows, key heads, n): read where they lie.
+            # Slices of one product, (rows, key heads, n): read in place.
             a, b = (values.plain(without_views(t)) for t in (stage.a, stage.b))
             if a.stride() != b.stride() or a.stride(-1) != 1 or a.dim() > 3:
                 a, b = values.plain(stage.a).contiguous(), values.plain(stage.b).contiguous()
@@ -490,7 +490,7 @@ def _n_rows(stage: Stage) -> int:
 
 
 def _source(values: Values, x: Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-    """What a norm reads as x, and what it adds to that, with the memory of the sum: x will be there."""
+    """The tensor that a norm reads as x, the tensor that it adds, and the memory of the sum, where x will be."""
     addends = values.addends(x)
     if addends is None:
         return values.plain(x).contiguous(), None
@@ -501,7 +501,7 @@ def _source(values: Values, x: Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor
 
 
 def _first_experts(stages: Sequence[Stage], outputs: Sequence[Tensor]) -> dict[Tensor, int]:
-    """For each LocalIds that only experts read, of neighbouring experts: the id of the first one."""
+    """The id of the first expert, for each LocalIds of neighbouring experts that only experts read."""
     found: dict[Tensor, int] = {}
     for stage in stages:
         if isinstance(stage, Single) and isinstance(stage.node.op, LocalIds):

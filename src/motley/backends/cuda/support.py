@@ -79,7 +79,7 @@ class CudaKernel:
 
 
 class DeviceReferenceKernel:
-    """An op by its reference, in torch on the device, for want of a kernel."""
+    """An op without a kernel: its reference runs in torch on the device."""
 
     name = "reference"
 

@@ -13,7 +13,7 @@ from motley.plan import without_views
 
 
 def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As in runtime.group: the same bits on both ways."""
+    """The sum in the order of runtime.group, with the same bits."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -21,7 +21,7 @@ def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Values:
-    """By node, or by a view of it: float32 tensors, rows in a product's form, or both."""
+    """The values of nodes and of views of them: float32 tensors, rows in a product's form, or both."""
 
     def __init__(self, fixed: Mapping[Tensor, Any]) -> None:
         self._plain: dict[Tensor, Any] = dict(fixed)
@@ -57,7 +57,7 @@ class Values:
         return {base: self._plain[base] for base in bases if base in self._plain}
 
     def rows(self, node: Tensor, form: str) -> Rows:
-        """In that form; made from float32, once, where no kernel left it so."""
+        """The rows in that form. If no kernel has made it, it is made once, from float32."""
         if form == PLAIN:
             x = self.plain(node).contiguous()
             return Rows(PLAIN, x, x, x)

@@ -18,7 +18,7 @@ from motley.formats import PackedTensor
 
 
 class PlaneRef:
-    """Where a matrix's planes are now: on their own, or rows of a joined matrix. They may still be being made."""
+    """The present place of a matrix's planes: separate, or in a joined matrix. A thread may still be making them."""
 
     def __init__(self, planes: WeightPlanes | Future[WeightPlanes]) -> None:
         self._planes = planes
@@ -156,7 +156,7 @@ class Matrices:
         return self._refs[name].planes
 
     def copies_of(self, name: str, weights: Mapping[str, DeviceWeight]) -> Copies:
-        """Where a matrix's float16 copy is kept; nowhere if it is borrowed, because others take its place."""
+        """The store of a matrix's float16 copy; an empty one for a borrowed matrix, whose memory others use, too."""
         return Copies() if isinstance(weights[name], BorrowedMatrix) else self.copies
 
     def joined(self, names: Sequence[str], weights: Mapping[str, DeviceWeight]) -> WeightPlanes:

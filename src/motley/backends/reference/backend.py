@@ -86,5 +86,5 @@ def _launch(step: Step) -> Launch:
 
 
 def _value(tensor: Tensor, values: Mapping[Tensor, Any]) -> Any:
-    """Of a node, or of a view of one."""
+    """The value of a node, or of a view of one."""
     return tensor.op.reference([_value(tensor.inputs[0], values)]) if is_view(tensor) else values[tensor]

@@ -1,8 +1,8 @@
 """How often drafted tokens are right: moving averages by drafter and grade, and by request. Imports no torch.
 
 A rate is that of all requests' drafts of the same drafter and grade, times a factor of the request: how many of its
-drafted tokens were right, of how many the rates let expect. So a few wrong drafts, of whatever grade, are enough to
-see that a request's text cannot be guessed.
+drafted tokens were right, divided by the number that the rates predict. So a few wrong drafts, of any grade, are enough
+to see that a request's text cannot be guessed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import NamedTuple
 from motley.engine.drafting.draft import Draft
 from motley.engine.request import Request
 
-_ALL_KEEP, _ALL_WEIGHT = 0.98, 24.0  # what a draft leaves of earlier ones; the prior counts as so many tokens
+_ALL_KEEP, _ALL_WEIGHT = 0.98, 24.0  # weights: of earlier drafts after a new one, and of the prior in tokens
 _OWN_KEEP, _OWN_WEIGHT = 0.85, 2.0
-_FORGET = 0.99  # what an unused draft leaves of earlier ones: after a while drafts are tried again
+_FORGET = 0.99  # the weight of earlier drafts after an unused one: after a while drafts are tried again
 _MOST = 0.98
-_SURE = 0.6  # a rate: drafts of which less is assumed are watched before any is used
-_PROOF = 1.5  # tokens that were right, and that were expected to be: so many have to be seen of them
+_SURE = 0.6  # a rate: drafts with a lower assumed rate are watched before one of them is used
+_PROOF = 1.5  # right tokens plus expected right tokens that must be seen before drafts are used
 _YIELD_KEEP, _YIELD_WEIGHT = 0.9, 8.0
-_OWN, _YIELD, _UNUSED = "acceptance", "yield", "unused draft"  # what a request's memory keeps
+_OWN, _YIELD, _UNUSED = "acceptance", "yield", "unused draft"  # keys of a request's memory
 
 
 class Unused(NamedTuple):
@@ -34,7 +34,7 @@ class Unused(NamedTuple):
 
 @dataclass
 class _Average:
-    """Tokens that were right, and the number that this is compared with; the past fades."""
+    """Tokens that were right, and the number that this is compared with. Old tokens lose weight."""
 
     n_right: float = 0.0
     n_of: float = 0.0
@@ -73,9 +73,9 @@ class Acceptance:
         self._all.setdefault((draft.drafter, draft.grade), _Average()).add(n_right, n_seen, _ALL_KEEP)
 
     def gain(self, request: Request) -> float:
-        """How many tokens the request's drafts gave, of those that its rates let expect; at most 1.
+        """Tokens that the request's drafts gave, divided by the tokens that its rates predict; at most 1.
 
-        Rates let expect too much of a text that mostly goes on as drafted or not at all.
+        Rates predict too many tokens for a text that mostly continues as drafted or not at all.
         """
         own: _Average | None = request.memory.get(_YIELD)
         return 1.0 if own is None else min(1.0, own.rate(1.0, _YIELD_WEIGHT))
@@ -88,17 +88,17 @@ class Acceptance:
         request.memory.setdefault(_YIELD, _Average()).add(n_right, n_expected, _YIELD_KEEP)
 
     def is_proven(self, request: Request, drafter: str, grade: int) -> bool:
-        """Whether enough is known of such drafts for a trial: of a text that cannot be guessed, watching them tells."""
+        """Whether such drafts are reliable enough to be computed; until then they are only watched."""
         own = request.memory.get(_OWN)
         return self.priors[drafter][grade] >= _SURE or (own is not None and own.n_of + own.n_right >= _PROOF)
 
     def watch(self, request: Request, draft: Draft, n_wanted: int = 0) -> None:
-        """Keeps a draft that is not used, to see by later tokens whether it was right: this costs no rows."""
+        """Keeps a draft that is not used, to compare it with the tokens that come: this costs no rows."""
         if _UNUSED not in request.memory:
             request.memory[_UNUSED] = Unused(draft, len(request.generated), n_wanted)
 
     def look(self, request: Request) -> Unused | None:
-        """Records how right the draft was that `watch` keeps, and returns it, once the answer has come so far."""
+        """Records how many tokens of the watched draft were right, and returns it, once the answer is long enough."""
         unused: Unused | None = request.memory.get(_UNUSED)
         if unused is None:
             return None
@@ -112,7 +112,7 @@ class Acceptance:
         return Unused(draft, start, n_wanted, n_right)
 
     def forget(self, request: Request, draft: Draft) -> None:
-        """Lets the past fade: the draft was not used, so there is nothing new to learn from it."""
+        """Reduces the weight of earlier drafts: this draft was not used, so it gives no new measurement."""
         _own(request).add(0, 0, _FORGET)
         self._all.setdefault((draft.drafter, draft.grade), _Average()).add(0, 0, _FORGET)
 
@@ -122,7 +122,7 @@ class Acceptance:
 
 
 def _own(request: Request) -> _Average:
-    """Of the request's own drafts: tokens that were right, of tokens that were expected to be."""
+    """The request's own drafts: tokens that were right, and tokens that were expected to be right."""
     average = request.memory.get(_OWN)
     if average is None:
         average = request.memory[_OWN] = _Average()

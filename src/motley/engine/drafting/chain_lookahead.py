@@ -1,9 +1,9 @@
 """Lookahead for devices whose attention has no trees: all guesses of a step are one sequence.
 
-A step computes a window of W guessed tokens after the request's last one, all at once. Each row says what should
-follow its token, so the rows' outputs are better guesses for the next step (Jacobi iteration). What follows what, along
-up to N steps, is an n-gram of the model's own, and goes into a pool: up to G for each first token. A draft is what the
-pool says follows the last token, again and again; where it knows nothing, the window itself. It needs no second model.
+A step computes a window of W guessed tokens after the request's last one, all at once. Each row says what should follow
+its token, so the rows' outputs are better guesses for the next step (Jacobi iteration). What follows what, along up to
+N steps, is an n-gram of the model's own, and goes into a pool: up to G for each first token. A draft is what the pool
+says follows the last token, again and again; where the pool has no entry, the window itself. It needs no second model.
 
 A guess sees all guesses before it, and one n-gram is verified in a step: see lookahead.py for the better form.
 """
@@ -22,7 +22,7 @@ _WINDOW, _POOL = 0, 1  # grades
 
 @dataclass
 class _Guesses:
-    """What is known about a request's next tokens."""
+    """The guesses of a request's next tokens."""
 
     # Position in the answer → the n-gram that ends with the guess for it.
     grams: dict[int, tuple[int, ...]] = field(default_factory=dict)

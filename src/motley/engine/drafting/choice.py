@@ -32,7 +32,7 @@ _NEEDS = {
 
 
 def default_choice(has_draft: bool) -> str:
-    """What holds unless the user chooses: a draft model that was given is used."""
+    """The drafters if the user chooses none: `auto`, and `draft` if there is a draft model."""
     return f"{','.join(AUTO_DRAFTERS)},draft" if has_draft and DEFAULT == AUTO else DEFAULT
 
 

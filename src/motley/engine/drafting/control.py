@@ -152,7 +152,7 @@ class AdaptiveControl:
         if self._can_pay(drafts, rates, gains, n_rows):
             slots = _slots(drafts, rates, gains)[:room]
             best = self._best(slots, n_rows, may_plan=False)
-            # If the tokens that are being computed are not the drafts' first ones, the step waits in vain.
+            # If the tokens that are being computed are not the drafts' first ones, the step waits for nothing.
             p_first, base = max(rates), self.costs.seconds(n_rows)
             n_tokens = n_rows + p_first * _expected(slots[: best.n_tokens])
             longer = self.costs.seconds(n_rows + best.n_tokens) - base
@@ -190,7 +190,7 @@ class AdaptiveControl:
         return n_most / self.costs.seconds(n_rows + 1) >= n_rows / self.costs.seconds(n_rows) * _LEAST_GAIN
 
     def _late_seconds(self, n_rows: int) -> float:
-        """What a device loses if it is not given its next step in advance; 0.0 if it never is."""
+        """The seconds that a device loses if it does not get its next step in advance; 0.0 if it never does."""
         base = self.costs.seconds(n_rows)
         if self._late.is_known(n_rows):
             return max(0.0, self._late.seconds(n_rows) - base)

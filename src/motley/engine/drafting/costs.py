@@ -1,4 +1,4 @@
-"""What a step takes, by its number of rows: measured while the engine works. Imports no torch."""
+"""The time of a step by its number of rows, measured while the engine works. Imports no torch."""
 
 from __future__ import annotations
 

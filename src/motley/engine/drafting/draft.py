@@ -1,4 +1,4 @@
-"""What a drafter is. Imports no torch."""
+"""Drafts, and the interfaces of drafters. Imports no torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Drafter(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether drafting takes no time that matters. Other drafters are only asked for drafts that pay."""
+        """Whether drafting takes a negligible time. Other drafters are only called for drafts that pay."""
         ...
 
     @property
@@ -71,17 +71,17 @@ class Drafter(Protocol):
         ...
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
-        """A draft for each request; without tokens where it has none."""
+        """A draft for each request; a draft without tokens if there is none."""
         ...
 
     def may_draft(self, request: Request) -> bool:
-        """Whether it is likely to have a draft after the request's next token. Takes no time that matters."""
+        """Whether it is likely to have a draft after the request's next token. Takes a negligible time."""
         ...
 
 
 @runtime_checkable
 class TreeDrafter(Protocol):
-    """What a drafter has besides whose drafts may be trees."""
+    """Further members of a drafter whose drafts may be trees."""
 
     @property
     def has_trees(self) -> bool:
@@ -91,7 +91,7 @@ class TreeDrafter(Protocol):
 
 @runtime_checkable
 class Watcher(Protocol):
-    """What a drafter that needs the model's hidden states has besides."""
+    """Further members of a drafter that needs the model's hidden states."""
 
     @property
     def name(self) -> str: ...
@@ -107,7 +107,7 @@ class Watcher(Protocol):
 
 @runtime_checkable
 class Learner(Protocol):
-    """What a drafter has besides that learns from all rows of its drafts."""
+    """Further members of a drafter that learns from all rows of its drafts."""
 
     def learn(self, request: Request, draft: Draft, outputs: Sequence[int]) -> None:
         """Takes the likeliest tokens after the request's last token and after each token of its draft.

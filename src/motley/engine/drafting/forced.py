@@ -24,7 +24,7 @@ class Forced:
         return [Draft(_forced(ask.request)[: ask.n_max], self.name) for ask in asks]
 
     def may_draft(self, request: Request) -> bool:
-        """Not known before the token: a step that is launched ahead is worth more than waiting for it."""
+        """False, as this is not known before the token: launching a step ahead is worth more than waiting for it."""
         return False
 
 
@@ -33,5 +33,5 @@ def _forced(request: Request) -> tuple[int, ...]:
         return ()
     try:
         return tuple(request.matcher.forced())
-    except Exception:  # the request fails by itself, at its mask
+    except Exception:  # the request fails later, when its mask is computed
         return ()

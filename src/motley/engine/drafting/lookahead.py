@@ -74,7 +74,7 @@ def keep(pool: GramPool, gram: tuple[int, ...], n_kept: int) -> None:
 
 @dataclass
 class _Guesses:
-    """What is known about a request's next tokens. Positions count from the answer's first token."""
+    """The guesses of a request's next tokens. Positions count from the answer's first token."""
 
     levels: list[dict[int, int]]  # of the window, the oldest first: position → guess
     pool: GramPool = field(default_factory=dict)

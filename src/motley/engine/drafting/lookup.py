@@ -122,7 +122,7 @@ class Lookup:
         return True
 
     def _look_up_all(self, requests: Sequence[Request], n_max: int) -> list[Found]:
-        """What may follow the texts of requests, of those that have anything."""
+        """The likely continuations of the texts of requests, of those that have one."""
         from motley.backends import look_up, new_text_index  # see above
 
         indexes = []
@@ -221,7 +221,7 @@ class TextIndex:
             start = next(place for place in places if text[place] == token)
         period = len(text) - start
         tokens = text[start : start + n_max]
-        while len(tokens) < n_max:  # the copy goes on with what it has copied
+        while len(tokens) < n_max:  # the copy continues with the tokens that it has copied
             tokens.append(tokens[-period])
         return tuple(tokens), n_best
 

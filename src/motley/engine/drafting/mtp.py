@@ -1,9 +1,9 @@
 """The MTP drafter: the model's own multi-token prediction layer (nextn), with a cache of its own.
 
 The layer takes pairs: the hidden state of a token, which the model has computed, and the token that follows. From the
-pair of the latest two tokens it guesses the next one; with its own hidden state and its guess it goes on. Pairs of the
-prompt are computed as well, so that it attends to the whole text. Where hidden states are missing, because blocks were
-a prefix hit or the context has shifted, its context begins later.
+pair of the latest two tokens it guesses the next one; with its own hidden state and its guess it continues. Pairs of
+the prompt are computed as well, so that it attends to the whole text. Where hidden states are missing, because blocks
+were a prefix hit or the context has shifted, its context begins later.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Lane:
     drafted: list[int] = field(default_factory=list)
 
     def take(self, token: Found) -> bool:
-        """Appends a token to the draft. Returns whether the draft may go on: an error ends it, but not the request."""
+        """Appends a token to the draft. Returns whether the draft may continue: an error ends only the draft."""
         if not isinstance(token, int) or token < 0:
             return False
         self.start += len(self.pending)

@@ -83,7 +83,7 @@ class Speculator:
         if not self._drafters or len(running) > _MAX_REQUESTS:
             self.n_quiet = _ANY_NUMBER
             return {}
-        # Every step comes here, mostly in vain, so requests without drafts must cost some microseconds only.
+        # This runs in every step, mostly without a result: requests without drafts must cost a few microseconds only.
         looked_up = self._find(self._lookup, running) if self._lookup is not None and running else None
         if looked_up is not None and self._lookup is not None:
             drafts = self._allot_found(scheduler, looked_up) if looked_up else {}
@@ -136,7 +136,7 @@ class Speculator:
             return None
 
     def _allot_found(self, scheduler: Scheduler, found: Mapping[Request, Draft]) -> dict[Request, Draft]:
-        """What pays of drafts that were looked up."""
+        """The drafts that pay, of those that were looked up."""
         usable = {
             request: draft
             for request, draft in found.items()
@@ -154,8 +154,8 @@ class Speculator:
         return drafts
 
     def _rest(self, request: Request, is_used: bool) -> None:
-        """Lets a request whose text cannot be guessed rest: not each of its drafts is looked at. Looking up in vain
-        takes no time that matters, and does not count.
+        """Sets a pause after which drafts of a request are looked at again, if its text cannot be guessed. A look-up
+        without a result takes little time, and does not count.
         """
         request.n_vain = 0 if is_used else request.n_vain + 1
         if self._costly.isdisjoint(request.speculation.drafters):

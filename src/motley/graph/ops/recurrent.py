@@ -1,6 +1,6 @@
 """Layers with a recurrent state: a causal convolution and the gated delta rule.
 
-Both read the state of each sequence of the batch, run its rows in order, and store the state again. A state may stand
+Both read the state of each sequence of the batch, run its rows in order, and store the state again. A state may be
 some tokens behind the batch: the inputs of these *pending* tokens are stored beside it and are applied first. In the
 same way the last rows of a batch may stay pending, so that they can still be rejected (see graph.values.StateSequence).
 """
@@ -96,7 +96,7 @@ class CausalConv(Op):
         return out
 
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
-        """Each channel by itself."""
+        """Split by channels, which are independent."""
         for state, axis in zip(states, (1, 0, 1), strict=True):
             if isinstance(state, Split) and state.axis == axis:
                 word = state.word
@@ -170,7 +170,7 @@ class DeltaNet(Op):
         return q, torch.cat([k, v.reshape(len(mixed), n_heads, value_dim), *gates], dim=-1)
 
     def ways(self, inputs: Sequence[Tensor], states: Sequence[State]) -> Iterator[Way]:
-        """Each key head with its value heads by itself."""
+        """Split by key heads with their value heads, which are independent."""
         mixed, _, _, state = inputs
         for known, axis in zip(states[1:], (1, 1, 0), strict=True):
             if not isinstance(known, Split) or known.axis != axis:

@@ -77,7 +77,7 @@ class Weight(Op):
 
     @property
     def contents(self) -> tuple[object, ...]:
-        """What of the file it holds: weights with the same contents and the same state can share memory."""
+        """The part of the file that the weight contains: weights with equal contents and states can share memory."""
         return self.source, self.rows, self.middle
 
     def shape(self, inputs: Sequence[Tensor]) -> Shape:

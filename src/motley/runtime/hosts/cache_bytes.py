@@ -66,7 +66,7 @@ class StateSizes:
         return sum(math.prod(part.shape) * self._dtype.itemsize for part in own)
 
     def from_bytes(self, layer: int, data: bytes) -> tuple[dict[str, torch.Tensor], ...]:
-        """Its parts, by name. `data` has exactly `n_bytes`."""
+        """The parts of the bytes, by name. `data` has exactly `n_bytes`."""
         found, position = [], 0
         for part in (part for part in self._parts if part.layer == layer):
             n_bytes = math.prod(part.shape) * self._dtype.itemsize

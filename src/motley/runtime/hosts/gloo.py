@@ -70,9 +70,10 @@ def make_device(address: str) -> tuple[Any, list[int]]:
 class LoopThreads:
     """Gloo's threads beside the thread that calls Gloo: they run on its core, and only while it waits.
 
-    The lowest nice value is not enough: the scheduler still gives such a thread its turn. It then holds, or polls for,
-    a lock of Gloo that a thread in a call of Gloo needs, and one waits until the other's turn ends, milliseconds later.
-    On another core, they would wait for a thread that computes there, though the caller's core is idle.
+    The lowest nice value is not enough: the scheduler still runs such a thread for a time slice. It then holds, or
+    polls for, a lock of Gloo that a thread in a call of Gloo needs, and one waits until the other's slice ends,
+    milliseconds later. On another core, they would wait for a thread that computes there, though the caller's core is
+    idle.
     """
 
     def __init__(self, threads: Sequence[int]) -> None:

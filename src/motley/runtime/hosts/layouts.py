@@ -1,4 +1,4 @@
-"""How the parts of one collective lie in the messages of processes. Made once for each collective of a plan."""
+"""The layout of one collective's parts in the messages of processes. Made once for each collective of a plan."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def max_bytes(self) -> int:
-        """Of the longest message."""
+        """The bytes of the longest message."""
         return max(self.counts) * self.dtype.itemsize
 
     def parts(self, messages: Mapping[int, torch.Tensor], n_devices: int) -> list[torch.Tensor | None]:

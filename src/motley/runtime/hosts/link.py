@@ -28,7 +28,7 @@ class MeshLine:
 
     @property
     def rendezvous(self) -> tuple[Rendezvous, int] | None:
-        """Where native programs do collectives without this object, and the device's number there."""
+        """The rendezvous in which native programs do collectives without this object, and the device's number there."""
         found = self._link.rendezvous
         return None if found is None else (found, self.device)
 

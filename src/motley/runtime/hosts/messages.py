@@ -1,4 +1,4 @@
-"""What goes from rank 0 to workers while a crew runs: int32 numbers behind a fixed order, and bytes of the cache.
+"""The messages from rank 0 to workers while a crew runs: int32 numbers behind a fixed order, and bytes of the cache.
 
 A worker checks every number against the limits that were agreed on when the crew was opened: a false message is a
 ProtocolError, never an access outside of the cache. Block tables are sent as differences to those of the message
@@ -31,7 +31,7 @@ _INT32 = 2**31 - 1
 
 @dataclass(frozen=True)
 class Limits:
-    """What the numbers in messages may be."""
+    """The limits of the numbers in messages."""
 
     n_vocab: int
     n_layers: int

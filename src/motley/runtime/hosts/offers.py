@@ -1,4 +1,4 @@
-"""What a worker says of its devices before rank 0 plans a crew: rank 0's own machine may have no such devices."""
+"""A worker's description of its devices, by which rank 0 plans: its own machine may have no such devices."""
 
 from __future__ import annotations
 

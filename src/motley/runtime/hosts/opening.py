@@ -37,13 +37,13 @@ _MAX_DEVICES, _MAX_TOKENS, _MAX_BLOCKS = 256, 2**26, 2**26
 
 
 def software() -> str:
-    """What must agree between the processes of a crew: versions and the order of bytes."""
+    """Versions and byte order, which must agree between the processes of a crew."""
     return f"motley {version('motley-llm')}, torch {'.'.join(torch.__version__.split('.')[:2])}, {sys.byteorder}-endian"
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What a worker is asked to run."""
+    """The model, split and cache that a worker runs."""
 
     software: str
     model: str  # path of the file on rank 0's host

@@ -185,7 +185,7 @@ def answer(connection: socket.socket, secret: bytes) -> Channel:
 
 
 def _read_hello(connection: socket.socket, reply: bytes = b"") -> bytes:
-    """The other side's random number. `reply` is sent to one that speaks another protocol, so that it can say so."""
+    """The other side's random number. `reply` is sent to a side with another protocol, so that it can report that."""
     magic, protocol, nonce = _HELLO.unpack(_read(connection, _HELLO.size))
     if magic != _MAGIC:
         raise ProtocolError("the other side is not Motley")

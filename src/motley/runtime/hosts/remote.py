@@ -106,7 +106,7 @@ class RemoteWorker:
                 return
 
     def ping(self) -> None:
-        """Asks for a sign of life; a worker that has given none for long is lost."""
+        """Sends a ping. A worker that has sent nothing for SILENT_SECONDS is lost."""
         silent = time.monotonic() - self.heard
         if silent > SILENT_SECONDS:
             self._lose(f"it has not answered for {silent:.0f} s")
@@ -219,7 +219,7 @@ class RemoteWorker:
 
     def _unless_lost(self, found: tuple[Kind, bytes] | None) -> tuple[Kind, bytes]:
         if found is None:
-            self._answers.put(None)  # for the next one who asks
+            self._answers.put(None)  # for the next call
             assert self.failure is not None
             raise self.failure
         return found

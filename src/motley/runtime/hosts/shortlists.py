@@ -30,7 +30,7 @@ def best_of(sizes: PartSizes, n_best: int) -> int:
 
 
 def n_values(shape: Shape, n_best: int) -> int:
-    """Of a part's shortlist: values, and as many ids."""
+    """The number of values, and of ids, of a part's shortlist."""
     return shape[0] * min(n_best, shape[1])
 
 

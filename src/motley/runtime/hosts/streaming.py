@@ -33,7 +33,7 @@ from motley.split.localize import LocalGraph
 from motley.units import show_bytes
 
 PIECE_BYTES = 1 << 20
-_AHEAD = 4  # pieces that are asked for before they are needed
+_AHEAD = 4  # pieces that are requested before they are needed
 _MAX_FILES = 1000
 _JOURNAL = "journal"
 _PIECE = struct.Struct("<IQQQI")

@@ -190,7 +190,7 @@ class Hosts:
             self._can_shift = True
 
     def connected_workers(self) -> list[RemoteWorker]:
-        """All workers. LostWorkerError if one of them is lost."""
+        """The connections to all workers. LostWorkerError if one of them is lost."""
         if not self._is_connected:  # it may be that another thread is connecting them
             raise LostWorkerError(", ".join(self._hosts), self.missing or "it is not back yet")
         lost = self._named_failure(0)

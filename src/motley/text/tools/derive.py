@@ -84,7 +84,7 @@ def derive_format(template: ChatTemplate) -> ToolFormat:
 
 
 class _Samples:
-    """What the template makes of the sample conversations, from behind the user's text on; None where it refuses."""
+    """The template's renderings of the samples, from the end of the user's text on; None if it refuses one."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -155,7 +155,7 @@ def _reasoning(samples: _Samples) -> Reasoning | None:
 
 
 def _content_markers(samples: _Samples, reasoning: Reasoning | None) -> tuple[str, str]:
-    """What stands around an answer's text, besides the turn's own beginning and end."""
+    """The text around an answer's text, besides the turn's own beginning and end."""
     header = _header(samples, samples.plain)
     at = samples.plain.find(CONTENT)
     if at < 0:
@@ -224,7 +224,7 @@ def _calls(samples: _Samples, base: ToolFormat) -> ToolFormat | None:
 
 
 def _second(two: str | None, first: _Call) -> tuple[str, NamedCall] | None:
-    """What stands between two calls; and the part between name and arguments where it differs from call to call."""
+    """The text between two calls, and the part between name and arguments if it differs from call to call."""
     if two is None:
         return None
     one = _Call.find(two, 0, 0)
@@ -241,7 +241,7 @@ def _second(two: str | None, first: _Call) -> tuple[str, NamedCall] | None:
 
 @dataclass(frozen=True)
 class _Call:
-    """Where a sample's call stands in a text, from its name or object to the end of its arguments."""
+    """The range of a sample's call in a text, from its name or object to the end of its arguments."""
 
     style: Style
     start: int
@@ -342,7 +342,7 @@ def _without_turn_end(text: str, samples: _Samples) -> str:
 
 
 def _whole_tags(text: str) -> str:
-    """Without the end of a tag whose beginning is not there."""
+    """The text without the end of a tag whose beginning is missing."""
     for left, right in (("<", ">"), ("[", "]")):
         close = text.find(right)
         if close >= 0 and not 0 <= text.find(left) < close:
@@ -351,7 +351,7 @@ def _whole_tags(text: str) -> str:
 
 
 def _half_tag_off(text: str) -> str:
-    """Without the beginning of a tag whose end is not there."""
+    """The text without the beginning of a tag whose end is missing."""
     for left, right in (("<", ">"), ("[", "]")):
         if text.rfind(left) > text.rfind(right):
             text = text[: text.rfind(left)]

@@ -1,4 +1,4 @@
-"""What a parser makes of an answer, piece by piece, and the whole that the pieces add up to."""
+"""The events of a parser, piece by piece, and the whole answer that they add up to."""
 
 from __future__ import annotations
 

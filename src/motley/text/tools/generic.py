@@ -1,4 +1,4 @@
-"""For templates that know no tools: one JSON object with "tool_call", "tool_calls" or "response"."""
+"""The format for templates without tools: one JSON object with "tool_call", "tool_calls" or "response"."""
 
 from __future__ import annotations
 

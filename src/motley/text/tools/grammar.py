@@ -17,7 +17,7 @@ from motley.text.tools.own_syntax import QUOTE
 from motley.text.tools.schema import enforceable, types_of
 
 MAX_TRIGGERS = 16
-MAX_AUTO = 150_000  # characters of a grammar that is not asked for
+MAX_AUTO = 150_000  # characters of a grammar that the request does not demand
 MAX_CALLS = 32  # of one answer: a small model may find no end
 _ANY = "/(.|\\n)*/"
 # Tags that may be control tokens of the vocabulary.
@@ -95,7 +95,7 @@ class _Writer:
         return tuple(starts) if len(starts) <= MAX_TRIGGERS else (f'{{"{form.json.name_key}": "',)
 
     def _whole(self, body: str) -> str:
-        """With the reasoning that may or must stand before."""
+        """The grammar with the reasoning that may or must come before."""
         form, reasoning = self.request.form, self.request.form.reasoning
         if form.style is Style.HARMONY:
             text = self._until("<|end|>")

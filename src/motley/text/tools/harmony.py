@@ -23,7 +23,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonyParser:
-    """As `ChatParser`. splits_reasoning=False: the channel "analysis" is content."""
+    """A `ChatParser` for Harmony. splits_reasoning=False: the channel "analysis" is content."""
 
     def __init__(self, *, splits_reasoning: bool = True, make_id: Callable[[], str] = new_call_id) -> None:
         self._log = EventLog()

@@ -24,7 +24,7 @@ class _State(Enum):
 
 
 class Step(Enum):
-    """What a character did, seen from the watched depth."""
+    """The effect of a character, at the watched depth."""
 
     NOTHING = auto()
     START = auto()  # the first character of a value

@@ -126,7 +126,7 @@ class PythonReader(Reader):
         return len(text) if at < 0 else at + len(self._end), Status.DONE
 
     def _calls(self, text: str) -> list[tuple[str, str]]:
-        """Names such as "get-weather" are no names in Python: others stand for them while the text is read."""
+        """Names such as "get-weather" are not valid in Python: placeholders replace them while the text is read."""
         odd = [name for name in self.context.tools if not name.isidentifier()]
         for i, name in enumerate(odd):
             text = text.replace(f"{name}(", f"odd_name_{i}_(")
@@ -158,7 +158,7 @@ def _python_calls(text: str) -> list[tuple[str, str]]:
 
 
 def _python_value(node: ast.expr) -> Any:
-    """A literal, in which JSON's words may stand for Python's."""
+    """A literal, in which JSON's words may replace Python's."""
     if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
         return json.loads(node.id)
     if isinstance(node, ast.List):

@@ -56,7 +56,7 @@ class ChatParser:
         self._calls_from = self._mode
         self._calls: SectionReader | None = None
         self._text = form.primer
-        self._spaces = ""  # white space that may stand at an end
+        self._spaces = ""  # white space that may be at an end
         self._has_text = False  # of the current mode
         self._drops_spaces = self._mode is _Mode.REASONING
 

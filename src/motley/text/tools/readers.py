@@ -31,7 +31,7 @@ class Status(Enum):
 
 @dataclass
 class Context:
-    """What readers of one answer share. `tools`: the JSON schema of each tool's arguments, by name."""
+    """The context that readers of one answer share. `tools`: the JSON schema of each tool's arguments, by name."""
 
     log: EventLog
     make_id: Callable[[], str]
@@ -215,7 +215,7 @@ class NamedReader(Reader):
 
 
 def read_name(text: str, start: int) -> tuple[int | None, str]:
-    """The end of a function's name and the name; None while it may go on, -1 where there is none."""
+    """The end of a function's name and the name; None while it may continue, -1 where there is none."""
     while start < len(text) and text[start].isspace():
         start += 1
     found = _NAME.match(text, start)

@@ -1,4 +1,4 @@
-"""A section of calls: what stands before, between and behind them."""
+"""A section of calls: the text before, between and after them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from motley.text.tools.readers import Context, JsonReader, NamedReader, Reader, 
 
 
 def make_reader(context: Context, form: ToolFormat) -> Reader:
-    """For one call, from behind `call_start` to before `call_end`."""
+    """Makes a reader for one call, from the end of `call_start` to the beginning of `call_end`."""
     match form.style:
         case Style.NAMED_JSON:
             return NamedReader(context, form)

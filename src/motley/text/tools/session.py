@@ -57,7 +57,7 @@ class AnswerParser(Protocol):
 
 @dataclass(frozen=True)
 class ToolSession:
-    """What the engine needs for one request, and parsers for its answers; see the module."""
+    """The engine's options for one request, and parsers for its answers; see the module."""
 
     prompt: MarkedText
     stops: tuple[str, ...]

@@ -179,7 +179,7 @@ def _attend(
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Where bundles of rows find their context. All int32, on the device; data, not shape."""
+    """The places of the contexts of bundles. All int32, on the device; data, not shape."""
 
     blocks: torch.Tensor  # (tables, most blocks): of each sequence
     firsts: torch.Tensor  # (tables,): the position that the table starts with
@@ -245,7 +245,7 @@ def _stages(k_kind: str, v_kind: str, n_tiles: int, block_size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """What programs leave for `combine`: of each row, head and split."""
+    """The programs' results for `combine`: for each row, head and split."""
 
     values: torch.Tensor  # float32 (rows, heads, splits, dim)
     peaks: torch.Tensor  # float32 (rows, heads, splits)

@@ -54,7 +54,7 @@ def biased_nibble(word, i: tl.constexpr, UPPER: tl.constexpr, PLAIN: tl.constexp
 
 @triton.constexpr_function
 def pick_nibbles(i, bits):
-    """Both nibbles of byte i of two words, each pair as two float16: one permutation for both."""
+    """Picks both nibbles of byte i of two words, each pair as two float16: one permutation for both."""
     both = bits << 16 | bits
     return f"""{{ .reg .b32 t; prmt.b32 t, $2, $3, {i | (4 + i) << 8};
         lop3.b32 $0, t, 0x000F000F, {both}, 0xEA; lop3.b32 $1, t, 0x00F000F0, {both}, 0xEA; }}"""
@@ -212,7 +212,7 @@ SPLIT_PAIRS = tl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x
 
 @triton.jit
 def both_halves(pair, PLAIN: tl.constexpr):
-    """Both, for operands of the tensor cores: two neighbours' at a time, where they lie in one register."""
+    """Both halves, for operands of the tensor cores: two neighbours at a time if they are in one register."""
     if PLAIN:
         return low_half(pair), high_half(pair)
     else:

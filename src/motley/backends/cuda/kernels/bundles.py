@@ -64,7 +64,7 @@ _OF_HALVES = (TUNINGS[0], Tuning(32, 264), TUNINGS[2])
 
 
 def tuning_of(n_queries: int, k_kind: str, v_kind: str) -> Tuning:
-    """For bundles with so many queries of a KV head; more than 64 are several programs'."""
+    """The launch shape for bundles with this number of queries per KV head; more than 64 are several programs."""
     tunings = _OF_HALVES if k_kind == v_kind == "f16" else TUNINGS
     return next((tuning for tuning in tunings if n_queries <= tuning.n_queries), tunings[-1])
 

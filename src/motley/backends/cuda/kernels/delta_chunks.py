@@ -137,7 +137,7 @@ def scan_chunks(
     HEADS: tl.constexpr, KEYS: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     EACH: tl.constexpr, CYCLIC: tl.constexpr, COMPUTES: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Of C columns of a head's S of a sequence."""
+    """Scans C columns of a head's S of a sequence."""
     let_next_start()
     wait()
     first_row, n_rows, position, source, n_read, source_ring, target, n_written, _ = load_span(

@@ -3,11 +3,11 @@
     m = Sᵀ·k, o = Sᵀ·q          delta = beta · (v - e^decay · m)
     out = (e^decay · o + (k·q) · delta) / sqrt(key dim)          S ← e^decay · S + k · deltaᵀ
 
-Columns of S never meet: a program has some columns of one head's S of one sequence in registers while it goes through
-all rows. Pending tokens come first, from their ring. q and k are divided by their length. With `gates`, decay and beta
-are computed here: decay = factor · softplus(a + offset), beta = σ(b). `_delta_pending` stores what a later batch needs
-of rows that stay pending, when no program reads the ring any more. Spans: kvcache.state_arena.StateSpan; one without
-rows is padding. Prompts: `delta_chunks`. Reference: graph.ops.DeltaNet.
+Columns of S are independent: a program has some columns of one head's S of one sequence in registers while it goes
+through all rows. Pending tokens come first, from their ring. q and k are divided by their length. With `gates`, decay
+and beta are computed here: decay = factor · softplus(a + offset), beta = σ(b). `_delta_pending` stores what a later
+batch needs of rows that stay pending, when no program reads the ring any more. Spans: kvcache.state_arena.StateSpan;
+one without rows is padding. Prompts: `delta_chunks`. Reference: graph.ops.DeltaNet.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SCAN_COLUMNS, _SCAN_WARPS = 32, 8  # of a program that goes through chunks; mea
 
 @dataclass(frozen=True, eq=False)
 class Gates:
-    """What decay and beta are made from. a and b: (rows, …, n): value head h is at [row, h // n, h % n]."""
+    """The inputs of which decay and beta are made. a and b: (rows, …, n): value head h is at [row, h // n, h % n]."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -58,7 +58,7 @@ def _delta_net(
     HEADS: tl.constexpr, KEYS: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     EACH: tl.constexpr, CYCLIC: tl.constexpr, COMPUTES: tl.constexpr,
 ):  # fmt: skip
-    """Of the sequences with fewer than `limit` rows."""
+    """The recurrent form, for sequences with fewer than `limit` rows."""
     let_next_start()
     wait()
     first_row, n_rows, position, source, n_read, source_ring, target, n_written, _ = load_span(

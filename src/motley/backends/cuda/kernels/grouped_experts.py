@@ -50,7 +50,7 @@ class Tile:
 
 
 def hidden_tile(size: int) -> Tile:
-    """For blocks of `size` slots. Measured on an H200."""
+    """The tile for blocks of `size` slots. Measured on an H200."""
     return Tile(32, 32, 2, 3) if size < 64 else Tile(128, 32, 4, 2)
 
 

@@ -74,7 +74,7 @@ def load_vector(xq, xs, xt, b, inside, BLOCKS: tl.constexpr, KIND: tl.constexpr)
 
 @triton.jit
 def block_products(words, w, h0, h1, x, s, t, zero, KIND: tl.constexpr, PLAIN: tl.constexpr):
-    """What each block adds to its row's product; see `load_blocks` and `load_vector`."""
+    """Each block's addend of its row's product; see `load_blocks` and `load_vector`."""
     d, e = zero, zero  # of the low and the high half of blocks
     for j in tl.static_range(4):
         word, upper = words[j], words[j + 4 if KIND == "Q8_0" else j]

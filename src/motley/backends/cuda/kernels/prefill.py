@@ -39,8 +39,8 @@ SPAN_NUMBERS = 4  # of each span: its first row, how many, the first one's posit
 
 
 def max_span_rows(k_kind: str, v_kind: str, dim: int) -> int:
-    """Of a span. The more rows, the fewer unpack the same block; plain values are faster with less at a time, and large
-    heads would not leave room for more.
+    """The most rows of a span. With more rows, fewer programs unpack the same block; plain values are faster with
+    fewer, and large heads leave no room for more.
     """
     return 64 if (is_plain(k_kind) and is_plain(v_kind)) or dim > 128 else 128
 

@@ -22,7 +22,7 @@ from motley.backends.cuda.kernels.tiles import has_high_bits, has_minimum, is_pl
 
 @triton.jit
 def _round(x):
-    """To the nearest whole number, ties away from zero."""
+    """Rounds to the nearest whole number, ties away from zero."""
     size = tl.abs(x)
     whole = tl.floor(size)
     whole += tl.where(size - whole >= 0.5, 1.0, 0.0)

@@ -83,7 +83,7 @@ def lift(kind, n_tiles, bundled):
 
 @triton.jit
 def query_rows(first, x, n_heads, GROUP: tl.constexpr, BUNDLED: tl.constexpr):
-    """Where queries number x of a bundle are among (rows, heads); `first`: its first row's first head that counts."""
+    """The places of a bundle's queries x among (rows, heads); `first`: its first row's first head that counts."""
     if not BUNDLED:
         return first + x
     return first + x // GROUP * n_heads + x % GROUP
@@ -94,7 +94,7 @@ def load_queries(
     q, first, done, n, n_heads, factor, KIND: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr,
     GROUPS: tl.constexpr, GP: tl.constexpr, GROUP: tl.constexpr, BUNDLED: tl.constexpr,
 ):  # fmt: skip
-    """For each part of K an operand (GROUPS · GP, columns), and what the zero codes add to each row's sum.
+    """Loads an operand (GROUPS · GP, columns) for each part of K, and the amount that zero codes add to each row's sum.
 
     If `is_dense`, the sum of all operands instead of the latter: `bias_of` has a surplus for it.
     `n` queries of a bundle, from number `done` on.

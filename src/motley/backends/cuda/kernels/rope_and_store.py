@@ -24,7 +24,7 @@ def _rotation(
     norm, position, frequencies, magnitude, DIM: tl.constexpr, D: tl.constexpr, N_DIMS: tl.constexpr,
     HALVES: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """What no earlier kernel computes: each dim's partner, the factors of both, their norms' weights."""
+    """Loads data that no earlier kernel computes: each dim's partner, the factors of both, their norms' weights."""
     d = tl.arange(0, D)
     moves = d < N_DIMS
     if HALVES:
@@ -105,7 +105,7 @@ def _rope_and_store(
 
 @dataclass(frozen=True, eq=False)
 class RopeTable:
-    """What graph.ops.Rope says, on the device."""
+    """The parameters of graph.ops.Rope, on the device."""
 
     frequencies: torch.Tensor  # float32 (n_dims / 2,): radians per position
     n_dims: int

@@ -61,11 +61,11 @@ class Rows:
 
     @property
     def bytes_or_values(self) -> torch.Tensor:
-        """What kernels write to: INT8 byte by byte."""
+        """The memory that kernels write to: INT8 byte by byte."""
         return self.values.view(torch.int8) if self.form == INT8 else self.values
 
     def unpack(self) -> torch.Tensor:
-        """float32 (rows, columns): what they stand for."""
+        """The values of the rows: float32 (rows, columns)."""
         if self.form == INT8:
             by_word = torch.unflatten(self.values, -1, (8, -1))
             words = by_word.transpose(1, 2).contiguous()  # (rows, blocks, 8)

@@ -26,7 +26,7 @@ def seen_of_chains(counts: Sequence[int]) -> torch.Tensor:
 
 @triton.jit
 def load_seen(seen, rows, inside):
-    """Both words of some rows; zeros elsewhere."""
+    """Loads both words of some rows; zeros for the others."""
     low = tl.load(seen + 2 * rows, inside, other=0)
     high = tl.load(seen + 2 * rows + 1, inside, other=0)
     return low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)

@@ -1,4 +1,4 @@
-"""What a kernel of recurrent layers reads about one sequence of a batch."""
+"""The description of one sequence of a batch that a kernel of recurrent layers reads."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def n_columns(kind, n_tiles):
 
 
 def tile_bytes(kind: str) -> int:
-    """Of one token's 32 dims in a cache that `is_fast`."""
+    """The bytes of one token's 32 dims in a cache that `is_fast`."""
     if is_words(kind):
         n_words: int = 32 // n_parts(kind)
         return 4 * n_words + 2  # and a scale
@@ -104,7 +104,7 @@ def unit(part, kind):
 
 @triton.constexpr_function
 def zero_code(kind):
-    """The unsigned code that stands for zero."""
+    """The unsigned code that means zero."""
     return {"q8_0": 128, "q4_0": 8}.get(kind, 0)
 
 
@@ -197,7 +197,7 @@ def spread(scale, KIND: tl.constexpr):
 
 @triton.jit
 def bias_of(scale, KIND: tl.constexpr, PLAIN: tl.constexpr):
-    """What `scaled_parts` add to (128 + code / 8) · scale, and how much more than wanted that is; both float16.
+    """The amount that `scaled_parts` add to (128 + code / 8) · scale, and its surplus; both float16.
 
     128 · scale is exact, and the surplus is that of the zero code, scale · 8 / 8. Bytes are centred instead: the zero
     code's 144 · scale is rounded, and the surplus is the rounding error, a float16 itself.

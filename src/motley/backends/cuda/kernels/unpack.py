@@ -53,7 +53,7 @@ def _unpack(
 
 
 def unpack_by_value(weight: WeightPlanes, out: torch.Tensor) -> torch.Tensor:
-    """All rows → out (n_rows, n_columns) float16, columns by value."""
+    """Unpacks all rows → out (n_rows, n_columns) float16, columns by value."""
     assert out.shape == (weight.n_rows, weight.n_columns)
     assert out.dtype == torch.float16
     return _launch(weight, None, out, BN=4, BB=128)

@@ -48,7 +48,7 @@ def _nibbles(word, i: gl.constexpr):
 
 @gluon.jit
 def _scale_and_minimum(scale):
-    """Of Q4_K, or of Q4_0, whose scale is a float16."""
+    """Scale and minimum of Q4_K, or of Q4_0, whose scale is a float16."""
     if scale.dtype == gl.float16:
         return scale, scale * 8.0
     else:  # `bits.both_halves`
@@ -200,7 +200,7 @@ def _warpgroup_matmul(
 def warpgroup_matmul(
     weight: WeightPlanes, x: Rows, out: torch.Tensor, residual: torch.Tensor | None = None
 ) -> None:
-    """As `matmul`, which has checked the arguments. Shapes of tiles were measured on an H200."""
+    """The same as `matmul`, which has checked the arguments. Shapes of tiles were measured on an H200."""
     n_tokens, n_rows = x.n_rows, weight.n_rows
     tokens = min(64, max(8, triton.next_power_of_2(n_tokens)))
     is_tall = tokens == 64 and 2 * triton.cdiv(n_rows, 64) > _MULTIPROCESSORS
