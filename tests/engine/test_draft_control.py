@@ -234,6 +234,19 @@ def test_costs_of_many_numbers_of_rows_are_those_of_each() -> None:
         assert costs.seconds_from(1, 40, stride) == expected
 
 
+@pytest.mark.parametrize("n_rows", [1, 3, 8])
+def test_no_draft_pays_whose_tokens_are_less_likely_than_the_cheapest_row(n_rows: int) -> None:
+    costs = StepCosts()
+    for rows, seconds in ((1, 1.0), (3, 1.1), (8, 2.0), (16, 2.1), (32, 5.0)):
+        for _ in range(8):
+            costs.note(rows, seconds)
+    price = costs.row_price(n_rows, 1.05)
+    base = n_rows / costs.seconds(n_rows)
+    rates = [(n_rows + n * price) / costs.seconds(n_rows + n) for n in range(1, 33 - n_rows)]
+    assert max(rates) <= base * 1.05 * 1.001  # such rows never pay
+    assert max(rates) > base * 1.04  # and slightly better ones would
+
+
 def test_texts_that_go_on_as_drafted_or_not_at_all_are_not_taken_for_better_than_they_are() -> None:
     """One draft in three is right to the end, the others are wrong at once: rates alone would let expect more."""
     control, each, draft = AdaptiveControl({"lookup": (0.6,)}), request(), Draft((0,) * 7, "lookup")

@@ -181,13 +181,17 @@ class AdaptiveControl:
     def _can_pay(
         self, drafts: Mapping[Request, Draft], rates: Sequence[float], gains: Sequence[float], n_rows: int
     ) -> bool:
-        """Whether the drafts would pay if all their tokens cost no more than one row: if not, which of them would need
-        not be computed.
+        """Whether any part of the drafts may pay. A quick look, as mostly none does: all their tokens together must be
+        worth one row, and the likeliest of them the cheapest row.
         """
-        n_most = float(n_rows)
+        n_expected, likeliest = 0.0, 0.0
         for draft, rate, gain in zip(drafts.values(), rates, gains, strict=True):
-            n_most += gain * rate * (1 - rate ** len(draft.tokens)) / (1 - rate)
-        return n_most / self.costs.seconds(n_rows + 1) >= n_rows / self.costs.seconds(n_rows) * _LEAST_GAIN
+            n_expected += gain * rate * (1 - rate ** len(draft.tokens)) / (1 - rate)
+            likeliest = max(likeliest, gain * rate)
+        if likeliest < self.costs.row_price(n_rows, _LEAST_GAIN):
+            return False
+        longer = self.costs.seconds(n_rows + 1) / self.costs.seconds(n_rows)
+        return n_rows + n_expected >= n_rows * longer * _LEAST_GAIN
 
     def _late_seconds(self, n_rows: int) -> float:
         """The seconds that a device loses if it does not get its next step in advance; 0.0 if it never does."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 _EDGES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # the largest number of rows of each bucket
+_MAX_ROWS = 64  # of a step with drafts
 _N_KEPT = 8  # latest steps of a bucket
 _N_NEEDED = 3  # steps: the first of a kind may also compile something, and others may be disturbed
 _MAX_AGE = 2048  # steps: then steps of so many rows are measured again, as contexts grow
@@ -56,6 +57,7 @@ class StepCosts:
         self._found: (
             list[tuple[float, float]] | None
         ) = []  # rows and seconds, both ascending; None: to be found
+        self._prices: dict[int, float] = {}  # by rows: the results of `row_price`
         self._seconds: dict[int, float] = {}  # by rows, as `_found` says
 
     def note(self, n_rows: int, seconds: float) -> None:
@@ -78,7 +80,7 @@ class StepCosts:
         if self._found is None:
             for number in [n for n, b in self._buckets.items() if self.n_steps - b.latest > _MAX_AGE]:
                 del self._buckets[number]
-            self._found, self._seconds, self._n_new = [], {}, 0
+            self._found, self._seconds, self._prices, self._n_new = [], {}, {}, 0
             measured = [each for each in self._buckets.values() if len(each.seconds) >= _N_NEEDED]
             for rows, cost in sorted(each.point for each in measured):
                 least = self._found[-1][1] if self._found else 0.0
@@ -117,6 +119,18 @@ class StepCosts:
         self.seconds(n_rows)  # brings the others up to date
         known = self._seconds
         return [known.get(rows) or self.seconds(rows) for rows in range(n_rows, n_rows + n * stride, stride)]
+
+    def row_price(self, n_rows: int, least_gain: float) -> float:
+        """The tokens that each row beyond `n_rows` must give on average, so that a step with more rows, however many,
+        gives `least_gain` times as many tokens per second. Always called with the same `least_gain`.
+        """
+        base = self.seconds(n_rows)
+        price = self._prices.get(n_rows)
+        if price is None:
+            more = (n_rows + 1, *(edge for edge in _EDGES if n_rows < edge <= _MAX_ROWS))
+            price = min(n_rows * (least_gain * self.seconds(n) / base - 1) / (n - n_rows) for n in more)
+            self._prices[n_rows] = price
+        return price
 
     def _beyond(self, n_rows: int) -> float:
         """Seconds of more rows than were measured. Half of the latest slope: the first rows more may cost most."""
