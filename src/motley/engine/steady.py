@@ -61,6 +61,7 @@ class Steady:
     def run(self) -> Chosen:
         """Computes the step and records it in the cache. Returns the next token of each request."""
         assert self._lease is not None
+        assert self._lease.is_valid, "the cache has changed since `reserve`"
         found = self._run.run(self._tokens, self._positions, self._indexes)
         self._lease.append(self._tokens)
         for request in self.requests:
