@@ -458,12 +458,17 @@ def _lookahead_sizes(text: str | None) -> LookaheadSizes:
 
 
 def _exit_layers(params: DecoderParams, options: Options) -> int:
-    """The layers of early-exit drafts: half of the model's, unless the options say otherwise; 0: it has only one."""
+    """The layers of early-exit drafts: half of the model's, unless the options say otherwise.
+
+    0: there are none, as the model has only one layer, or as drafted tokens would stay in recurrent states.
+    """
     if options.draft_layers is not None and options.draft_layers >= params.n_layers:
         raise ConfigError(
             f"draft_layers={options.draft_layers}, but the model has {params.n_layers} layers",
             hint="drafts (--draft-layers) must leave out at least one layer",
         )
+    if params.delta is not None:
+        return 0
     return options.draft_layers or params.n_layers // 2
 
 

@@ -173,7 +173,7 @@ class LLM:
             spec=spec,
             draft_max=draft_max,
             draft_min=draft_min,
-            draft_model=draft_model,
+            draft_model=None if draft_model is None else read_path("draft_model", draft_model),
             draft_layers=draft_layers,
             lookahead=lookahead,
             lookup_answers=lookup_answers,

@@ -240,6 +240,8 @@ def test_drafters_are_compared_with_none(path: Path, bundled: Path) -> None:
         (["--spec", "telepathy"], "there is no drafter 'telepathy'"),
         (["--spec", "draft"], "there is no draft model"),
         (["-md", str(path)], "-md is for --spec"),
+        (["--spec", "auto", "-n", "1,8"], "the tokens after the first"),
+        (["--spec", "auto", "-n", "0", "-p", "8"], "the tokens after the first"),
         (["--spec", "draft", "-md", str(path)], "another vocabulary"),
     ):
         refused = CliRunner().invoke(app, [*words, *wrong])

@@ -160,6 +160,8 @@ def test_drafters_that_a_model_does_not_have_are_refused(bundled: Path) -> None:
         ({"draft_max": 64}, "draft_max is 64"),
         ({"draft_min": 9, "draft_max": 3}, "at least 9 and at most 3"),
         ({"spec": "draft"}, "there is no draft model"),
+        ({"draft_model": 3}, "draft_model is 3"),
+        ({"draft_model": ""}, "draft_model is ''"),
         ({"draft_layers": 8}, "the model has 8 layers"),
         ({"spec": ""}, "there is no drafter ''"),
         ({"spec": "auto, off"}, "auto stands alone"),

@@ -13,6 +13,7 @@ from faults import Faults
 
 from motley import LLM
 from motley.engine import Engine, Request, SamplingParams
+from motley.engine.drafting.control import Drafts, FixedControl
 from motley.engine.steady import Steady
 from motley.errors import DeviceError
 from motley.kvcache.leases import Lease
@@ -291,3 +292,23 @@ def test_a_plan_for_more_rows_may_move_activations_in_between(bundled: Path, cou
                 own.cache.free(seq, copies_done=False)
         assert request.generated == alone.generated
         assert len(made) == 2
+
+
+class _NoRows(FixedControl):
+    """Asks for drafts and uses none of them."""
+
+    def allot(self, *_: Any) -> Drafts:
+        return {}
+
+
+def test_a_lease_that_an_unused_draft_has_ended_is_renewed(bundled: Path, counted: list[int]) -> None:
+    """Early exit reserves slots for its drafts, in blocks that the lease does not know."""
+    with load(bundled, kv_block_size=2) as llm:
+        llm._loaded.engine.speculator._control = _NoRows()
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+        without = llm.generate([5, 6, 7], speculative="off", **options)
+        counted.clear()
+        found = llm.generate([5, 6, 7], speculative="exit", **options)
+        assert found.tokens == without.tokens
+        assert not found.timings.n_retries
+        assert len(counted) > 15

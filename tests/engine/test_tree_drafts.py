@@ -120,6 +120,29 @@ def test_trees_of_rows_chosen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             assert answers(llm, PARAMS, guess, without)[0] == without
 
 
+def test_branches_that_are_not_taken_leave_the_state_of_a_sampler_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU. Mirostat's threshold after an index is that of the token that was taken there."""
+    monkeypatch.setattr("motley.engine.verifying._is_on_gpu", lambda _logits: True)
+    params = [
+        SamplingParams(
+            seed=i,
+            temperature=1.3,
+            max_tokens=24,
+            mirostat=2,
+            mirostat_tau=2,
+            mirostat_eta=0.9,
+            ignore_eos=True,
+        )
+        for i in range(4)
+    ]
+    with load(bundled_draft_path()) as llm:
+        without, _ = answers(llm, params, right)
+        for guess in TREES:
+            assert answers(llm, params, guess, without)[0] == without
+
+
 @pytest.mark.parametrize("where", ["shift", "commit"])
 def test_a_failure_while_rows_are_moved_leaves_the_texts_as_they_are(where: str) -> None:
     with load(bundled_draft_path()) as llm:

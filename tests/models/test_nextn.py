@@ -250,6 +250,17 @@ def test_prefix_hits_and_shifts_make_the_layers_context_shorter(able: Path) -> N
             assert found.timings.drafts["mtp"].accepted
 
 
+def test_a_recurrent_model_drafts_neither_with_its_first_layers_nor_for_another_one(tmp_path: Path) -> None:
+    """Drafted tokens would stay in its states."""
+    path = truth_of("qwen3next").content().write(tmp_path / "qwen3next.gguf")
+    with pytest.raises(ConfigError, match=r"qwen3next\.gguf cannot be a draft model: .* recurrent state"):
+        LLM(path, draft_model=path, n_ctx=64)
+    with pytest.raises(RequestError, match=r"'exit' is not possible: .* recurrent state"):
+        LLM(path, spec="exit", n_ctx=64)
+    with LLM(path, **OPTIONS) as llm, pytest.raises(RequestError, match="recurrent state"):
+        llm.generate(PROMPTS[0], speculative="mtp,exit")
+
+
 def test_a_layer_that_fails_is_left_out(able: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(able, **OPTIONS) as llm:
         without = answers(llm, "off")

@@ -209,6 +209,9 @@ def bench(
         )
         if model_draft is not None and spec is None:
             raise ConfigError("-md is for --spec", hint="for example --spec draft -md small.gguf")
+        decoded = [workload.n_tokens for workload in trial.workloads if not workload.is_prompt]
+        if spec is not None and min(decoded, default=0) < 2:
+            raise ConfigError("--spec compares the tokens after the first", hint="give -n numbers above 1")
         bandwidth = read_bandwidth(crew, chosen.threads)
         rows, drafted = _measure(files, trial, chosen, bandwidth)
         name = shape or next(iter(files.values())).name

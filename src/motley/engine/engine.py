@@ -414,7 +414,10 @@ class Engine:
                 self.runner.shift(shifts)
         self._drafts = self.speculator.propose(self.scheduler)
         if ahead is not None and not self._drafts:
-            return ahead if ahead.batch or ahead.steady else self._repeatable(ahead.step)
+            if ahead.steady is None:
+                return ahead if ahead.batch else self._repeatable(ahead.step)
+            if ahead.steady.reserve(self.cache):  # again: a drafter that is not used may have reserved slots
+                return ahead
         drafts = self._drafts.items()
         step = self.scheduler.schedule(
             {request: draft.tokens for request, draft in drafts},

@@ -163,6 +163,10 @@ class ChainSampler(Sampler):
         return super().is_shaping or self.has_dry
 
     @property
+    def has_state(self) -> bool:
+        return self.params.mirostat > 0
+
+    @property
     def native(self) -> None:
         return None
 

@@ -210,6 +210,11 @@ class Sampler:
         """Whether it has a bias or a penalty."""
         return bool(self.params.logit_bias) or self.params.has_penalties
 
+    @property
+    def has_state(self) -> bool:
+        """Whether a choice depends on the choices before it, beyond the history: no row can be chosen ahead of them."""
+        return False
+
     @cached_property
     def native(self) -> Any | None:
         """Settings for the native core, which chooses all rows of a step at once; None: only this module can choose."""

@@ -87,6 +87,8 @@ class Steady:
 
     def run(self, n_rounds: int = 1) -> Chosen:
         """Computes the rounds and records the first one in the cache. Returns its token of each request."""
+        assert self._lease is not None
+        assert self._lease.is_valid, "the cache has changed since `reserve`"
         self._rounds = self._run.run(self._tokens, self._positions, self._indexes, n_rounds, self._stops)
         self._record(self._tokens)
         return Chosen(checked(self._rounds[0]), {})

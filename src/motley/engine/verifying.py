@@ -56,14 +56,14 @@ def choose_all(
     chooser: Chooser, step: Step, ready: Sequence[Request], logits: torch.Tensor
 ) -> list[Found] | None:
     """The tokens of all rows at once, as if all drafts were right: one call of the chooser instead of one for each
-    position. None for requests whose constraints or log-probabilities follow the answer, and on a CPU also for those
-    whose penalties do: there, a row that is not needed costs as much as one that is.
+    position. None for requests whose constraints, log-probabilities or samplers' states follow the answer, and on a CPU
+    also for those whose penalties do: there, a row that is not needed costs as much as one that is.
     """
     first = [row_of(request) for request in ready]
     settings = None if step.trees else chooser.settings(first)
     if settings is not None:
         return checked(choose_rows(logits, *_along_drafts(step, ready, settings)))
-    if any(row.is_special for row in first):
+    if any(row.is_special or row.sampler.has_state for row in first):
         return None
     if not _is_on_gpu(logits) and any(row.sampler.is_shaping for row in first):
         return None

@@ -27,7 +27,7 @@ _ALIASES = {
 _NEEDS = {
     "mtp": "the model has no multi-token prediction layer (nextn), or was loaded without it (--spec mtp, LLM(spec=…))",
     "draft": "there is no draft model (-md, --model-draft, draft_model=…)",
-    "exit": "the model has no layer to leave out",
+    "exit": "the model has no layer to leave out, or has layers with a recurrent state, which cannot forget drafts",
 }
 
 

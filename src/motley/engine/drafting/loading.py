@@ -48,10 +48,17 @@ class Companion:
 
 
 def draft_companion(path: str | os.PathLike[str], target: ModelSpec) -> Companion:
-    """The draft model in a file. ConfigError if it has another vocabulary."""
+    """The draft model in a file. ConfigError if it has another vocabulary, or states that cannot forget a draft."""
     spec = read_spec(path)
     require_same_vocabulary(spec, target)
-    return Companion(f"draft model {spec.path.name}", spec, read_params(spec))
+    params = read_params(spec)
+    if params.delta is not None:
+        raise ConfigError(
+            f"{spec.path.name} cannot be a draft model: it has layers with a recurrent state, "
+            "which cannot forget drafts",
+            hint="leave out -md, or take a model without such layers; --spec mtp if the model has nextn layers",
+        )
+    return Companion(f"draft model {spec.path.name}", spec, params)
 
 
 def nextn_companion(spec: ModelSpec, params: DecoderParams, crew: Crew) -> Companion:
