@@ -292,6 +292,8 @@ def load_model(
         if device.host is None
         for detail in runs.details
     )
+    if split.min_lent_rows is not None:
+        details += (f"batches of {split.min_lent_rows} rows or more multiply by copies of the CPU's weights",)
     return LoadedModel(
         spec,
         tokenizer,

@@ -384,6 +384,10 @@ class Backend(ABC):
         """
         return None
 
+    def copy_seconds(self, weights: Sequence[LoadedWeight]) -> float | None:
+        """How long it takes to copy these borrowed weights for a batch, measured; None: not known."""
+        return None
+
     def borrowed_bytes(self, graph: Graph, resident: Collection[str], n_ahead: int) -> int:
         """What running `graph` takes of the device for the weights that are not `resident`."""
         return 0

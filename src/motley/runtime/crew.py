@@ -102,6 +102,13 @@ class Crew:
         return None if self.apart is None else self.apart.borrower
 
     @property
+    def lender(self) -> int | None:
+        """The device whose weights the borrower multiplies by; None: there is no borrower."""
+        if self.lent is not None:
+            return self.lent.owner
+        return None if self.apart is None or self.apart.borrower is None else self.apart.owner
+
+    @property
     def min_lent_rows(self) -> int:
         return self.lent.min_rows if self.lent is not None else self.apart.min_rows if self.apart else 0
 
