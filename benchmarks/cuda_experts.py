@@ -1,6 +1,8 @@
 """Mixtures of experts and recurrent layers on a GPU, through `LLM` and its engine, with random weights.
 
     python -m benchmarks.cuda_experts --shape qwen3-30b-a3b --out FILE.json [--layers N] [--only decode,prompt,…]
+    python -m benchmarks.cuda_experts --shape glm-4.5-air --depths 0 --requests 8
+    python -m benchmarks.cuda_experts --only beside --n-cpu-moe 20
 
     check      the bundled experts model: logits on the GPU against the CPU's
     tiles      tiles of the grouped products, one layer by itself, in µs
@@ -8,6 +10,7 @@
     prompt     prompts of 512 and 2,048 tokens
     batch      8 and 64 requests of 512 + 64 tokens: tokens/s of the steps in which all requests decode
     crews      two virtual devices against one, tensor mode
+    beside     routed experts of --n-cpu-moe layers (default: all) on the CPU: decode, half the experts, prompts
     profile    time of each kernel in decode steps and in a prompt
 
 The file of weights is made once (XDG_CACHE_HOME). A part that fails is noted, and the others still run.
@@ -32,7 +35,8 @@ from motley import LLM
 from motley.bench import Workload, measure, random_model_path, write_random_model
 
 TILES = ((64, 32, 4, 2), (64, 32, 4, 3), (64, 16, 4, 3), (128, 32, 4, 2), (128, 32, 8, 2), (128, 16, 8, 3))
-PARTS = ("check", "tiles", "decode", "prompt", "batch", "crews", "profile")
+PARTS = ("check", "tiles", "decode", "prompt", "batch", "crews", "beside", "profile")
+_ALL_LAYERS = 2**20
 
 
 class Report:
@@ -223,6 +227,7 @@ def main() -> None:
     parser.add_argument("--cache", default="q8_0")
     parser.add_argument("--depths", default="0,32768")
     parser.add_argument("--requests", default="8,64")
+    parser.add_argument("--n-cpu-moe", type=int, default=_ALL_LAYERS)
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -231,7 +236,7 @@ def main() -> None:
         report.add("check", lambda: check(args.device))
     if "tiles" in parts:
         report.add("tiles", tiles)
-    if not {"decode", "prompt", "batch", "crews", "profile"} & set(parts):
+    if not {"decode", "prompt", "batch", "crews", "beside", "profile"} & set(parts):
         return
     path = random_model_path(args.shape, args.weights, args.layers)
     if not path.exists():
@@ -257,6 +262,8 @@ def main() -> None:
     if "crews" in parts:
         for devices in ("cuda:0", "cuda:0,cuda:0"):
             report.add(f"crew {devices}", lambda devices=devices: _crew(path, devices, kv))
+    if "beside" in parts:
+        report.add("experts on the CPU", lambda: _beside(path, args.device, args.n_cpu_moe, kv))
 
 
 def _measure(report: Report, bench: Bench, parts: list[str], depths: list[int], sizes: list[int]) -> None:
@@ -293,6 +300,27 @@ def _crew(path: Path, devices: str, kv: dict[str, str]) -> dict[str, Any]:
     try:
         runs = {n: [bench.serve(n, 64, 128) for _ in range(3)][1:] for n in (1, 8)}
         return bench.loaded | {f"{n} requests": found for n, found in runs.items()}
+    finally:
+        bench.llm.close()
+        torch.cuda.empty_cache()
+
+
+def _beside(path: Path, device: str, n_cpu_moe: int, kv: dict[str, str]) -> dict[str, Any]:
+    """Routed experts of `n_cpu_moe` layers on the CPU. One request with all and with half of its experts, in turn."""
+    bench = Bench(
+        path, devices=f"{device},cpu", n_cpu_moe=n_cpu_moe, n_ctx=2048, n_batch=512, n_parallel=1, **kv
+    )
+    try:
+        half = max(1, bench.llm.n_expert_used // 2)
+        rounds = [(bench.serve(1, 16, 64), bench.serve(1, 16, 64, n_expert_used=half)) for _ in range(4)][1:]
+        pairs = [(own["decode"], fewer["decode"]) for own, fewer in rounds]
+        prompts = bench.speed(*(Workload(n, True) for n in (32, 64, 128, 512)), repetitions=4)
+        return bench.loaded | {
+            "engine, 1 request": [own for own, _ in rounds],
+            "engine, half the experts": [fewer for _, fewer in rounds],
+            "half / all": [round(fewer / own, 3) for own, fewer in pairs],
+            "prompt": prompts,
+        }
     finally:
         bench.llm.close()
         torch.cuda.empty_cache()

@@ -13,6 +13,7 @@ from functools import partial
 from motley import compile_process
 from motley.backends import Backend, backend_for, backend_for_heads, get_backend
 from motley.engine import Engine
+from motley.engine.checks import shorten
 from motley.engine.drafting import ChainLookahead, Forced, Lookahead, Lookup, Speculator
 from motley.engine.drafting.choice import DRAFT_MAX, MAX_DRAFT, default_choice, names_drafter, read_choice
 from motley.engine.drafting.draft_model import DraftModel
@@ -32,6 +33,7 @@ from motley.engine.effort import Efforts
 from motley.engine.engine import ON_LOSS, WAIT
 from motley.errors import CacheError, ConfigError, DeviceError
 from motley.gguf import ModelSpec, read_spec
+from motley.integers import as_int
 from motley.kvcache.manager import CacheManager
 from motley.milestones import mark
 from motley.models import BatchShape, DecoderParams, check_tensors, read_params
@@ -101,14 +103,12 @@ class Options:
             ("n_threads", _MAX_THREADS),
             ("n_batch", _MAX_TOKENS),
             ("n_parallel", _MAX_TOKENS),
-            ("n_expert_used", _MAX_TOKENS),
-            ("n_layer_exit", _MAX_TOKENS),
             ("draft_layers", _MAX_TOKENS),
         ):
-            _require_number(name, getattr(self, name), maximum)
-        _require_number("draft_max", self.draft_max, MAX_DRAFT)
-        _require_number("draft_min", self.draft_min, MAX_DRAFT, minimum=0)
-        _require_number("lookup_answers", self.lookup_answers, MAX_REMEMBERED, minimum=0)
+            _set_number(self, name, maximum)
+        _set_number(self, "draft_max", MAX_DRAFT)
+        _set_number(self, "draft_min", MAX_DRAFT, minimum=0)
+        _set_number(self, "lookup_answers", MAX_REMEMBERED, minimum=0)
         if (self.draft_min or 0) > (self.draft_max or DRAFT_MAX):
             raise ConfigError(
                 f"drafts of at least {self.draft_min} and at most {self.draft_max or DRAFT_MAX} tokens",
@@ -292,6 +292,8 @@ def load_model(
         if device.host is None
         for detail in runs.details
     )
+    if split.min_lent_rows is not None:
+        details += (f"batches of {split.min_lent_rows} rows or more multiply by copies of the CPU's weights",)
     return LoadedModel(
         spec,
         tokenizer,
@@ -491,9 +493,14 @@ def _require_cache(device: str, backend: Backend, cache: CacheConfig) -> None:
         )
 
 
-def _require_number(name: str, value: int | None, maximum: int, minimum: int = 1) -> None:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_number and minimum <= value <= maximum):
+def _set_number(options: Options, name: str, maximum: int, minimum: int = 1) -> None:
+    """Makes the option a plain int, if it is given; ConfigError for other values."""
+    value = getattr(options, name)
+    if value is None:
+        return
+    number = as_int(value)
+    if number is None or not minimum <= number <= maximum:
         raise ConfigError(
-            f"{name} is {value!r:.60}", hint=f"it must be a whole number from {minimum} to {maximum}"
+            f"{name} is {shorten(value)}", hint=f"it must be a whole number from {minimum} to {maximum}"
         )
+    object.__setattr__(options, name, number)

@@ -84,9 +84,15 @@ def test_experts_are_split_as_asked_in_every_command(motley: Motley, way: str) -
 @pytest.mark.parametrize(
     ("model", "wrong", "error", "hint"),
     [
-        (MODEL, ("--n-expert-used", "0"), "--n-expert-used '0' must be at least 1", "--help"),
+        (
+            MODEL,
+            ("--n-expert-used", "0"),
+            "--n-expert-used 0 is not possible",
+            "--n-expert-used must be an integer from 1 to 16",
+        ),
         (MODEL, ("--n-expert-used", "17"), "--n-expert-used 17 is not possible", "from 1 to 16"),
         (MODEL, ("--n-layer-exit", "7"), "--n-layer-exit 7 is not possible", "from 1 to 6"),
+        (MODEL, ("--n-layer-exit", "0"), "--n-layer-exit 0 is not possible", "from 1 to 6"),
         (MODEL, ("--n-layer-exit", "2.5"), "--n-layer-exit '2.5' is not a whole number", "--help"),
         (MODEL, ("--split-experts", "rows"), "unknown way to split experts 'rows'", "auto, ffn, whole"),
         (str(bundled_model_path()), ("--n-expert-used", "2"), "the model has no experts", "leave out"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from motley import LLM
 from motley.engine.effort import FULL, Effort, Efforts
@@ -144,31 +146,59 @@ def test_a_crew_exits_early_as_one_device_does(path: Path, llm: LLM, mode: str) 
             assert difference <= 1e-3
 
 
-@pytest.mark.parametrize(
-    ("options", "allowed"),
-    [
-        ({"n_expert_used": 0}, ">= 1"),
-        ({"n_expert_used": 9}, "from 1 to 8"),
-        ({"n_expert_used": 2.5}, "an integer"),
-        ({"n_layer_exit": 0}, ">= 1"),
-        ({"n_layer_exit": 4}, "from 1 to 3"),
-    ],
-)
+IMPOSSIBLE = [
+    *(
+        ({"n_expert_used": value}, "n_expert_used must be an integer from 1 to 8")
+        for value in (0, -1, 9, 10**10000)
+    ),
+    *(({"n_layer_exit": value}, "n_layer_exit must be an integer from 1 to 3") for value in (0, 4)),
+]
+NO_INTEGERS = [True, 2.0, 2.5, math.nan, "2", np.float64(2), np.bool_(True), [2]]
+
+
+@pytest.mark.parametrize(("options", "allowed"), IMPOSSIBLE)
 def test_impossible_values_are_refused_with_the_range(
     llm: LLM, options: dict[str, Any], allowed: str
 ) -> None:
-    with pytest.raises(RequestError, match=allowed):
+    for use in (
+        lambda: llm.logits(PROMPT, **options),
+        lambda: llm.token_bytes(**options),
+        lambda: llm.raw_sequence(**options),
+    ):
+        with pytest.raises(RequestError, match=allowed):
+            use()
+    with pytest.raises(RequestError, match=allowed.replace("8", "(8|the model's number of experts)")):
         llm.generate(PROMPT, max_tokens=1, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "allowed"), [({"n_expert_used": 9}, "from 1 to 8"), ({"n_layer_exit": 4}, "from 1 to 3")]
-)
+@pytest.mark.parametrize(("options", "allowed"), IMPOSSIBLE)
 def test_impossible_defaults_are_refused_before_anything_is_loaded(
     path: Path, options: dict[str, int], allowed: str
 ) -> None:
     with pytest.raises(RequestError, match=allowed):
         open_llm(path, progress=lambda done, total: pytest.fail("weights are being loaded"), **options)
+
+
+@pytest.mark.parametrize("name", ["n_expert_used", "n_layer_exit"])
+@pytest.mark.parametrize("value", NO_INTEGERS, ids=repr)
+def test_what_is_no_integer_is_refused_alike_everywhere(path: Path, llm: LLM, name: str, value: Any) -> None:
+    for use in (
+        lambda: llm.generate(PROMPT, max_tokens=1, **{name: value}),
+        lambda: llm.logits(PROMPT, **{name: value}),
+        lambda: open_llm(path, **{name: value}),
+    ):
+        with pytest.raises(RequestError, match=f"{name} must be an integer from 1 to "):
+            use()
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor], ids=lambda kind: kind.__name__)
+def test_integers_of_any_library_are_accepted_everywhere(path: Path, llm: LLM, kind: Any) -> None:
+    effort = {"n_expert_used": kind(1), "n_layer_exit": kind(2)}
+    plain = {"n_expert_used": 1, "n_layer_exit": 2}
+    np.testing.assert_array_equal(llm.logits(PROMPT, **effort), llm.logits(PROMPT, **plain))
+    assert greedy(llm, **effort) == greedy(llm, **plain)
+    with open_llm(path, **effort) as reduced:
+        assert greedy(reduced) == greedy(llm, **plain)
 
 
 def test_a_dense_model_has_no_experts_to_choose_from() -> None:

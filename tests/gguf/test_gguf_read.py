@@ -123,7 +123,7 @@ def test_a_type_that_cannot_be_computed_with_is_listed_but_not_loaded(tmp_path: 
     path.write_bytes(gguf_file(tensors=[tensor("a", (256,), GGMLQuantizationType.IQ2_XXS)], data=bytes(66)))
     spec = read_spec(path)
     assert (spec.tensors["a"].type_name, spec.tensors["a"].nbytes) == ("IQ2_XXS", 66)
-    with pytest.raises(ModelError, match=r"tensor a is stored as IQ2_XXS.*supported: F32, F16"):
+    with pytest.raises(ModelError, match=r"tensor 'a' is stored as IQ2_XXS.*supported: F32, F16"):
         spec.tensor("a")
 
 

@@ -12,6 +12,8 @@ import pytest
 from motley import LLM
 from motley.bench import write_random_model
 from motley.bundled import bundled_experts_path
+from motley.runtime import lending
+from motley.runtime.crossover import measured_rows
 
 TOKENS = [(7919 * i + 1) % 4000 for i in range(130)]
 
@@ -37,3 +39,17 @@ def test_logits_are_those_of_the_gpu_alone(path: Path, monkeypatch: pytest.Monke
     found = logits_of(path, devices="cuda:0,cpu", n_cpu_moe=99)
     # The CPU rounds activations to 8 bits, so that a token may choose another expert. Copies have the GPU's own bits.
     assert np.abs(found - expected).mean() <= (0.2 if rows == "0" else 0.02) * expected.std()
+
+
+def test_rows_from_which_weights_are_copied_are_measured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOTLEY_BORROW_ROWS", raising=False)
+    found: list[int | None] = []
+
+    def watched(*args: Any) -> int | None:
+        found.append(measured_rows(*args))
+        return found[-1]
+
+    monkeypatch.setattr(lending, "measured_rows", watched)
+    logits_of(path, devices="cuda:0,cpu", n_cpu_moe=99)
+    (rows,) = found
+    assert rows is not None

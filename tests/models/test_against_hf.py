@@ -147,7 +147,11 @@ def test_layers_that_predict_further_tokens_are_left_aside(tmp_path: Path) -> No
     n_layers = content.metadata["glm4moe.block_count"]
     assert isinstance(n_layers, int)
     content.metadata.update({"glm4moe.block_count": n_layers + 1, "glm4moe.nextn_predict_layers": 1})
-    content.tensors[f"blk.{n_layers}.nextn.eh_proj.weight"] = torch.ones(64, 128)
+    last, extra = f"blk.{n_layers - 1}.", f"blk.{n_layers}."
+    for name in [name for name in content.tensors if name.startswith(last)]:
+        content.tensors[name.replace(last, extra)] = content.tensors[name]
+    for name, shape in {"eh_proj": (64, 128), "enorm": (64,), "hnorm": (64,)}.items():
+        content.tensors[f"{extra}nextn.{name}.weight"] = torch.ones(shape)
     logits = logits_of(content.write(tmp_path / "model.gguf"), tokens, n_ctx=64)
     assert _difference(logits, hf_logits(reference, tokens)) <= TOLERANCE
 

@@ -86,7 +86,7 @@ def test_missing_longrope_factors_are_named(path: Path, length: str) -> None:
         ("blk.1.attn_output.weight", (64, 64, 1)),
         ("blk.0.ffn_up.weight", (96, 96)),
         ("blk.0.ffn_norm.weight", (64, 64)),
-        ("blk.0.attn_q.bias", (1,)),
+        ("blk.0.attn_output.bias", (1,)),
         ("rope_freqs.weight", (16,)),  # one for each pair of dims is right, so 8
     ],
 )

@@ -288,9 +288,9 @@ def test_a_file_without_the_layers_tensors_is_refused(tmp_path: Path) -> None:
     content = truth_of("glm4moe").content()
     del content.tensors["blk.2.nextn.eh_proj.weight"]
     path = content.write(tmp_path / "broken.gguf")
-    with pytest.raises(MotleyError, match=r"nextn\.eh_proj"):
-        LLM(path, **OPTIONS)
-    LLM(path, **(OPTIONS | {"spec": "off"})).close()
+    for spec in ("mtp", "off"):
+        with pytest.raises(MotleyError, match=r"nextn\.eh_proj"):
+            LLM(path, **(OPTIONS | {"spec": spec}))
 
 
 def test_other_hosts_and_several_gpus_are_refused(able: Path) -> None:

@@ -230,6 +230,15 @@ LLAMA = TinyModel("llama", "llama")
 LINEAR = TinyModel("llama, linear", "llama", _LINEAR)
 LONGROPE = TinyModel("phi3, longrope", "phi3", _longrope(16))
 QWEN3MOE = TinyModel("qwen3moe", "qwen3moe", _QWEN_EXPERTS)
+QWEN3VLMOE = TinyModel(
+    "qwen3vlmoe",
+    "qwen3vlmoe",
+    _QWEN_EXPERTS | _rope("default", mrope_section=[6, 5, 5], mrope_interleaved=True),
+)
+QWEN35MOE = TinyModel("qwen35moe", "qwen35moe", _QWEN_NEXT | _TIED)
+GLM_GROUPED = TinyModel(
+    "glm4moe, groups of experts, two shared, scaled, qk norm, MQA", "glm4moe", _GLM_GROUPED
+)
 QWEN3NEXT = TinyModel("qwen3next", "qwen3next", _QWEN_NEXT)
 
 TINY_MODELS = [
@@ -242,7 +251,7 @@ TINY_MODELS = [
         | {"sliding_window_pattern": 3, "rope_parameters": _GEMMA3_ROPE},
     ),
     GLM4MOE,
-    TinyModel("glm4moe, groups of experts, two shared, scaled, qk norm, MQA", "glm4moe", _GLM_GROUPED),
+    GLM_GROUPED,
     TinyModel("glm4moe, weights not normalized", "glm4moe", _GLM | {"norm_topk_prob": False}),
     GPT_OSS,
     TinyModel("gpt-oss, MQA", "gpt-oss", _GPT_OSS | _MQA),
@@ -271,13 +280,9 @@ TINY_MODELS = [
     TinyModel("qwen3moe, one expert, yarn", "qwen3moe", _QWEN_EXPERTS | _YARN | {"num_experts_per_tok": 1}),
     QWEN3NEXT,
     TinyModel("qwen35", "qwen35", _QWEN_DELTA | {"linear_num_value_heads": 6}),
-    TinyModel("qwen35moe", "qwen35moe", _QWEN_NEXT | _TIED),
+    QWEN35MOE,
     TinyModel("qwen3next, every other layer, MQA, tied", "qwen3next", _QWEN_NEXT_EVERY_OTHER | _MQA | _TIED),
-    TinyModel(
-        "qwen3vlmoe",
-        "qwen3vlmoe",
-        _QWEN_EXPERTS | _rope("default", mrope_section=[6, 5, 5], mrope_interleaved=True),
-    ),
+    QWEN3VLMOE,
     TinyModel("phi3", "phi3"),
     TinyModel("phi3, MHA, tied", "phi3", _MHA | _TIED),
     TinyModel("phi3, MQA, wide heads", "phi3", _MQA | {"head_dim": 32}),

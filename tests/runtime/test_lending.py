@@ -20,7 +20,8 @@ from motley.graph.roles import EXPERTS
 from motley.models import BatchShape, GraphOptions, read_params
 from motley.runtime import Crew, ModelSplit, lending, make_crew
 from motley.runtime.budget import device_needs
-from motley.runtime.lending import MIN_ROWS, lent_weights, settle_lending
+from motley.runtime.crossover import MIN_ROWS
+from motley.runtime.lending import lent_weights, settle_lending
 from motley.runtime.worker import Worker
 
 FEW, MANY = BatchShape(MIN_ROWS - 1, 1), BatchShape(MIN_ROWS, 1)

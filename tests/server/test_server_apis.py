@@ -121,6 +121,24 @@ def test_bad_schemas_and_grammars_are_the_clients_errors(server: RunningServer, 
     assert reply.status_code == 400, reply.text
 
 
+@pytest.mark.parametrize(
+    ("effort", "said"),
+    [
+        ({"n_layer_exit": 0}, "n_layer_exit must be an integer from 1 to 8"),
+        ({"n_layer_exit": 9}, "n_layer_exit must be an integer from 1 to 8"),
+        ({"n_layer_exit": 2.5}, "n_layer_exit must be an integer"),
+        ({"n_layer_exit": True}, "n_layer_exit must be an integer"),
+        ({"n_expert_used": 0}, "the model has no experts"),
+    ],
+)
+def test_impossible_layers_and_experts_are_refused_with_the_range(
+    server: RunningServer, effort: dict[str, Any], said: str
+) -> None:
+    reply = server.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 4, **effort})
+    assert reply.status_code == 400, reply.text
+    assert said in reply.json()["error"]["message"]
+
+
 def test_logprobs_of_a_chat(server: RunningServer) -> None:
     body = {"messages": HELLO, "max_tokens": 5, "logprobs": True, "top_logprobs": 3, **GREEDY}
     choice = server.ok("/v1/chat/completions", body)["choices"][0]

@@ -395,6 +395,10 @@ class Backend(ABC):
         """
         return None
 
+    def copy_seconds(self, weights: Sequence[LoadedWeight]) -> float | None:
+        """How long it takes to copy these borrowed weights for a batch, measured; None: not known."""
+        return None
+
     def borrowed_bytes(self, graph: Graph, resident: Collection[str], n_ahead: int) -> int:
         """The device memory that running `graph` takes for the weights that are not `resident`."""
         return 0

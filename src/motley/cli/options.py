@@ -272,7 +272,6 @@ NExpertUsed = Annotated[
         text="Experts used per token. Default: as the model file says.",
         panel=_MODEL,
         metavar="N",
-        min=1,
     ),
 ]
 NLayerExit = Annotated[
@@ -282,7 +281,6 @@ NLayerExit = Annotated[
         text="Run only the first N layers, then the output. Default: all layers.",
         panel=_MODEL,
         metavar="N",
-        min=1,
     ),
 ]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from numbers import Integral, Real
+from numbers import Real
 
 from motley.errors import RequestError
+from motley.integers import as_int
 
 MAX_BIAS = 1e30  # beyond every logit; float32 holds sums of it
 _MAX_INT = 2**63 - 1  # the largest integer of arrays and native code
@@ -29,12 +30,21 @@ def set_float(
 
 def set_int(params: object, name: str, *, low: int, high: int = _MAX_INT) -> None:
     value = getattr(params, name)
-    number = _as_int(value)
+    number = as_int(value)
     if number is None or not low <= number <= high:
         is_below = high == _MAX_INT and (
             number is None or number < low
         )  # the high limit is only said to those above
         raise rejected(name, value, _range("an integer", low, None if is_below else high))
+    object.__setattr__(params, name, number)
+
+
+def set_count_of_model(params: object, name: str, *, what: str) -> None:
+    """An integer whose range the model decides, when a request is made for it."""
+    value = getattr(params, name)
+    number = as_int(value)
+    if number is None or abs(number) > _MAX_INT:
+        raise rejected(name, value, f"an integer from 1 to the model's number of {what}")
     object.__setattr__(params, name, number)
 
 
@@ -69,7 +79,7 @@ def checked_ids(name: str, ids: Iterable[int]) -> frozenset[int]:
 
 
 def _checked_id(name: str, token: object) -> int:
-    number = _as_int(token)
+    number = as_int(token)
     if number is None or not 0 <= number <= _MAX_INT:
         raise rejected(name, token, "made of token ids, integers >= 0")
     return number
@@ -85,12 +95,6 @@ def _as_float(value: object) -> float | None:
         return float(value)
     except (OverflowError, ValueError):
         return None
-
-
-def _as_int(value: object) -> int | None:
-    if type(value) is int:
-        return value
-    return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 
 def _is_within(value: float, low: float | None, high: float | None, open_low: bool = False) -> bool:

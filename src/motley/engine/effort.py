@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from motley.engine.checks import shorten
 from motley.errors import RequestError
+from motley.integers import as_int
 
 
 @dataclass(frozen=True)
@@ -37,27 +39,27 @@ class Efforts:
         self.default = FULL
 
     def choose(self, n_expert_used: int | None = None, n_layer_exit: int | None = None) -> Effort:
-        """The effort for these numbers (None: the default). RequestError for numbers that the model does not allow."""
+        """The effort for these numbers (None: the default); RequestError for anything that the model does not allow."""
         n_experts, n_layers = self.default.n_experts, self.default.n_layers
         if n_expert_used is not None:
             if not self._n_experts:
                 raise RequestError(
-                    f"n_expert_used={n_expert_used} is not possible: the model has no experts",
+                    f"n_expert_used={shorten(n_expert_used)} is not possible: the model has no experts",
                     hint="leave out n_expert_used (--n-expert-used)",
                 )
-            _require("n_expert_used", n_expert_used, self._n_experts, "experts")
-            n_experts = 0 if n_expert_used == self._n_expert_used else n_expert_used
+            number = _checked("n_expert_used", n_expert_used, self._n_experts, "experts")
+            n_experts = 0 if number == self._n_expert_used else number
         if n_layer_exit is not None:
-            _require("n_layer_exit", n_layer_exit, self._n_layers, "layers")
-            n_layers = 0 if n_layer_exit == self._n_layers else n_layer_exit
+            number = _checked("n_layer_exit", n_layer_exit, self._n_layers, "layers")
+            n_layers = 0 if number == self._n_layers else number
         return Effort(n_experts, n_layers)
 
 
-def _require(name: str, value: object, maximum: int, what: str) -> None:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if not (is_number and 1 <= value <= maximum):  # type: ignore[operator]
-        flag = "--" + name.replace("_", "-")
+def _checked(name: str, value: object, maximum: int, what: str) -> int:
+    number = as_int(value)
+    if number is None or not 1 <= number <= maximum:
         raise RequestError(
-            f"{name}={value!r:.60} is not possible: the model has {maximum} {what}",
-            hint=f"{name} ({flag}) must be from 1 to {maximum}",
+            f"{name}={shorten(value)} is not possible: the model has {maximum} {what}",
+            hint=f"{name} must be an integer from 1 to {maximum}",
         )
+    return number

@@ -15,6 +15,7 @@ from motley.engine.checks import (
     checked_strings,
     clamp,
     rejected,
+    set_count_of_model,
     set_float,
     set_int,
 )
@@ -235,7 +236,9 @@ _CHECKS: Mapping[str, tuple[_Check, ...]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), (_number(), _BIASED)),
     "logit_bias": (_converted(lambda name, bias: checked_bias(bias)),),
     "seed": (_optional(_integer(low=0, high=_MAX_SEED)),),
-    **dict.fromkeys(("max_tokens", "n_expert_used", "n_layer_exit"), (_optional(_integer(low=1)),)),
+    "max_tokens": (_optional(_integer(low=1)),),
+    "n_expert_used": (_optional(partial(set_count_of_model, what="experts")),),
+    "n_layer_exit": (_optional(partial(set_count_of_model, what="layers")),),
     **dict.fromkeys(("stop", "grammar_triggers", "dry_sequence_breakers"), (_converted(checked_strings),)),
     "stop_token_ids": (_converted(checked_ids),),
     **dict.fromkeys(_FLAGS, (_FLAG,)),

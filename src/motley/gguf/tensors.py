@@ -36,7 +36,7 @@ class TensorInfo:
         try:
             return get_format(self.type_name)
         except ModelError as error:
-            message = f"tensor {self.name} is stored as {self.type_name}, which is not supported"
+            message = f"tensor {self.name!r} is stored as {self.type_name}, which is not supported"
             raise ModelError(message, hint=error.hint) from None
 
 

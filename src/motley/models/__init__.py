@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from motley.errors import ModelError
 from motley.gguf import ModelSpec
@@ -17,7 +18,7 @@ from motley.models.builder import (
     ModelBuilder,
     rotation_size,
 )
-from motley.models.checking import require_layers, unused_notice, unused_tensors
+from motley.models.checking import count_nextn, unused_notice, unused_tensors
 from motley.models.params import CYCLIC, GROUPED, DecoderParams, DeltaParams, ExpertParams
 
 ARCHITECTURES: dict[str, Callable[[ModelBuilder], Tensor]] = {
@@ -47,6 +48,9 @@ _SCORES = {
 # Architectures with gated delta nets: how value heads share key heads.
 _DELTA = {"qwen35": CYCLIC, "qwen35moe": CYCLIC, "qwen3next": GROUPED}
 
+# Architectures whose multi-token prediction layers are used.
+_NEXTN = ("glm4moe", "qwen35", "qwen35moe", "qwen3next")
+
 
 def read_params(spec: ModelSpec) -> DecoderParams:
     """The model's parameters. Raises ModelError for an architecture that is not supported."""
@@ -57,8 +61,8 @@ def read_params(spec: ModelSpec) -> DecoderParams:
         )
     score, delta = (table.get(spec.architecture, "") for table in (_SCORES, _DELTA))
     params = DecoderParams.from_spec(spec, score, delta=delta)
-    require_layers(spec)
-    return params
+    n_nextn = count_nextn(spec, params.n_layers)
+    return replace(params, n_nextn=n_nextn if spec.architecture in _NEXTN else 0)
 
 
 def build_graph(spec: ModelSpec, params: DecoderParams, batch: BatchShape, options: GraphOptions) -> Graph:
@@ -75,6 +79,8 @@ def check_tensors(spec: ModelSpec, params: DecoderParams) -> str | None:
     """
     smallest, options = BatchShape(1, 1), GraphOptions(params.n_ctx_train)
     names = unused_tensors(spec, lambda: build_graph(spec, params, smallest, options), params.n_layers)
+    if params.n_nextn:
+        build_graph(spec, params.nextn, smallest, options)
     return unused_notice(names)
 
 

@@ -9,6 +9,7 @@ from motley.graph import Tensor
 from motley.graph.ops import Activation, Add, Mul, Reshape, Rope, Slice
 from motley.graph.roles import COLUMNS, FFN, HEADS, KEYS, QUERIES, Role
 from motley.models.builder import LayerBuilder, ModelBuilder
+from motley.models.params import tensor_info
 
 
 def self_attention(
@@ -37,7 +38,7 @@ def _project(layer: LayerBuilder, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as (tokens, heads, dim), from three matrices or one fused one."""
     p, n_tokens = layer.params, x.shape[0]
     n_q, n_kv = p.n_heads * p.head_dim, p.n_kv_heads * p.head_dim
-    if layer.has("attn_qkv.weight"):
+    if layer.is_fused("attn_qkv.weight", "attn_q.weight", "attn_k.weight", "attn_v.weight"):
         role = layer.role(HEADS, 0, QUERIES, KEYS, KEYS)
         qkv = layer.linear(x, "attn_qkv", n_q + 2 * n_kv, role, layer.kv_rows(n_q, 2 * p.n_kv_heads))
         n_stored = (qkv.shape[1] - n_q) // 2
@@ -47,6 +48,7 @@ def _project(layer: LayerBuilder, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             for part, start, stop in zip("qkv", cuts[:-1], cuts[1:], strict=True)
         ]
     else:
+        layer.all_or_none("attn_q.bias", "attn_k.bias", "attn_v.bias")
         rows, role = layer.kv_rows(0, p.n_kv_heads), layer.role(HEADS, 0, KEYS)
         k, v = layer.linear(x, "attn_k", n_kv, role, rows), layer.linear(x, "attn_v", n_kv, role, rows)
         parts = [layer.linear(x, "attn_q", n_q, layer.role(HEADS, 0, QUERIES)), k, v]
@@ -69,13 +71,21 @@ def _rope_divisors(layer: LayerBuilder) -> list[Tensor]:
 def gated_ffn(layer: LayerBuilder, x: Tensor, *, activation: str = "silu") -> Tensor:
     """down(activation(gate(x)) · up(x)), with gate and up as two matrices or one fused one."""
     n_ff = layer.params.n_ff
-    if layer.has("ffn_gate.weight"):
+    if not _has_fused_ffn(layer):
         return separate_ffn(layer, x, n_ff, activation=activation)
     both = layer.linear(x, "ffn_up", 2 * n_ff, layer.role(FFN, 0, COLUMNS, COLUMNS))
     gate = Slice(1, 0, n_ff)(both, name=layer.label("ffn_gate"))
     up = Slice(1, n_ff, 2 * n_ff)(both, name=layer.label("ffn_up_half"))
     hidden = Mul()(Activation(activation)(gate), up, name=layer.label("ffn_hidden"))
     return layer.linear(hidden, "ffn_down", layer.params.n_embd, layer.role(FFN, 1, COLUMNS))
+
+
+def _has_fused_ffn(layer: LayerBuilder) -> bool:
+    """Whether ffn_up holds the gates, too. Where it has the rows of ups alone, the gates are missing."""
+    spec = layer.model.spec
+    if layer.label("ffn_gate.weight") in spec.tensors:
+        return False
+    return tensor_info(spec, layer.label("ffn_up.weight")).shape[0] != layer.params.n_ff
 
 
 def separate_ffn(

@@ -23,7 +23,7 @@ from motley.graph.ops import (
     Weight,
 )
 from motley.graph.roles import EMBEDDING, HEADS, OUTPUT, QUERY_HEADS, ROUTER, VOCABULARY, WHOLE, Role
-from motley.models.params import DecoderParams, tensor_info
+from motley.models.params import INCOMPLETE, DecoderParams, format_name, tensor_info
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -75,6 +75,10 @@ class ModelBuilder:
         self.n_layers = batch.n_layers or params.n_layers
         self.hidden: Tensor | None = None  # the second output, if the batch keeps hidden states
         self._weights: dict[str, Tensor] = {}
+        self._needed: frozenset[str] = frozenset()
+        self._layer_has: dict[
+            str, tuple[str, bool]
+        ] = {}  # by name: the first layer's tensor, whether it is there
         self._n_expert_used: Tensor | None = None
         self._hadamard: Tensor | None = None  # all heads have the same size, so one matrix is enough
 
@@ -102,11 +106,34 @@ class ModelBuilder:
             size = (sum(stop - start for start, stop in rows), *shape[1:]) if rows else shape
             if middle is not None:
                 size = (size[0], middle[1] - middle[0], *size[2:])
-            self._weights[name] = Weight(size, info.format.name, info.name, rows, role, middle)(name=name)
+            stored = format_name(self.spec, info)
+            self._weights[name] = Weight(size, stored, info.name, rows, role, middle)(name=name)
         return self._weights[name]
 
-    def optional_weight(self, name: str, *shape: int, role: Role, rows: Ranges = ()) -> Tensor | None:
-        return self.weight(name, *shape, role=role, rows=rows) if name in self.spec.tensors else None
+    def optional_weight(self, name: str, *shape: int, role: Role) -> Tensor | None:
+        return self.weight(name, *shape, role=role) if self.has(name) else None
+
+    def needs(self, *names: str) -> None:
+        """Declares tensors that are optional elsewhere and that all models of this architecture have: `attn_q.bias`."""
+        self._needed = frozenset(names)
+
+    def has(self, name: str) -> bool:
+        """Whether the model has this tensor, which not all models have."""
+        return name in self._needed or name in self.spec.tensors
+
+    def layer_has(self, label: str, name: str) -> bool:
+        """The same of a layer's tensor `name`. All layers that ask must have it, or none: otherwise ModelError."""
+        found = name in self._needed or label in self.spec.tensors
+        first, was_found = self._layer_has.setdefault(name, (label, found))
+        if found != was_found:
+            there, missing = (label, first) if found else (first, label)
+            raise self.missing(missing, there)
+        return found
+
+    def missing(self, label: str, there: str) -> ModelError:
+        """The error about a tensor that is missing although another one is there."""
+        message = f"the tensor {label!r} is missing, but {there!r} is in the file"
+        return ModelError(f"{self.spec.path}: {message}", hint=INCOMPLETE)
 
     @property
     def n_expert_used(self) -> Tensor:
@@ -143,7 +170,7 @@ class ModelBuilder:
         x = self.output_hidden(x, norm)
         if self.batch.wants_hidden:
             return x
-        source = "output.weight" if "output.weight" in self.spec.tensors else "token_embd.weight"  # tied
+        source = "output.weight" if self.has("output.weight") else "token_embd.weight"  # tied
         return self.head(x, source)
 
     def output_hidden(self, x: Tensor, norm: Tensor) -> Tensor:
@@ -184,8 +211,29 @@ class LayerBuilder:
         return Role(group, self.index, axis, units)
 
     def has(self, name: str) -> bool:
-        """Whether the file has this layer's tensor `name`."""
-        return self.label(name) in self.model.spec.tensors
+        """Whether the model has this layer's tensor `name`, which not all models have."""
+        return self.model.layer_has(self.label(name), name)
+
+    def all_or_none(self, *names: str) -> None:
+        """ModelError if the layer has some of these tensors and not the others."""
+        labels = [self.label(name) for name in names]
+        missing = [label for label in labels if label not in self.model.spec.tensors]
+        if missing and len(missing) < len(labels):
+            there = next(label for label in labels if label not in missing)
+            raise self.model.missing(missing[0], there)
+
+    def is_fused(self, fused: str, *parts: str) -> bool:
+        """Whether the file has this layer's tensor `fused` instead of `parts`. ModelError if it has none of them."""
+        tensors = self.model.spec.tensors
+        if self.label(fused) in tensors:
+            return True
+        if any(self.label(part) in tensors for part in parts):
+            return False
+        raise ModelError(
+            f"{self.model.spec.path}: the tensors {', '.join(repr(self.label(part)) for part in parts)} are missing, "
+            f"and so is {self.label(fused)!r}, which may stand for them",
+            hint=INCOMPLETE,
+        )
 
     def vector(self, name: str, *shape: int, role: Role | None = None) -> Tensor:
         return self.model.weight(self.label(name), *shape, role=role or self.role())
@@ -195,8 +243,10 @@ class LayerBuilder:
         weight = self.model.weight(self.label(f"{name}.weight"), n_out, x.shape[-1], role=role, rows=rows)
         out = MatMul()(x, weight, name=self.label(name))
         bias_role = role if role.group == ROUTER else self.role()
-        bias = self.model.optional_weight(self.label(f"{name}.bias"), n_out, role=bias_role, rows=rows)
-        return out if bias is None else Add()(out, bias, name=self.label(f"{name}+bias"))
+        if not self.has(f"{name}.bias"):
+            return out
+        bias = self.model.weight(self.label(f"{name}.bias"), n_out, role=bias_role, rows=rows)
+        return Add()(out, bias, name=self.label(f"{name}+bias"))
 
     def kv_rows(self, n_before: int, n_heads: int) -> Ranges:
         """Row ranges of `n_before` rows and the KV heads after them, each head `kv_repeat` times; (): all rows once."""

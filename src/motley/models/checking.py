@@ -9,6 +9,7 @@ from motley.errors import ModelError
 from motley.gguf import ModelSpec
 from motley.graph import Graph
 from motley.graph.ops import Weight
+from motley.models.params import INCOMPLETE, read_count
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _MAX_LISTED = 3  # names in a message
@@ -16,17 +17,31 @@ _MAX_LISTED = 3  # names in a message
 _CONSTANTS = ("attn_rot_embd.weight", "rope_freqs.weight")
 
 
-def require_layers(spec: ModelSpec) -> None:
-    """ModelError if block_count differs from the number of layers that have tensors."""
-    key = f"{spec.architecture}.block_count"
-    n_blocks = spec.metadata.int(key, default=0)
+def count_nextn(spec: ModelSpec, n_layers: int) -> int:
+    """The number of multi-token prediction layers after the first `n_layers`; 0 if the file leaves them out.
+
+    ModelError if layers are missing, or if such a layer is an ordinary one, which would have no part in answers.
+    """
+    blocks_key, nextn_key = (f"{spec.architecture}.{key}" for key in ("block_count", "nextn_predict_layers"))
+    n_blocks = read_count(spec, blocks_key)
     layers = {int(found[1]) for name in spec.tensors if (found := _LAYER.match(name))}
     n_found = max(layers, default=-1) + 1
-    if n_found != n_blocks and n_blocks > 0:
+    if n_found == n_layers:
+        return 0
+    if n_found != n_blocks:
         raise ModelError(
-            f"{spec.path}: {key} is {n_blocks}, but the file has tensors of {n_found} layers",
-            hint="the file is damaged or incomplete: download or convert it again",
+            f"{spec.path}: {blocks_key} is {n_blocks}, but the file has tensors of {n_found} layers",
+            hint=INCOMPLETE,
         )
+    n_nextn = n_blocks - n_layers
+    for index in range(n_layers, n_blocks):
+        if (name := f"blk.{index}.nextn.eh_proj.weight") not in spec.tensors:
+            raise ModelError(
+                f"{spec.path}: the tensor {name!r} is missing, but {nextn_key} is {n_nextn}, so layer {index} should "
+                "predict further tokens",
+                hint=INCOMPLETE,
+            )
+    return n_nextn
 
 
 def unused_tensors(spec: ModelSpec, build: Callable[[], Graph], n_layers: int) -> tuple[str, ...]:

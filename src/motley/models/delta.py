@@ -47,7 +47,7 @@ def _gates(layer: LayerBuilder, x: Tensor) -> tuple[Tensor, Tensor]:
     p, n_tokens = layer.params.delta, x.shape[0]
     assert p is not None
     n_values, n_each = p.n_value_heads, p.n_value_heads // p.n_key_heads
-    if layer.has("ssm_alpha.weight"):
+    if not layer.is_fused("ssm_ba.weight", "ssm_beta.weight", "ssm_alpha.weight"):
         role = layer.role(DELTA_GROUP, 0, DELTA_HEADS)
         b, a = (layer.linear(x, name, n_values, role) for name in ("ssm_beta", "ssm_alpha"))
         return _decay(layer, a), Activation("sigmoid")(b, name=layer.label("ssm_strength"))

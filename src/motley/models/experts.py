@@ -39,7 +39,7 @@ def _routed(layer: LayerBuilder, x: Tensor, experts: ExpertParams, function: str
         *_gates_and_ups(layer, "weight", n_experts, n_ff, n_embd, role=layer.role(EXPERTS, 1, COLUMNS)),
         layer.vector("ffn_down_exps.weight", n_experts, n_embd, n_ff, role=layer.role(EXPERTS, 2, COLUMNS)),
     ]
-    if layer.has("ffn_gate_exps.bias") or layer.has("ffn_gate_up_exps.bias"):
+    if any(layer.has(f"ffn_{part}_exps.bias") for part in ("gate", "up", "gate_up", "down")):
         parts += _gates_and_ups(layer, "bias", n_experts, n_ff, role=router)
         parts.append(layer.vector("ffn_down_exps.bias", n_experts, n_embd, role=router))
     return ExpertFfn(function)(x, ids, weights, *parts, name=layer.label("ffn_experts"))
@@ -51,7 +51,7 @@ def _gates_and_ups(
     """The experts' gates and ups (experts, ff, …): two tensors of the file, or one with the gates' rows first."""
     names = {f"ffn_gate_exps.{kind}": (0, n_ff), f"ffn_up_exps.{kind}": (n_ff, 2 * n_ff)}
     fused = f"ffn_gate_up_exps.{kind}"
-    if not layer.has(fused):
+    if not layer.is_fused(fused, *names):
         return [layer.vector(name, n_experts, n_ff, *rest, role=role) for name in names]
     shape, source = (n_experts, 2 * n_ff, *rest), layer.label(fused)
     return [

@@ -11,6 +11,7 @@ from motley.models.nextn import build_nextn
 
 
 def build(builder: ModelBuilder) -> Tensor:
+    builder.needs("exp_probs_b.bias")
     return build_nextn(builder, _layer) if builder.params.is_nextn else all_layers(builder, _layer)
 
 
@@ -19,7 +20,8 @@ def _layer(layer: LayerBuilder, x: Tensor) -> Tensor:
         layer,
         x,
         rope=layer.params.rope(HALVES),
-        has_qk_norm=layer.has("attn_q_norm.weight"),  # only the largest model has it
+        has_qk_norm=layer.has("attn_q_norm.weight")
+        or layer.has("attn_k_norm.weight"),  # only in the largest model
         ffn_norm="post_attention_norm",
         feed_forward=_feed_forward,
     )

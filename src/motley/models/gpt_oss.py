@@ -10,8 +10,11 @@ from motley.models.blocks import decoder
 from motley.models.builder import LayerBuilder, ModelBuilder
 from motley.models.experts import expert_ffn
 
+_BIASED = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_gate_exps")
+
 
 def build(builder: ModelBuilder) -> Tensor:
+    builder.needs("output.weight", "attn_sinks.weight", *(f"{name}.bias" for name in _BIASED))
     return decoder(
         builder,
         rope=builder.params.rope(HALVES, rounds=False),  # `truncate: false`, for which GGUF has no key

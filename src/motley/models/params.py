@@ -11,6 +11,8 @@ from motley.graph.ops import SIGMOID, SOFTMAX, Rope, Yarn
 
 _MAX_COUNT = 2**31 - 1  # of layers, heads, dims or tokens: a larger number is a defect of the file
 
+INCOMPLETE = "the file is damaged or incomplete: download or convert it again"
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -152,7 +154,6 @@ class DecoderParams:
             logit_softcap=read_number(spec, softcap_key) if md.float(softcap_key, default=0.0) else None,
             experts=_experts(spec, score) if score else None,
             delta=_delta(spec, is_cyclic=delta == CYCLIC) if delta else None,
-            n_nextn=md.int(f"{arch}.nextn_predict_layers", default=0),
         )
 
     def rope(self, style: str, *, rounds: bool = True) -> Rope:
@@ -257,9 +258,18 @@ def tensor_info(spec: ModelSpec, name: str) -> TensorInfo:
     info = spec.tensors.get(name)
     if info is None:
         raise ModelError(
-            f"{spec.path}: the tensor {name!r}, which {spec.architecture!r} models have, is missing"
+            f"{spec.path}: the tensor {name!r}, which {spec.architecture!r} models have, is missing",
+            hint=INCOMPLETE,
         )
     return info
+
+
+def format_name(spec: ModelSpec, info: TensorInfo) -> str:
+    """The name of the tensor's format; ModelError for one that is not supported."""
+    try:
+        return info.format.name
+    except ModelError as error:
+        raise ModelError(f"{spec.path}: {error.message}", hint=error.hint) from None
 
 
 def read_count(spec: ModelSpec, key: str, default: int | None = None) -> int:

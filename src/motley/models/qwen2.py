@@ -9,4 +9,5 @@ from motley.models.builder import ModelBuilder
 
 
 def build(builder: ModelBuilder) -> Tensor:
+    builder.needs("attn_q.bias", "attn_k.bias", "attn_v.bias")
     return decoder(builder, rope=builder.params.rope(HALVES))

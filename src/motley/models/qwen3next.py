@@ -16,6 +16,7 @@ from motley.models.nextn import build_nextn
 
 
 def build(builder: ModelBuilder) -> Tensor:
+    builder.needs("ffn_gate_inp_shexp.weight")
     return build_nextn(builder, _layer) if builder.params.is_nextn else all_layers(builder, _layer)
 
 

@@ -10,6 +10,7 @@ import torch
 from motley.errors import CacheError, ConfigError
 from motley.graph import CACHE, RECURRENT, Graph
 from motley.graph.ops import Attention, cache_layer, state_of
+from motley.integers import as_int
 from motley.kvcache.arena import Arena, LayerGroup
 from motley.kvcache.paging import can_page_on_demand
 from motley.kvcache.sequences import GroupSpec
@@ -47,13 +48,12 @@ class CacheConfig:
             raise ConfigError(
                 "the KV cache is limited both in tokens and in bytes", hint="give one of the two"
             )
-        for name, value in (
-            ("tokens", self.max_tokens),
-            ("bytes", self.max_bytes),
-            ("block size", self.block_size),
-        ):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"a KV cache {name} of {value!r} is not a whole number of at least 1")
+        for field, what in (("max_tokens", "tokens"), ("max_bytes", "bytes"), ("block_size", "block size")):
+            if (value := getattr(self, field)) is None:
+                continue
+            if (number := as_int(value)) is None or number < 1:
+                raise ConfigError(f"a KV cache {what} of {value!r} is not a whole number of at least 1")
+            object.__setattr__(self, field, number)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"a KV cache block of {self.block_size} tokens is not a power of two", hint="try 16, 32, 64"

@@ -11,6 +11,7 @@ import torch
 
 from motley.backends import DeviceOffer
 from motley.errors import ConfigError, DeviceError
+from motley.integers import as_int
 from motley.runtime.cores import parse_cores
 from motley.runtime.device_names import parse_devices
 from motley.split.apart import ExpertsApart
@@ -99,6 +100,13 @@ class Crew:
         if self.lent is not None:
             return self.lent.borrower
         return None if self.apart is None else self.apart.borrower
+
+    @property
+    def lender(self) -> int | None:
+        """The device whose weights the borrower multiplies by; None: there is no borrower."""
+        if self.lent is not None:
+            return self.lent.owner
+        return None if self.apart is None or self.apart.borrower is None else self.apart.owner
 
     @property
     def min_lent_rows(self) -> int:
@@ -281,12 +289,12 @@ def _apart(
         return ExpertsApart(None, shares)
     if n_cpu_moe is None:  # only the proportions are given
         return ExpertsApart(_ALL_LAYERS, shares)
-    is_number = isinstance(n_cpu_moe, int) and not isinstance(n_cpu_moe, bool)
-    if not is_number or int(n_cpu_moe) < 0:
+    n_layers = as_int(n_cpu_moe)
+    if n_layers is None or n_layers < 0:
         raise ConfigError(
             f"n_cpu_moe is {n_cpu_moe!r:.60}", hint="n_cpu_moe must be a number of layers, or auto"
         )
-    return ExpertsApart(int(n_cpu_moe), shares)
+    return ExpertsApart(n_layers, shares)
 
 
 def _require_known(names: Sequence[str], hosts: Sequence[str | None]) -> None:

@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,12 +20,13 @@ from motley.backends import Backend, LoadedWeight
 from motley.errors import ConfigError
 from motley.formats import PackedTensor
 from motley.gguf import ModelSpec
-from motley.graph import Tensor
+from motley.graph import Graph, Tensor
 from motley.graph.ops import Weight
 from motley.graph.roles import ROUTER
 from motley.models import BatchShape
 from motley.runtime.budget import host_bytes
 from motley.runtime.crew import Crew
+from motley.runtime.crossover import MIN_ROWS, measured_rows
 from motley.runtime.loading import packed_bytes, part_of
 from motley.runtime.splitting import ModelSplit
 from motley.split.lent_layers import LentLayers, lent_weights_of
@@ -33,10 +34,10 @@ from motley.split.placement import LAYER, role_of
 
 _log = logging.getLogger(__name__)
 
-# Rows from which copying costs less. Measured with Qwen3-30B-A3B's experts on 15 cores: 21 ms a layer for 512 rows, of
-# which 4 ms are the bytes; copying takes 6 ms by PCIe 5 (55 GB/s).
-MIN_ROWS = 96
-_VARIABLE = "MOTLEY_BORROW_ROWS"  # another number of rows; 0: never
+# Rows from which copying costs less, where it cannot be measured (see `crossover`). It is about right for 15 cores and
+# PCIe 5 (55 GB/s): Qwen3-30B-A3B's experts take 21 ms a layer for 512 rows, of which 4 ms are the bytes, copying 6 ms.
+_USUAL_ROWS = 96
+_VARIABLE = "MOTLEY_BORROW_ROWS"  # another number of rows, which is not measured then; 0: never
 _SPARE_BYTES = 4 << 30  # of the host, beside the experts and the pages of their file
 
 
@@ -97,12 +98,35 @@ def _is_cut(op: object) -> bool:
 
 
 def _min_rows() -> int:
+    """The fewest rows that may be lent for: those that the user says, or those that can be measured."""
+    given = _given_rows()
+    return MIN_ROWS if given is None else given
+
+
+def _given_rows() -> int | None:
     text = os.environ.get(_VARIABLE)
-    if text is None:
-        return MIN_ROWS
-    if not text.isdecimal():
+    if text is not None and not text.isdecimal():
         raise ConfigError(f"{_VARIABLE} is {text!r}", hint="give a number of rows; 0: never")
-    return int(text)
+    return None if text is None else int(text)
+
+
+def settle_rows(
+    split: ModelSplit, backends: Mapping[int, Backend], weights: Mapping[int, Mapping[str, LoadedWeight]]
+) -> None:
+    """Measures from how many rows on batches are lent for, unless the user says it. To be called by the owner's thread,
+    before the first plan is made. `backends`, `weights`: by device; the borrower's include what it borrows.
+    """
+    owner, borrower = split.crew.lender, split.crew.borrower
+    if owner is None or borrower is None or not split.lends or _given_rows() is not None:
+        return
+
+    def graph_of(n_rows: int) -> Graph:
+        return split.share(owner, BatchShape(n_rows, 1), lends=False).graph
+
+    own = weights[owner]
+    borrowed = {name: weight for name, weight in weights[borrower].items() if name in own}
+    rows = measured_rows(graph_of, (backends[owner], own), (backends[borrower], borrowed))
+    split.lend_from(_USUAL_ROWS if rows is None else rows)
 
 
 def lent_weights(

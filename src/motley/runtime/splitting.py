@@ -54,7 +54,8 @@ class ModelSplit:
         states = {name: state for group in self._groups for name, state in group.placement.states.items()}
         experts = next((g.placement.experts for g in self._groups if g.placement.experts is not None), None)
         self.placement = Placement(states, experts, crew.apart)
-        self._lends = True
+        self.lends = crew.borrower is not None
+        self._min_lent_rows = crew.min_lent_rows
         self._graphs: _Memo[tuple[int, BatchShape], Graph] = _Memo()
         self._splits: _Memo[tuple[int, BatchShape, bool], SplitGraph] = _Memo()
         self._shares: _Memo[tuple[int, BatchShape, bool], LocalGraph] = _Memo()
@@ -99,16 +100,26 @@ class ModelSplit:
         """Whether batches of a shape are computed with weights that are copied to another device (`ExpertsApart`,
         `LentLayers`).
         """
-        is_lent = self.crew.borrower is not None and batch.n_tokens >= self.crew.min_lent_rows
-        return self._lends and is_lent
+        return self.lends and batch.n_tokens >= self._min_lent_rows
 
     def lent_share(self, device: int) -> LocalGraph:
         """A device's graph with all weights that it ever borrows."""
-        return self.share(device, BatchShape(self.crew.min_lent_rows, 1))
+        return self.share(device, BatchShape(self._min_lent_rows, 1))
+
+    @property
+    def min_lent_rows(self) -> int | None:
+        """The fewest rows of a batch that is computed with copied weights; None: no batch is."""
+        return self._min_lent_rows if self.lends else None
+
+    def lend_from(self, n_rows: int) -> None:
+        """Batches of so many rows or more are computed with copied weights, not fewer than the crew says: there is
+        memory for these. Call it before the first plan is made.
+        """
+        self._min_lent_rows = max(n_rows, self.crew.min_lent_rows)
 
     def stop_lending(self) -> None:
         """From now on, no batch is computed with copied weights. Call it before the first plan is made."""
-        self._lends = False
+        self.lends = False
 
     def split(self, batch: BatchShape, group: int = 0, *, lends: bool = True) -> SplitGraph:
         """The graph of a group of devices for a batch shape, with the states of its tensors. `lends` False: as if no

@@ -34,7 +34,7 @@ from motley.runtime.device import DeviceRunner
 from motley.runtime.group import CollectiveKernel, Communicator, ThreadGroup
 from motley.runtime.hosts.link import MeshLine, MeshLink
 from motley.runtime.hosts.mesh import PeerLostError
-from motley.runtime.lending import lent_weights
+from motley.runtime.lending import lent_weights, settle_rows
 from motley.runtime.loading import Progress, load_weights, stand_in_weights, weight_bytes
 from motley.runtime.rendezvous_line import RendezvousLine
 from motley.runtime.splitting import ModelSplit
@@ -117,6 +117,10 @@ class Worker:
             weights = load_weights(split.spec, shares, own, self._group.run, progress, self.members)
         for index, device in enumerate(self.members):
             weights[index] |= lent_weights(split, device, own[index], tuple(weights[index]))
+        if split.lends and split.crew.lender in self.members and not has_stand_ins:
+            by_device = dict(zip(self.members, weights, strict=True))
+            owner = self.members.index(split.crew.lender)
+            self._group.run(lambda index: settle_rows(split, backends, by_device) if index == owner else None)
         arenas = self._group.run(lambda index: cache.arena(self.members[index], own[index].device))
         self.devices = [
             DeviceRunner(

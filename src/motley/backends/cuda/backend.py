@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from motley.backends.base import DeviceMessages, Executable, LoadedWeight
-from motley.backends.cuda.borrowing import PinnedPages, borrowed_bytes
+from motley.backends.cuda.borrowing import PinnedPages, borrowed_bytes, copy_seconds
 from motley.backends.cuda.capture import GraphPool
 from motley.backends.cuda.executable import CudaExecutable
 from motley.backends.cuda.failures import as_device_errors
@@ -92,6 +92,11 @@ class CudaBackend(GpuPlanning):
             if not self._pinned.pin([weight.data for weight in weights.values()]):
                 return None
             return {name: BorrowedMatrix(weight) for name, weight in weights.items()}
+
+    def copy_seconds(self, weights: Sequence[LoadedWeight]) -> float | None:
+        sources = [each.source.data for each in weights if isinstance(each, BorrowedMatrix)]
+        with as_device_errors(self.device):
+            return copy_seconds(sources, self.device)
 
     def borrowed_bytes(self, graph: Graph, resident: Collection[str], n_ahead: int) -> int:
         return borrowed_bytes((each for each in graph.weights if each.name not in resident), n_ahead)

@@ -10,6 +10,7 @@ streams: one portion is repacked while the next one is copied. A set is written 
 from __future__ import annotations
 
 import mmap
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -44,6 +45,23 @@ def borrowed_bytes(weights: Iterable[Tensor], n_sets: int) -> int:
             n_bytes = plane_bytes(weight.dtype, prod(weight.shape[:-1]), weight.shape[-1])
             largest[kind] = max(largest.get(kind, 0), n_bytes)
     return n_sets * sum(largest.values()) + _N_LANES * (1 + _REPACKING) * _PORTION if largest else 0
+
+
+def copy_seconds(sources: Sequence[torch.Tensor], device: torch.device) -> float | None:
+    """How long copying pinned tensors takes. Repacking is left out: it runs meanwhile. None: the device is no GPU."""
+    if device.type != "cuda":
+        return None
+    portion = torch.empty(_PORTION, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(3):  # the first time, the driver may map pages
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for source in sources:
+            for piece in torch.split(source.reshape(-1), _PORTION):
+                portion[: len(piece)].copy_(piece, non_blocking=True)
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 class PinnedPages:
