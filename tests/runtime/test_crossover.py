@@ -140,6 +140,19 @@ def test_rows_are_those_that_were_measured_or_the_usual_ones(
     assert rows_of(split) == rows
 
 
+def test_a_measurement_that_fails_does_not_keep_the_model_from_loading(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> int:
+        raise RuntimeError("no such memory")
+
+    split = split_of(crew)
+    monkeypatch.setattr(lending, "measured_rows", fail)
+    settle_rows(split, {0: Borrower(0.1), 1: ReferenceBackend()}, {0: {}, 1: {}})
+    assert rows_of(split) == 96
+    assert "no such memory" in caplog.text
+
+
 def test_rows_that_the_user_gives_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTLEY_BORROW_ROWS", "7")
     given = make_crew("cpu,cpu", n_cpu_moe=4)

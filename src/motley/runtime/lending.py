@@ -125,7 +125,11 @@ def settle_rows(
 
     own = weights[owner]
     borrowed = {name: weight for name, weight in weights[borrower].items() if name in own}
-    rows = measured_rows(graph_of, (backends[owner], own), (backends[borrower], borrowed))
+    try:
+        rows = measured_rows(graph_of, (backends[owner], own), (backends[borrower], borrowed))
+    except Exception as error:  # a model must not fail to load for that
+        _log.warning("rows from which copies pay were not measured: %s", error)
+        rows = None
     split.lend_from(_USUAL_ROWS if rows is None else rows)
 
 
