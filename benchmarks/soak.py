@@ -89,7 +89,7 @@ class FakeRunner:
     def __init__(self, cache: CacheManager, rng: random.Random, failure_odds: float = 0.0) -> None:
         self.cache = cache
         self.arenas = [[b""] * (N_BLOCKS * BLOCK) for _ in self.windows]
-        self.n_failures = self.n_steady = 0
+        self.n_failures = self.n_steady = self.n_rounds = 0
         self._rng = rng
         self._failure_odds = failure_odds
 
@@ -171,7 +171,23 @@ class FakeSteady:
         groups = [[[-1] * (t.first // BLOCK) + list(t.blocks) for t in group] for group in lease.tables]
         self._blocks = [list(blocks) for blocks in zip(*groups, strict=True)]
 
-    def run(self, tokens: list[int], positions: list[int], indexes: list[int]) -> list[int]:
+    def run(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        indexes: list[int],
+        n_rounds: int = 1,
+        stops: Sequence[int] = (),
+    ) -> list[list[int]]:
+        rounds: list[list[int]] = []
+        for n in range(n_rounds):
+            rounds.append(self._round(rounds[-1] if rounds else tokens, [p + n for p in positions]))
+            if not set(stops).isdisjoint(rounds[-1]):
+                break
+        self._runner.n_rounds += len(rounds) - 1
+        return rounds
+
+    def _round(self, tokens: list[int], positions: list[int]) -> list[int]:
         runner = self._runner
         fails_at = runner.draw_failure()
         runner.maybe_fail(fails_at, 0)
@@ -226,11 +242,16 @@ class Soak:
             n_vocab=POISON + 1,
             n_batch=8,
             n_parallel=6,
-            clock=lambda: 0.0,
+            clock=self.tick,
         )
+        self.now = 0.0
         self.requests: list[Request] = []
         self.raw: dict[int, list[int]] = {}  # sequences without a request, and their tokens
         self.seen: Counter[str] = Counter()
+
+    def tick(self) -> float:
+        self.now += 0.001
+        return self.now
 
     def step(self) -> None:
         for act, odds in (
@@ -255,6 +276,7 @@ class Soak:
         self.seen["evictions"] = self.cache.stats().prefix.n_evictions
         self.seen["failed steps"] = self.model.n_failures
         self.seen["steady steps"] = self.model.n_steady
+        self.seen["further rounds of a call"] = self.model.n_rounds
 
     def add(self) -> None:
         if len(self.engine.scheduler.waiting) > 6:
@@ -274,7 +296,7 @@ class Soak:
 
     def run(self) -> None:
         if self.engine.can_step:
-            self.engine.step()
+            self.engine.step(self.rng.choice((0.0, 1.0)))  # 1.0: time for several rounds of a call
         self.cache.check_integrity()
         for request in [request for request in self.requests if request.is_finished]:
             self.requests.remove(request)

@@ -33,6 +33,7 @@ def test_random_requests_forks_cancellations_and_failures_lose_nothing(seed: int
         "failed alone",
         "failed steps",
         "forks",
+        "further rounds of a call",
         "preempted",
         "retried",
         "steady steps",
