@@ -235,3 +235,59 @@ def test_llama_cpp_names_are_accepted() -> None:
     speculator = Speculator([Lookup()], spec="ngram-simple", n_vocab=10)
     assert speculator.default.drafters == ("lookup",)
     assert speculator.choose("none").drafters == ()
+
+
+def test_a_draft_model_computes_only_what_is_new_in_a_turn_of_a_chat(
+    bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(bundled, draft_model=bundled_draft_path()) as llm:
+        engine = llm._loaded.engine
+        (draft,) = llm._loaded.companions
+        run, given = draft.runner.run, list[int]()
+
+        def recorded(batch: Any, tokens: Any, copies: Any) -> Any:
+            given.extend(tokens)
+            return run(batch, tokens, copies)
+
+        monkeypatch.setattr(draft.runner, "run", recorded)
+        prompt = list(range(100, 150))
+        n_given: dict[str | None, int] = {}
+        for salt in (None, "another user"):
+            text = prompt
+            for n_new in (0, 5):
+                text = [*text, *range(300, 300 + n_new)]
+                answers = []
+                for spec in ("off", "draft"):
+                    params = SamplingParams(
+                        temperature=0, max_tokens=9, ignore_eos=True, speculative=spec, cache_salt=salt
+                    )
+                    given.clear()
+                    (request,) = serve(engine, [text], [params])
+                    draft._cache.check_integrity()
+                    answers.append(request.generated)
+                assert answers[0] == answers[1]
+                n_given.setdefault(salt, len(given))
+                text = [*text, *request.generated]
+            assert n_given[salt] >= len(prompt)
+            assert len(given) < 30  # of 73
+
+
+def test_a_block_of_rejected_tokens_that_another_sequence_has_found_is_not_overwritten(bundled: Path) -> None:
+    with load(bundled, draft_model=bundled_draft_path(), draft_max=7, kv_block_size=4) as llm:
+        engine = llm._loaded.engine
+        (draft,) = llm._loaded.companions
+        assert isinstance(draft, DraftModel)
+        prompt, params = prompts_of(llm)[0], params_of("draft", top_k=0, min_p=0.0)[1]
+        (alone,) = serve(engine, [prompt], [params])
+        request = engine.add(prompt, params)
+        n_shared = 0
+        while engine.has_work:
+            engine.step()
+            draft._cache.check_integrity()
+            own = draft._sequences.get(request)
+            if own is not None and request.tokens[: len(own.tokens)] != own.tokens:
+                found = draft._cache.open([*own.tokens, 1])  # as a request that goes on like that would
+                n_shared += found.n_cached > own.n_sure
+        assert n_shared > 3
+        assert request.generated == alone.generated
+        assert request.drafts == alone.drafts  # so the draft model has seen the same keys and values

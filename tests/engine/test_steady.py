@@ -268,6 +268,14 @@ def test_a_request_without_a_token_fails_alone(bundled: Path, monkeypatch: pytes
             requests[0].outbox.result().require()
 
 
+def run_large_batch(own: Engine) -> None:
+    seq = own.cache.open().seq
+    assert own.cache.reserve(seq, 200) == []
+    batch = own.runner.place(Batch.of([Chunk(seq, 0, 200, 1)]), own.cache)
+    own.runner.run(batch, [7] * 200, ())
+    own.cache.free(seq, copies_done=False)
+
+
 def test_a_plan_for_more_rows_may_move_activations_in_between(bundled: Path, counted: list[int]) -> None:
     """A steady batch has addresses of activations. When a larger plan moves them, another batch is made."""
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, speculative="off")
@@ -285,11 +293,7 @@ def test_a_plan_for_more_rows_may_move_activations_in_between(bundled: Path, cou
             if own._steady is not None and own._steady not in made:
                 made.append(own._steady)
             if request.n_generated == 10:
-                seq = own.cache.open().seq
-                assert own.cache.reserve(seq, 200) == []
-                batch = own.runner.place(Batch.of([Chunk(seq, 0, 200, 1)]), own.cache)
-                own.runner.run(batch, [7] * 200, ())
-                own.cache.free(seq, copies_done=False)
+                run_large_batch(own)
         assert request.generated == alone.generated
         assert len(made) == 2
 
@@ -312,3 +316,34 @@ def test_a_lease_that_an_unused_draft_has_ended_is_renewed(bundled: Path, counte
         assert found.tokens == without.tokens
         assert not found.timings.n_retries
         assert len(counted) > 15
+
+
+def test_a_plan_of_an_unused_draft_may_move_activations(
+    bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, but between the check of a repeated step and its run: it would write to memory that is freed."""
+    run, currents = SteadyRun.run, list[bool]()
+
+    def checked(self: SteadyRun, *inputs: Any) -> list[int]:
+        currents.append(self.is_current)
+        assert self.is_current  # not only at the end: the process might be gone by then
+        return run(self, *inputs)
+
+    monkeypatch.setattr(SteadyRun, "run", checked)
+    with load(bundled, n_ctx=512, n_batch=256) as llm:
+        own = llm._loaded.engine
+
+        class Computing(_NoRows):
+            def allot(self, drafts: Any, *_: Any) -> Drafts:
+                if any(request.n_generated == 10 for request in drafts):
+                    run_large_batch(own)
+                return {}
+
+        own.speculator._control = Computing()
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+        without = llm.generate([1, 50, 60], speculative="off", **options)
+        found = llm.generate([1, 50, 60], speculative="lookahead", **options)
+        assert found.tokens == without.tokens
+        assert not found.timings.n_retries
+        assert all(currents)
+        assert len(currents) > 30

@@ -416,7 +416,8 @@ class Engine:
         if ahead is not None and not self._drafts:
             if ahead.steady is None:
                 return ahead if ahead.batch else self._repeatable(ahead.step)
-            if ahead.steady.reserve(self.cache):  # again: a drafter that is not used may have reserved slots
+            # Drafts that are not used may have reserved slots, and moved activations by a new plan.
+            if ahead.steady.is_current and ahead.steady.reserve(self.cache):
                 return ahead
         drafts = self._drafts.items()
         step = self.scheduler.schedule(

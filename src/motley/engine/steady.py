@@ -41,9 +41,14 @@ class Steady:
         self._positions: list[int] = []
         self._indexes: list[int] = []
 
+    @property
+    def is_current(self) -> bool:
+        """Whether it can still run; if not, its step has to be made again."""
+        return self._run.is_current
+
     def is_next(self, scheduler: Scheduler) -> bool:
         """Whether this is the next step, if there is room for it."""
-        if not scheduler.is_decoding(self.requests) or not self._run.is_current:
+        if not scheduler.is_decoding(self.requests) or not self.is_current:
             return False
         tokens: list[int] = []
         positions: list[int] = []

@@ -1,7 +1,8 @@
 """The draft model: a smaller model with the same vocabulary, with its own cache on the same devices.
 
 For each request it has a sequence. Before a draft, the sequence goes back to the tokens that it has in common with the
-request, and takes the tokens that the request got since. A prompt is taken in portions of one batch a step.
+request, and takes the tokens that the request got since. A prompt is taken in portions of one batch a step; the next
+turn of a chat finds the blocks of the turns before.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from motley.engine.drafting.draft import Ask, Draft
 from motley.engine.drafting.rounds import Lane, RoundChooser
 from motley.engine.request import Request
+from motley.kvcache.groups import BlockCopy
 from motley.kvcache.manager import CacheManager
 from motley.runtime import Batch, Chunk, Runner
 
@@ -69,35 +71,59 @@ class DraftModel:
             return None
         own = self._sequences.get(request)
         if own is None:
-            own = self._sequences[request] = _Sequence(self._cache.open().seq)
+            own = self._sequences[request] = self._opened(request)
         n_common = self._n_common(own, request)
         # The model's vocabulary may have more tokens at its end.
         if max([*request.tokens[n_common:], *request.sampler.params.logit_bias]) >= self._n_vocab:
             return None
-        if not self._cache.can_truncate(
-            own.number, n_common
-        ):  # a window has dropped what is needed: start again
-            self._free([request])
-            own = self._sequences[request] = _Sequence(self._cache.open().seq)
-            n_common = 0
-        self._cache.truncate(own.number, n_common)
-        del own.tokens[n_common:]
-        own.n_sure = n_common
-        pending = request.tokens[n_common : n_common + self._n_batch]
-        if not self._has_room(request, len(pending) + ask.n_max):
-            return None
-        return Lane(request, ask.n_max, own.number, n_common, pending)
+        size = self._cache.block_size
+        for n_kept in (n_common, n_common - n_common % size):
+            own = self._back_to(request, n_kept)
+            pending = request.tokens[len(own.tokens) : len(own.tokens) + self._n_batch]
+            copies = self._reserved(request, len(pending) + ask.n_max)
+            if copies is None:
+                return None
+            if not copies:
+                return Lane(request, ask.n_max, own.number, len(own.tokens), pending)
+            # Other sequences have the last block, too: its tokens are computed again, in a block of its own.
+        raise AssertionError("there is nothing to copy at a block's end")
 
-    def _has_room(self, request: Request, n_tokens: int) -> bool:
-        """Reserves slots for a request's next tokens. Sequences of requests that are not running may lose theirs."""
+    def _back_to(self, request: Request, n_tokens: int) -> _Sequence:
+        """The request's sequence, truncated; empty if a window has dropped what is needed there."""
+        own = self._sequences[request]
+        if not self._cache.can_truncate(own.number, n_tokens):
+            self._cache.free(own.number, copies_done=False)
+            own = self._sequences[request] = _Sequence(self._cache.open().seq)
+            n_tokens = 0
+        self._cache.truncate(own.number, n_tokens)
+        del own.tokens[n_tokens:]
+        own.n_sure = n_tokens
+        return own
+
+    def _opened(self, request: Request) -> _Sequence:
+        """A new sequence, with the request's tokens as far as they are in the cache."""
+        opened = self._cache.open(request.tokens, salt=request.salt, find=request.cache_prompt)
+        own = self._sequences[request] = _Sequence(opened.seq, list(request.tokens[: opened.n_cached]))
+        if (
+            opened.copies
+        ):  # the first tokens of a block: not worth a copy, which has to be made before anything else
+            return self._back_to(request, opened.n_cached - opened.n_cached % self._cache.block_size)
+        own.n_sure = opened.n_cached
+        return own
+
+    def _reserved(self, request: Request, n_tokens: int) -> list[BlockCopy] | None:
+        """Reserves slots for a request's next tokens: what would have to be copied before; None: there is no room.
+
+        Sequences of requests that are not running may lose theirs.
+        """
         own = self._sequences[request]
         self._cache.advance(own.number, len(own.tokens))
-        while self._cache.reserve(own.number, n_tokens) is None:
+        while (copies := self._cache.reserve(own.number, n_tokens)) is None:
             idle = [other for other in self._sequences if other.sequence is None]
             if not idle:
-                return False
+                return None
             self._free(idle[:1])
-        return True
+        return copies
 
     def _n_common(self, own: _Sequence, request: Request) -> int:
         """The tokens at the start that both have, at most all of the request's but the last, which gives logits."""

@@ -117,7 +117,9 @@ def load_companion(
     plan = _plan(companion, crew, backends, cache, options)
     context = plan.context
     runner = Runner(context.split, plan.backends, context.fit.plan, n_threads=options.n_threads)
-    manager = CacheManager(context.fit.plan.group_specs(), cache.block_size, find_prefixes=False)
+    # A prediction layer needs hidden states, which a prefix hit does not give.
+    finds_prefixes = cache.find_prefixes and not companion.params.is_nextn
+    manager = CacheManager(context.fit.plan.group_specs(), cache.block_size, find_prefixes=finds_prefixes)
     if companion.params.is_nextn:
         return NextnLayer(runner, manager, n_ctx=context.n_ctx, n_batch=options.n_batch)
     return DraftModel(
