@@ -15,6 +15,7 @@ from motley import LLM
 from motley.gguf import read_spec
 from motley.models import BatchShape, GraphOptions, read_params
 from motley.runtime import ModelSplit, make_crew
+from motley.runtime.loading import lookup_tables
 
 CREWS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tensor_split": "7,20"}),
@@ -43,6 +44,10 @@ def test_no_batch_needs_a_weight_that_a_batch_of_one_token_does_not(
     split = ModelSplit(spec, params, crew, GraphOptions(64))
     for device in range(len(crew)):
         loaded = split.share(device, BatchShape(1, 1)).layouts
+        tables = lookup_tables(split.share(device, BatchShape(1, 1)).graph)
+        assert {table.name for table in tables} <= {
+            "token_embd.weight"
+        }  # all others are loaded to the device
         for n_layers in range(params.n_layers):
             for batch in (
                 BatchShape(1, 1, n_layers),
@@ -53,11 +58,14 @@ def test_no_batch_needs_a_weight_that_a_batch_of_one_token_does_not(
                 assert split.share(device, batch).layouts.items() <= loaded.items(), (device, batch)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu-exact"])
 @pytest.mark.parametrize("shares", [(1, 3), (1, 0, 3)])
-def test_such_crews_exit_early_and_embed_as_one_device_does(shared: Path, shares: tuple[int, ...]) -> None:
+def test_such_crews_exit_early_and_embed_as_one_device_does(
+    shared: Path, shares: tuple[int, ...], backend: str
+) -> None:
     path, tokens = shared / "golden" / "qwen3vlmoe" / "model.gguf", list(range(30))
     settings: dict[str, Any] = {
-        "backend": "reference",
+        "backend": backend,
         "n_ctx": 64,
         "cache_type_k": "f32",
         "cache_type_v": "f32",
