@@ -268,3 +268,23 @@ def test_explain_says_where_experts_are() -> None:
     contents = explain(split_of(devices="cpu,cpu", expert_split="1,3"))
     assert contents["experts_apart"] == "routed experts of the first 6 layers: 25% on cpu#0, 75% on cpu#1"
     assert explain(split_of(devices="cpu,cpu", split_mode="tensor"))["experts_apart"] == ""
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu-exact"])
+@pytest.mark.parametrize("shares", [(1, 0), (1, 1)])
+def test_by_layers_devices_share_the_experts_of_a_layer_that_one_has_otherwise(
+    shared: Path, backend: str, shares: tuple[int, int]
+) -> None:
+    path, tokens = shared / "golden" / "qwen3moe" / "model.gguf", list(range(30))
+    settings: dict[str, Any] = {"backend": backend, "n_ctx": 64, "cache_type_k": "f32", "cache_type_v": "f32"}
+    crew = {
+        "devices": "cpu,cpu",
+        "split_mode": "layer",
+        "tensor_split": shares,
+        "n_cpu_moe": 2,
+        "expert_split": (1, 1),
+    }
+    with LLM(path, **settings) as one, LLM(path, **settings, **crew) as two:
+        for effort in ({}, {"n_layer_exit": 2}, {"n_expert_used": 1}):
+            difference = np.abs(two.logits(tokens, **effort) - one.logits(tokens, **effort)).max()
+            assert difference <= 1e-3

@@ -146,7 +146,8 @@ def lookup_tables(graph: Graph) -> set[Tensor]:
     return {
         weight
         for weight in graph.weights
-        if all(isinstance(user.op, GetRows) and user.inputs[0] is weight for user in users.get(weight, []))
+        if weight in users  # otherwise only other batches read it
+        and all(isinstance(user.op, GetRows) and user.inputs[0] is weight for user in users[weight])
     }
 
 

@@ -18,7 +18,7 @@ from motley.split.infer import SplitGraph, infer
 from motley.split.lent_layers import lent_demands, place_lent
 from motley.split.localize import LocalGraph, localize
 from motley.split.nested import LayersOfGroups, apart_of_group, shares_of_group
-from motley.split.placement import TENSOR, Placement, choose_kv_repeat, place
+from motley.split.placement import LAYER, TENSOR, Placement, choose_kv_repeat, place
 
 _MAX_KEPT = 64  # batch shapes
 
@@ -135,7 +135,8 @@ class ModelSplit:
                 graph = self._layers.graph_of(graph, group)
             names = {node.name for node in graph.nodes if not node.inputs}  # fewer if fewer layers run
             states = {name: state for name, state in placement.states.items() if name in names}
-            demands = demands_of(graph, states, placement.apart, is_cut=own.is_cut)
+            by_layers = self.crew.mode == LAYER and self._layers is None
+            demands = demands_of(graph, states, placement.apart, is_cut=own.is_cut, is_by_layers=by_layers)
             if is_lent and self.crew.lent is not None:
                 demands |= lent_demands(graph, states, self.crew.lent)
             return infer(graph, len(self.crew), states, demands, own.members)

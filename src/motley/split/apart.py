@@ -78,7 +78,12 @@ def place_apart(weights: Sequence[Tensor], apart: ExpertsApart) -> dict[str, Sta
 
 
 def demands_of(
-    graph: Graph, states: Mapping[str, State], apart: ExpertsApart | None, *, is_cut: bool
+    graph: Graph,
+    states: Mapping[str, State],
+    apart: ExpertsApart | None,
+    *,
+    is_cut: bool,
+    is_by_layers: bool = False,
 ) -> dict[Tensor, State]:
     """States of activations that inference, which looks at one node at a time, would choose otherwise.
 
@@ -86,6 +91,9 @@ def demands_of(
     alone, the router would run there, and three tensors would be sent: x, the ids and the weights. One device has
     the experts of `apart`, and several devices have the rest of each layer (`is_cut`): the result is an addend, reduced
     with the others' addends. Otherwise the residual would move to that device, and from there to the others.
+    Several devices have the experts of a layer that one device has otherwise (`is_by_layers`): the result is summed up
+    on all of them, by rows. Otherwise that device would get the sum as a part without rows, of which native programs
+    cannot compute fewer than they were made for.
     """
     demands: dict[Tensor, State] = {}
     for node in graph.nodes:
@@ -94,6 +102,8 @@ def demands_of(
             state = states.get(experts.name)
             if isinstance(state, Split) and sole_owner(state) is None:
                 demands[node.inputs[0]] = MIRRORED
+                if is_by_layers:
+                    demands[node] = MIRRORED
             elif is_apart(experts, apart) and is_cut:
                 demands[node] = PARTIAL
     return demands

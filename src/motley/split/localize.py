@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from motley.graph import Graph, Tensor, Way
 from motley.graph.graph import in_order
-from motley.graph.ops import Weight
+from motley.graph.ops import Add, Weight
+from motley.graph.roles import OUTPUT
 from motley.ownership import MIRRORED, Mirrored, Partial, Split, State, sole_owner
 from motley.split.collectives import (
     AllGather,
@@ -58,6 +59,7 @@ def localize(split: SplitGraph, device: int) -> LocalGraph:
     assert all(outputs), "an output is absent"
     effects = [t for t in walk.made if isinstance(t.op, Collective)]
     kept = set(in_order([*effects, *(t for t in outputs if t)]))
+    kept |= walk.vectors_of_exits()
     nodes = [t for t in in_order(walk.made) if t in kept]
     graph = Graph(tuple(nodes), tuple(t for t in outputs if t))
     graph.verify()
@@ -77,11 +79,26 @@ class _Walk:
         self._parts: dict[tuple[Tensor, State], Tensor | None] = {}
         self.made: list[Tensor] = []  # in node order
         self.layouts: dict[str, State] = {}
+        self._sums: list[
+            Tensor
+        ] = []  # of all devices: a layer's result is one, unless one device has it alone
         self._loaded: dict[tuple[Tensor, State], Tensor] = {}  # weights and cache layers
 
     def part(self, tensor: Tensor, state: State) -> Tensor | None:
         """This device's part of `tensor` in `state`; None if another device holds it alone."""
         return self._parts[tensor, state]
+
+    def vectors_of_exits(self) -> set[Tensor]:
+        """Norms and biases that this device needs if fewer layers run, and maybe not if all do; they are loaded in any
+        case. Where another device has the last layers alone, the results of earlier ones may be on all devices.
+        """
+        used = set(in_order(self._sums))
+        weights = {part: part.op for part in self._loaded.values() if isinstance(part.op, Weight)}
+        return {
+            part
+            for part, op in weights.items()
+            if len(part.shape) == 1 and (part in used or (self._sums and op.role.group == OUTPUT))
+        }
 
     def make(self, node: Tensor, way: Way) -> None:
         if self._is_elsewhere(way.output):
@@ -96,6 +113,8 @@ class _Walk:
             inputs = [self._present(t, state) for t, state in zip(node.inputs, way.inputs, strict=True)]
             shape = way.output.local_shape(node.shape, self._device)
             part = node.op.local(inputs, way, shape, self._device, node.name)
+        if isinstance(node.op, Add) and isinstance(way.output, Mirrored | Partial):
+            self._sums.append(part)
         self._parts[node, way.output] = part
         self.made.append(part)
 
