@@ -133,8 +133,37 @@ def test_a_session_is_for_the_effort_that_it_was_computed_with(path: Path, tmp_p
         answer = again.generate(PROMPT, max_tokens=N_NEW, temperature=0, ignore_eos=True)
         assert answer.timings.cached_tokens > 0
         assert answer.tokens == expected
-    with open_llm(path) as full, pytest.raises(Exception, match="model"):
+    with open_llm(path) as full, pytest.raises(Exception, match="n_expert_used and n_layer_exit"):
         full.load_session(tmp_path / "session")
+
+
+def test_a_full_request_finds_no_blocks_of_shallow_forks_nor_of_a_shifted_shallow_context(
+    path: Path, llm: LLM, tmp_path: Path
+) -> None:
+    shallow: dict[str, Any] = {"n_layer_exit": 1, "ignore_eos": True}
+    with open_llm(path) as mixed:
+        mixed.generate(PROMPT, n=3, max_tokens=4, seed=1, **shallow)
+        full = mixed.generate(PROMPT, max_tokens=N_NEW, temperature=0, ignore_eos=True)
+        assert full.timings.cached_tokens == 0
+        assert full.tokens == greedy(llm)
+        shifted = mixed.generate(
+            PROMPT, max_tokens=100, context_shift=True, n_keep=16, temperature=0, **shallow
+        )
+        continued = [*PROMPT[:16], *shifted.tokens[-40:]]
+        assert greedy(mixed, continued) == greedy(llm, continued)
+
+
+def test_requests_of_different_depth_survive_preemption_with_drafts(path: Path, llm: LLM) -> None:
+    """The cache holds one of them at a time."""
+    efforts: list[dict[str, Any]] = [{}, {"n_layer_exit": 1}, {"n_layer_exit": 2, "n_expert_used": 5}]
+    long: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    with open_llm(path, kv_cache_tokens=112, n_parallel=3, spec="lookup,exit") as small:
+        streams = [small.stream(PROMPT, **long, **effort) for effort in efforts]
+        answers = [stream.finish() for stream in streams]
+    assert [answer.tokens for answer in answers] == [
+        llm.generate(PROMPT, **long, **e).tokens for e in efforts
+    ]
+    assert sum(answer.timings.n_preemptions for answer in answers) > 0
 
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])

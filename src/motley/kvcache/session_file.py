@@ -214,7 +214,7 @@ class SessionFile:
                 what = field.name.replace("_", " ")
                 raise CacheError(
                     f"{self._path}: saved with {what} {found!r}, but here it is {wanted!r}",
-                    hint="load the same model with the same cache types and rotation",
+                    hint="load the same model with the same cache types, rotation, n_expert_used and n_layer_exit",
                 )
 
     def _read_contents(self, header: dict[str, Any], identity: Identity) -> Contents:
