@@ -37,8 +37,10 @@ from benchmarks.speculation_texts import WRITTEN, Sample, own_samples, written_s
 from motley import LLM
 from motley.bench import SHAPES, random_model_path, write_random_model
 from motley.bundled import bundled_draft_path, bundled_model_path
-from motley.engine import Engine, Request
-from motley.engine.choosing import chooser_for
+from motley.engine import Engine, Request, verifying
+from motley.engine.choosing import Chooser, chooser_for
+from motley.engine.scheduler import Step
+from motley.engine.service import TURN_SECONDS
 from motley.engine.steady import Steady
 from motley.engine.verifying import Chosen
 
@@ -70,11 +72,11 @@ def run(
         if sample.answer is not None:
             scripted.texts[id(request.sampler)] = sample.answer
     while not all(request.generated or request.is_finished for request in requests):
-        engine.step()
+        engine.step(TURN_SECONDS)
     n_before = sum(request.n_generated for request in requests)
     started = time.perf_counter()
     while engine.has_work:
-        engine.step()
+        engine.step(TURN_SECONDS)
     seconds = time.perf_counter() - started
     n_tokens = sum(request.n_generated for request in requests) - n_before
     return seconds / max(1, n_tokens), requests
@@ -244,19 +246,33 @@ def _script(engine: Engine) -> Scripted:
     gpus = [backend.device for backend in engine.runner._backends if backend.device.type == "cuda"]
     scripted = Scripted(chooser_for(gpus[0] if gpus else torch.device("cpu")))
     engine._chooser = scripted
-    run = Steady.run
+    run, choose_all = Steady.run, verifying.choose_all
 
-    def run_scripted(steady: Steady) -> Chosen:
-        """A repeated step, which chooses in the same native call."""
-        indexes = [len(request.generated) for request in steady.requests]
-        found, logprobs = run(steady)
-        texts = [scripted.texts.get(id(request.sampler)) for request in steady.requests]
-        tokens = [
-            token if text is None else text[i] for token, text, i in zip(found, texts, indexes, strict=True)
-        ]
-        return Chosen(tokens, logprobs)
+    def run_scripted(steady: Steady, n_rounds: int = 1) -> Chosen:
+        """Repeated steps, which are computed and chosen in one native call."""
+        starts = [len(request.generated) for request in steady.requests]
+        run(steady, n_rounds)
+        for row, (request, start) in enumerate(zip(steady.requests, starts, strict=True)):
+            written = scripted.texts.get(id(request.sampler), ())[start:]
+            for tokens, token in zip(steady._rounds, written, strict=False):
+                tokens[row] = token
+        return Chosen(list(steady._rounds[0]), {})
+
+    def choose_scripted(
+        chooser: Chooser, step: Step, ready: Sequence[Request], logits: torch.Tensor
+    ) -> list[Any] | None:
+        """The rows of a step with drafts, of which one native call chooses all."""
+        found = choose_all(chooser, step, ready, logits)
+        if found is None or step.trees:
+            return found
+        for request, row in zip(ready, verifying.first_rows(step, ready), strict=True):
+            n_rows, start = 1 + step.n_drafted(request), len(request.generated)
+            written = scripted.texts.get(id(request.sampler), ())[start : start + n_rows]
+            found[row : row + len(written)] = written
+        return found
 
     Steady.run = run_scripted  # type: ignore[method-assign]
+    verifying.choose_all = choose_scripted  # type: ignore[assignment]
     return scripted
 
 

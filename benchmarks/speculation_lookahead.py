@@ -18,6 +18,7 @@ from motley.engine import Engine, Request
 from motley.engine.drafting import ChainLookahead, Lookahead, Speculator
 from motley.engine.drafting.control import FixedControl
 from motley.engine.drafting.lookahead import LookaheadSizes
+from motley.engine.service import TURN_SECONDS
 
 _FORMS = {"chain": ChainLookahead, "tree": Lookahead}
 
@@ -68,7 +69,7 @@ def _run(engine: Engine, scripted: Scripted, sample: Sample, spec: str) -> Reque
     if sample.answer is not None:
         scripted.texts[id(request.sampler)] = sample.answer
     while engine.has_work:
-        engine.step()
+        engine.step(TURN_SECONDS)
     if request.finish_reason == "failed":
         sys.exit(f"{spec}: a request failed")
     return request

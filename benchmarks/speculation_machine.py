@@ -26,6 +26,7 @@ from motley.engine.choosing import ChoiceRow, Chooser, Pending
 from motley.engine.drafting import Draft, Speculator
 from motley.engine.drafting.control import FixedControl
 from motley.engine.drafting.draft import Ask
+from motley.engine.service import TURN_SECONDS
 
 
 class Scripted(Chooser):
@@ -169,10 +170,10 @@ def _pretended(engine: Engine, depth: int, n_tokens: int, spec: str) -> Request:
 
 def _seconds(engine: Engine) -> float:
     """Seconds of all steps after the first, which follows the filling of the context."""
-    engine.step()
+    engine.step(TURN_SECONDS)
     started = time.perf_counter()
     while engine.has_work:
-        engine.step()
+        engine.step(TURN_SECONDS)
     return time.perf_counter() - started
 
 

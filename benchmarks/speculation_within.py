@@ -17,6 +17,7 @@ from benchmarks.speculation_machine import Scripted
 from benchmarks.speculation_texts import Sample
 from motley.engine import Engine
 from motley.engine.drafting import Speculator
+from motley.engine.service import TURN_SECONDS
 
 PERIOD = 4  # steps
 
@@ -68,7 +69,7 @@ def _periods(
         if sample.answer is not None:
             scripted.texts[id(request.sampler)] = sample.answer
     while not all(request.generated or request.is_finished for request in requests):
-        engine.step()
+        engine.step(TURN_SECONDS)
     speculator, none = engine.speculator, Speculator()
     is_on, found = is_first, []
     while engine.has_work:
@@ -77,7 +78,7 @@ def _periods(
         n_running = len(engine.scheduler.running)
         started = time.perf_counter()
         for _ in range(PERIOD):
-            engine.step()
+            engine.step(TURN_SECONDS)
         seconds = time.perf_counter() - started
         n_tokens = sum([len(request.generated) for request in requests]) - n_before
         if len(engine.scheduler.running) != n_running or not n_tokens:
@@ -86,7 +87,7 @@ def _periods(
         is_on = not is_on
     engine.speculator = speculator
     while engine.has_work:
-        engine.step()
+        engine.step(TURN_SECONDS)
     return _paired(found)
 
 

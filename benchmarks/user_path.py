@@ -224,7 +224,7 @@ def _profile(watched: Watched) -> list[str]:
 
     engine, profile = watched.llm._loaded.engine, cProfile.Profile()
     step = engine.step
-    engine.step = lambda: profile.runcall(step)  # type: ignore[method-assign]
+    engine.step = lambda *given: profile.runcall(step, *given)  # type: ignore[method-assign]
     watched.serve(1, 64, 100, **USUAL)
     engine.step = step  # type: ignore[method-assign]
     text = io.StringIO()

@@ -15,15 +15,15 @@ def watch_steps(engine: Engine) -> list[tuple[int, int, float]]:
     compute, step = engine._compute, engine.step
     latest = (0, 0)
 
-    def watched_compute() -> Any:
+    def watched_compute(seconds: float) -> Any:
         nonlocal latest
-        done = compute()
+        done = compute(seconds)
         latest = (done[0].n_tokens, len(done[1]))
         return done
 
-    def watched_step() -> None:
+    def watched_step(seconds: float = 0.0) -> None:
         started = time.perf_counter()
-        step()
+        step(seconds)
         steps.append((*latest, time.perf_counter() - started))
 
     engine._compute, engine.step = watched_compute, watched_step  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from motley.engine.request import Request
 from motley.errors import LostWorkerError, MotleyError, RequestError
 
 T = TypeVar("T")
-_TURN = 0.016  # seconds, a frame of a screen: so long new messages and readers of short steps may wait
+TURN_SECONDS = 0.016  # a frame of a screen: so long new messages and readers of short steps may wait
 _IDLE = 0.25  # seconds without a message and without requests: then there is time for an idle task
 
 
@@ -192,7 +192,7 @@ class _Loop:
     def _step(self) -> None:
         self._engine.may_idle = True
         try:
-            self._engine.step(_TURN)
+            self._engine.step(TURN_SECONDS)
         except BaseException as error:  # a bug: the engine's state may be inconsistent
             self._failure = RequestError(
                 f"the engine has failed: {type(error).__name__}: {error}", hint="load the model again"
