@@ -132,7 +132,8 @@ def test_texts_are_looked_up_less_often_while_no_draft_is_used_and_at_once_again
 
     assert n_found(3) == 3
     assert n_found(8) == 4
-    n_found(10)
-    assert n_found(40) == 10
+    assert n_found(20) == 6
+    n_found(8)
+    assert n_found(40) == 5
     lookup.note_use()
     assert n_found(3) == 3

@@ -29,10 +29,8 @@ _NO_DRAFT = Draft((), "lookup")
 _NONE: dict[Request, Draft] = {}
 _MAX_USERS = 256  # whose answers are remembered
 MAX_REMEMBERED = 65536  # tokens of a user's answers
-_PAUSES = (
-    (12, 4),
-    (3, 2),
-)  # after more than so many steps without a draft that was used, one of so many is looked up
+# After more than so many steps without a draft that was used, one of so many is looked up.
+_PAUSES = ((32, 8), (12, 4), (3, 2))
 ONLY_LOOKUP = ("lookup",)  # the drafters of most requests
 _GRADES = (4, 6, 12, 24)  # matches of at least so many tokens have grade 1, 2, 3, 4
 Found = tuple[int, Sequence[int], int]  # a row, tokens that may follow, and the length of the match
@@ -73,7 +71,8 @@ class Lookup:
     def find(self, requests: Sequence[Request]) -> dict[Request, Draft] | None:
         """The drafts of all requests: mostly none, and one call tells. None: some do not draft by looking up only.
 
-        After some steps without a draft that was used, only every second step is looked up, and later every fourth.
+        After some steps without a draft that was used, only every second step is looked up, later every fourth
+        and every eighth.
         """
         if requests != self._requests and not self._keep(requests):
             return None
