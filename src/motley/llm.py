@@ -450,7 +450,7 @@ class LLM:
         """Drop a text's cache: a prompt that begins with these tokens is computed again."""
         loaded = self._loaded
         salt = loaded.engine.efforts.default.salt
-        self._call(lambda: loaded.cache.forget(tokens, salt=salt))
+        self._call(lambda: loaded.cache.unpublish(tokens, salt=salt))
 
     @cached_property
     def _sessions(self) -> SessionStore:

@@ -66,7 +66,6 @@ class EngineClient:
         self.info: Message = {}
         self.stats: Message = {}
         self.slots = Slots(n_slots)
-        self.n_restarts = 0
         self.refusal: ApiError | None = None  # why the model cannot be loaded
         self.on_end: Callable[[End, Ticket], None] = lambda end, ticket: None
         self.on_ready: Callable[[], None] = lambda: None
@@ -372,9 +371,8 @@ class EngineClient:
             self.ended.set()
             return
         _log.error("the engine process has ended; it is started again")
-        self.n_restarts += 1
         self._n_failed_starts += 1
-        self._restarting = asyncio.create_task(self._restart())
+        self._restart_task = asyncio.create_task(self._restart())  # kept: the event loop holds tasks weakly
 
     async def _restart(self) -> None:
         if self._process is not None:

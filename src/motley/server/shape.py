@@ -41,7 +41,7 @@ class LiveTimings:
     """The timings of an answer that still runs, as far as the front sees them."""
 
     def __init__(self) -> None:
-        self._n_cached = self._n_processed = self._n_prompt = 0
+        self._n_cached = self._n_prompt = 0
         self._prompt_ms = 0.0
         self._n_new = 0
         self._started = time.perf_counter()
