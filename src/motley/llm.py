@@ -191,7 +191,7 @@ class LLM:
         # One text is scored or saved at a time: two might wait for each other's room.
         self._scoring_lock = threading.Lock()
         self._service = EngineService(loaded.engine, on_stop=loaded.close)
-        loaded.runner.tell_losses(loaded.engine.report_loss)
+        loaded.runner.report_losses_to(loaded.engine.report_loss)
         self._warming = BackgroundWarming(
             loaded.warmer,
             loaded.runner,
