@@ -204,7 +204,7 @@ class EngineClient:
                 "tokens": job.tokens,
                 "params": params_to_wire(job.params),
                 "continues": job.continues_prompt,
-                "progress": job.tells_progress,
+                "progress": job.reports_progress,
                 "special": job.shows_special,
                 "leader": ticket.leader,
             }
@@ -266,7 +266,7 @@ class EngineClient:
             if (ticket := tickets.get(piece[0])) is not None:
                 ticket.generated += piece[2]
                 ticket.has_sent = True
-                if ticket.job.is_mute:
+                if ticket.job.discards_answer:
                     continue
                 mailbox = ticket.mailbox
                 mailbox.put(Piece(ticket.index, *piece[1:]))
@@ -307,7 +307,7 @@ class EngineClient:
                 stop=end["stop"],
                 n_prompt=end["prompt_tokens"],
                 n_cached=end["cached_tokens"],
-                n_new=0 if ticket.job.is_mute else end["new_tokens"],
+                n_new=0 if ticket.job.discards_answer else end["new_tokens"],
                 queued_seconds=end["queued_seconds"],
                 prompt_seconds=end["prompt_seconds"],
                 new_seconds=end["new_seconds"],

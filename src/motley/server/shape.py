@@ -9,7 +9,7 @@ from typing import Any
 from motley.server.jobs import End
 from motley.server.model import FrontModel
 
-_LEAST = -9999.0  # instead of -inf, which JSON does not have
+_MIN_LOGPROB = -9999.0  # instead of -inf, which JSON does not have
 OPENAI_FINISH = {"stop": "stop", "length": "length", "cancelled": "stop", "failed": "stop"}
 
 
@@ -102,12 +102,12 @@ def probabilities(
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         data = token_bytes(model, token)
-        value = math.exp(_LEAST if logprob is None else logprob) if post_sampling else logprob
+        value = math.exp(_MIN_LOGPROB if logprob is None else logprob) if post_sampling else logprob
         return {
             "id": token,
             "token": token_text(data),
             "bytes": list(data),
-            name: _LEAST if value is None else value,
+            name: _MIN_LOGPROB if value is None else value,
         }
 
     return [
