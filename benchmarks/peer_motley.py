@@ -24,7 +24,7 @@ class Motley:
     def begin(self, depth: int) -> None:
         self._sequence.close()
         self._sequence = self._llm.raw_sequence()
-        self._sequence.pretend(depth)
+        self._sequence.fill_with_random(depth)
 
     def feed(self, tokens: list[int]) -> None:
         self._sequence.feed(tokens, n_outputs=1)

@@ -25,7 +25,7 @@ from motley.engine import Engine, Request, SamplingParams
 from motley.engine.choosing import ChoiceRow, Chooser, Pending
 from motley.engine.drafting import Draft, Speculator
 from motley.engine.drafting.control import FixedControl
-from motley.engine.drafting.draft import Ask
+from motley.engine.drafting.draft import DraftRequest
 from motley.engine.service import TURN_SECONDS
 
 
@@ -67,7 +67,7 @@ class SometimesRight:
     def __init__(self, scripted: Scripted, p_right: float) -> None:
         self._scripted, self._p, self._rng = scripted, p_right, random.Random(0)
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         return [Draft(self._tokens(ask.request, ask.n_max), self.name) for ask in asks]
 
     def may_draft(self, request: Request) -> bool:

@@ -188,11 +188,10 @@ class LLM:
         self.notices = loaded.notices
         self.details = loaded.details
         self._loaded: LoadedModel = loaded
-        self._guest_lock = (
-            threading.Lock()
-        )  # one text is scored or saved at a time: two might wait for each other's room
+        # One text is scored or saved at a time: two might wait for each other's room.
+        self._scoring_lock = threading.Lock()
         self._service = EngineService(loaded.engine, on_stop=loaded.close)
-        loaded.runner.tell_losses(loaded.engine.report_loss)
+        loaded.runner.report_losses_to(loaded.engine.report_loss)
         self._warming = BackgroundWarming(
             loaded.warmer,
             loaded.runner,
@@ -318,7 +317,10 @@ class LLM:
         engine = self._open_engine()
         engine.check_length(ids)
         effort = engine.efforts.choose(n_expert_used, n_layer_exit)
-        with self._guest_lock, RawSequence(self._service, engine, is_guest=True, effort=effort) as sequence:
+        with (
+            self._scoring_lock,
+            RawSequence(self._service, engine, is_internal=True, effort=effort) as sequence,
+        ):
             result: npt.NDArray[np.float32] = sequence.feed(ids).numpy()
             return result
 
@@ -341,7 +343,7 @@ class LLM:
             at_index("texts", i, partial(engine.check_length, ids))
         found = []
         for ids in all_ids:
-            with self._guest_lock, RawSequence(self._service, engine, is_guest=True) as sequence:
+            with self._scoring_lock, RawSequence(self._service, engine, is_internal=True) as sequence:
                 found.append(pooled(sequence.embed(ids).numpy(), kind, normalize))
         if not is_list:
             return found[0]
@@ -424,7 +426,7 @@ class LLM:
         tokens = self._tokens(prompt)
         engine = self._open_engine()
         engine.check_length(tokens)
-        with self._guest_lock, RawSequence(self._service, engine, prefix=tokens, is_guest=True) as raw:
+        with self._scoring_lock, RawSequence(self._service, engine, prefix=tokens, is_internal=True) as raw:
             if rest := tokens[raw.n_cached :]:
                 raw.feed(rest, n_outputs=0)
             assert raw.sequence is not None, "it is open"
@@ -441,14 +443,14 @@ class LLM:
                 "a session is loaded into the prefix cache, which is off", hint="prefix_cache=True"
             )
         n_vocab = self._loaded.split.params.n_vocab
-        with self._guest_lock:
+        with self._scoring_lock:
             return self._call(lambda: self._sessions).load(place, self.n_ctx, n_vocab)
 
     def forget(self, tokens: Sequence[int]) -> None:
         """Drop a text's cache: a prompt that begins with these tokens is computed again."""
         loaded = self._loaded
         salt = loaded.engine.efforts.default.salt
-        self._call(lambda: loaded.cache.forget(tokens, salt=salt))
+        self._call(lambda: loaded.cache.unpublish(tokens, salt=salt))
 
     @cached_property
     def _sessions(self) -> SessionStore:

@@ -56,7 +56,7 @@ def test_what_depth_is_filled_with_is_found_by_nobody(path: Path) -> None:
     with LLM(path, n_ctx=128, n_parallel=2) as llm:
         alone = llm.generate([0] * 40, max_tokens=4, temperature=0).tokens
         with llm.raw_sequence() as sequence:
-            sequence.pretend(64)
+            sequence.fill_with_random(64)
         with LLM(path, n_ctx=128, n_parallel=2) as fresh:
             assert fresh.generate([0] * 40, max_tokens=4, temperature=0).tokens == alone
         assert llm.generate([0] * 40, max_tokens=4, temperature=0).tokens == alone

@@ -104,7 +104,7 @@ def test_what_cannot_be_meant_is_refused(random_llama: Path) -> None:
         (["--device", "cpu,tpu"], "unknown device 'tpu'"),
         (["--device", "cpu,cpu", "-sm", "rows"], "unknown split mode 'rows'"),
         (["--device", "cpu,cpu", "-ts", "1,2,3"], "has 3 numbers, but the number of devices is 2"),
-        (["--device", "cpu,cpu", "-ts", "0,0"], "cannot be met"),
+        (["--device", "cpu,cpu", "-ts", "0,0"], "is not a proportion"),
         (["--svg", "no/such/folder/split.svg"], "hint: FILE must be in a writable folder"),
     ):
         result = CliRunner().invoke(app, ["explain", path, *flags])

@@ -9,7 +9,7 @@ from motley import LLM
 from motley.engine import Engine, Request, SamplingParams
 from motley.engine.drafting import Draft, Speculator
 from motley.engine.drafting.control import FixedControl
-from motley.engine.drafting.draft import Ask
+from motley.engine.drafting.draft import DraftRequest
 
 # Gives a draft: the rest of the right answer, the most tokens that it may have, and the vocabulary's size.
 Guess = Callable[[random.Random, tuple[int, ...], int, int], Sequence[int]]
@@ -130,14 +130,14 @@ class Knowing:
         self.n_accepted: list[int] = []  # of each draft
         self._guess, self._n_vocab, self._rng = guess, n_vocab, random.Random(seed)
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         found = [self._tokens(ask) for ask in asks]
         return [Draft(tuple(each), self.name, 0, tuple(getattr(each, "parents", ()))) for each in found]
 
     def may_draft(self, request: Request) -> bool:
         return self._guess is not none
 
-    def _tokens(self, ask: Ask) -> Sequence[int]:
+    def _tokens(self, ask: DraftRequest) -> Sequence[int]:
         answer = self.answers.get(ask.request.prompt, ())
         rest = answer[ask.request.n_generated :]
         return self._guess(self._rng, rest, ask.n_max, self._n_vocab)

@@ -255,7 +255,7 @@ def test_texts_that_go_on_as_drafted_or_not_at_all_are_not_taken_for_better_than
         n_right = 7 if number % 3 == 0 else 0
         rate = control.acceptance.rate(each, "lookup", 0)
         by_rate.append(sum(rate**i for i in range(1, 8)))
-        expected.append(control.acceptance.gain(each) * by_rate[-1])
+        expected.append(control.acceptance.yield_ratio(each) * by_rate[-1])
         control.note_draft(each, draft, n_right, not n_right)
     assert sum(by_rate[30:]) / 270 > 2.6
     assert sum(expected[30:]) / 270 == pytest.approx(7 / 3, rel=0.08)

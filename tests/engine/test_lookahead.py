@@ -15,7 +15,7 @@ from motley.backends import ReferenceBackend
 from motley.engine import Request, SamplingParams
 from motley.engine.drafting import ChainLookahead, Draft, Lookahead
 from motley.engine.drafting.control import FixedControl
-from motley.engine.drafting.draft import Ask
+from motley.engine.drafting.draft import DraftRequest
 from motley.engine.drafting.lookahead import LookaheadSizes
 from motley.engine.request import Speculation
 from motley.engine.trees import depths
@@ -50,7 +50,7 @@ def answer(
     """Generates by a model that knows the last token only. Returns the number of steps."""
     n_steps = 0
     while request.n_generated < n_tokens:
-        (draft,) = drafter.draft([Ask(request, 15)])
+        (draft,) = drafter.draft([DraftRequest(request, 15)])
         outputs = [model(token) for token in (request.tokens[-1], *draft.tokens)]
         drafter.learn(request, draft, outputs)
         right = [model(request.tokens[-1])]
@@ -77,8 +77,8 @@ def test_what_follows_what_is_learned_from_rows_that_were_wrong(
 def test_chains_are_as_long_as_the_window_and_the_limit() -> None:
     drafter = ChainLookahead(LookaheadSizes(5, 3, 2))
     request = new_request(4, 5)
-    assert len(drafter.draft([Ask(request, 15)])[0].tokens) == 5
-    assert len(drafter.draft([Ask(request, 2)])[0].tokens) == 2
+    assert len(drafter.draft([DraftRequest(request, 15)])[0].tokens) == 5
+    assert len(drafter.draft([DraftRequest(request, 2)])[0].tokens) == 2
 
 
 def test_the_pool_of_chains_keeps_the_latest_ngrams_of_a_token() -> None:
@@ -93,7 +93,7 @@ def test_the_pool_of_chains_keeps_the_latest_ngrams_of_a_token() -> None:
 def test_the_window_has_a_column_for_each_position_and_a_level_for_each_step() -> None:
     """W = 3, N = 4: three levels of three guesses, the first of which is the last token."""
     drafter, request = Lookahead(LookaheadSizes(3, 4, 2)), new_request(1, 2, 3)
-    (draft,) = drafter.draft([Ask(request, 15)])
+    (draft,) = drafter.draft([DraftRequest(request, 15)])
     #                       (1,0) (2,0) (0,1) (1,1) (2,1) (0,2) (1,2) (2,2)
     assert draft.parents == (-1, 0, -1, 2, 3, 2, 5, 6)
     assert max(depths(draft.parents)) == 4
@@ -111,7 +111,7 @@ def test_the_window_has_a_column_for_each_position_and_a_level_for_each_step() -
     assert len(known.levels) == 3
     request.tokens.append(9)
     request.generated.append(9)
-    (after,) = drafter.draft([Ask(request, 15)])
+    (after,) = drafter.draft([DraftRequest(request, 15)])
     assert after.tokens[1] == 102  # column 0, the latest level
     assert after.tokens[4] == 105
 
@@ -119,7 +119,7 @@ def test_the_window_has_a_column_for_each_position_and_a_level_for_each_step() -
 def test_candidates_are_a_trie_of_the_latest_ngrams() -> None:
     drafter = Lookahead(LookaheadSizes(1, 3, 2))
     request = new_request(5, 1, 1, 5, 2, 2, 5, 3, 3, 5, 3, 4, 5)
-    (draft,) = drafter.draft([Ask(request, 15)])
+    (draft,) = drafter.draft([DraftRequest(request, 15)])
     assert draft.tokens[:3] == (3, 4, 3)
     assert draft.parents[:3] == (-1, 0, 0)
     assert draft.grade == 1
@@ -130,7 +130,7 @@ def test_candidates_are_a_trie_of_the_latest_ngrams() -> None:
 def test_trees_keep_to_their_limits(sizes: tuple[int, int, int], n_max: int, max_rows: int) -> None:
     drafter, request = Lookahead(LookaheadSizes(*sizes)), new_request(*range(9), *range(7))
     for step in range(12):
-        (draft,) = drafter.draft([Ask(request, n_max, max_rows)])
+        (draft,) = drafter.draft([DraftRequest(request, n_max, max_rows)])
         assert len(draft.tokens) == len(draft.parents) <= max_rows
         assert max(depths(draft.parents), default=0) <= n_max
         drafter.learn(request, draft, [(step * 5 + i) % 9 for i in range(len(draft.tokens) + 1)])

@@ -283,7 +283,7 @@ def test_requests_go_on_while_other_threads_call_without_end(llm: LLM) -> None:
 
 
 def test_interrupts_of_a_waiting_caller_leave_nothing_behind(llm: LLM) -> None:
-    """Ctrl-C at many moments of scoring, saving and waiting: no sequence, no guest, no lock stays."""
+    """Ctrl-C at many moments of scoring, saving and waiting: no sequence and no lock stays."""
     tokens = [5] * 200
     works = [
         lambda: llm.logits(tokens),
@@ -308,7 +308,7 @@ def test_interrupts_of_a_waiting_caller_leave_nothing_behind(llm: LLM) -> None:
     gc.collect()
     assert llm.generate("Once", **GREEDY).finish_reason == "length"
     assert llm.kv_stats().use.n_sequences == 0
-    assert llm._loaded.engine.n_guests == 0
+    assert llm._loaded.engine.n_internal == 0
 
 
 def test_a_model_and_a_stream_in_a_cycle_do_not_keep_the_process_from_ending() -> None:

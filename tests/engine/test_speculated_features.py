@@ -13,7 +13,7 @@ from motley import LLM
 from motley.bundled import bundled_draft_path, bundled_experts_path
 from motley.engine import SamplingParams
 from motley.engine.drafting import Draft, Forced
-from motley.engine.drafting.draft import Ask
+from motley.engine.drafting.draft import DraftRequest
 
 PROMPT = list(range(3, 40))
 OPTIONS: list[dict[str, Any]] = [
@@ -76,10 +76,10 @@ def test_what_a_grammar_forces_is_drafted_and_the_text_stays() -> None:
         drafted = llm.generate(PROMPT, speculative="grammar", **options)
         assert drafted.tokens == plain.tokens
         request = llm._loaded.engine.new_request(PROMPT, SamplingParams(speculative="auto", **options))
-        (draft,) = Forced().draft([Ask(request, 4)])
+        (draft,) = Forced().draft([DraftRequest(request, 4)])
         assert len(draft.tokens) == 4
         free = llm._loaded.engine.new_request(PROMPT, SamplingParams())
-        assert Forced().draft([Ask(free, 4)]) == [Draft((), "grammar")]
+        assert Forced().draft([DraftRequest(free, 4)]) == [Draft((), "grammar")]
 
 
 def test_forced_tokens_are_those_of_the_only_text(llm: LLM) -> None:

@@ -21,7 +21,7 @@ from motley.engine import SamplingParams
 from motley.engine.choosing import ChoiceRow, HostChooser, Pending
 from motley.engine.drafting import Draft, Lookahead, Lookup
 from motley.engine.drafting.control import FixedControl
-from motley.engine.drafting.draft import Ask
+from motley.engine.drafting.draft import DraftRequest
 from motley.runtime import Runner
 
 PROMPTS = [list(range(3, 30)), [5, 9, 9, 7], list(range(60, 30, -2))]
@@ -104,7 +104,7 @@ def test_a_drafter_that_fails_is_not_asked_again(path: Path, caplog: pytest.LogC
         drafter = teach(llm, right, known)
         calls = []
 
-        def failing(asks: Sequence[Ask]) -> list[Draft]:
+        def failing(asks: Sequence[DraftRequest]) -> list[Draft]:
             calls.append(len(asks))
             raise RuntimeError("no ideas")
 
@@ -217,7 +217,7 @@ def test_texts_are_the_same_where_steps_are_chained(
         monkeypatch.setattr(Runner, "run", watched)
         draft = drafter.draft
 
-        def sometimes(asks: Sequence[Ask]) -> list[Draft]:
+        def sometimes(asks: Sequence[DraftRequest]) -> list[Draft]:
             return [each if rng.random() < 0.2 else Draft((), "lookup") for each in draft(asks)]
 
         monkeypatch.setattr(drafter, "draft", sometimes)

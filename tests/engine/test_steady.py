@@ -182,12 +182,12 @@ def test_windows_drop_their_blocks_in_repeated_steps(
             own = llm._loaded.engine
             params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, speculative="off")
             requests = [own.add([2, 7 + i, 9], params) for i in range(3)]
-            n_most = 0
+            max_used = 0
             while own.has_work:
                 own.step()
                 own.cache.check_integrity()
-                n_most = max(n_most, own.cache.stats().groups[-1].n_used)
-            return [tuple(r.generated) for r in requests], n_most
+                max_used = max(max_used, own.cache.stats().groups[-1].n_used)
+            return [tuple(r.generated) for r in requests], max_used
 
     repeated = answers()
     assert sum(counted) > 150

@@ -408,7 +408,7 @@ def test_a_demand_paged_cache_is_given_back_on_all_hosts(
     options = OPTIONS | {"n_ctx": 2048, "n_batch": 512, "kv_cache_demand_paged": True, "prefix_cache": False}
     with LLM(random_llama, devices=names, split_mode="tensor", **options) as llm:
         with llm.raw_sequence() as sequence:
-            sequence.pretend(1500)
+            sequence.fill_with_random(1500)
             used = [device.resident for device in llm.kv_stats().devices]
         freed = [device.resident for device in llm.kv_stats().devices]
     assert all(after < before for before, after in zip(used, freed, strict=True))

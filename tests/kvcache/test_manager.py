@@ -407,7 +407,7 @@ def test_forgotten_tokens_are_not_found_again_and_others_are() -> None:
     ours, others = list(range(10)), list(range(50, 60))
     for tokens in (ours, others):
         cache.free(start(cache, tokens))
-    cache.forget(ours)
+    cache.unpublish(ours)
     cache.check_integrity()
     assert cache.open(ours).n_cached == 0
     assert cache.open(others).n_cached == 9
@@ -418,7 +418,7 @@ def test_forgetting_leaves_running_sequences_alone() -> None:
     tokens = list(range(10))
     seq = start(cache, tokens)
     held = blocks(cache, seq)
-    cache.forget(tokens)
+    cache.unpublish(tokens)
     cache.check_integrity()
     assert blocks(cache, seq) == held
     run(cache, seq, [*tokens, 10, 11, 12])
@@ -430,7 +430,7 @@ def test_forgetting_keeps_what_only_begins_alike() -> None:
     cache = make_cache()
     cache.free(start(cache, [1, 2, 3, 4, 5, 6]))
     cache.free(start(cache, [1, 2, 3, 4, 9, 9]))
-    cache.forget([1, 2, 3, 4, 9, 9])
+    cache.unpublish([1, 2, 3, 4, 9, 9])
     cache.check_integrity()
     assert cache.open([1, 2, 3, 4, 5, 6, 7]).n_cached == 0  # the first block was theirs, too
     assert cache.open([7, 2]).n_cached == 0

@@ -143,8 +143,8 @@ class StateMachine(RuleBasedStateMachine):
         del self.texts[seq]
 
     @rule(tokens=Tokens)
-    def forget(self, tokens: list[int]) -> None:
-        self.cache.forget(tokens)
+    def unpublish(self, tokens: list[int]) -> None:
+        self.cache.unpublish(tokens)
 
     @rule()
     def clear(self) -> None:

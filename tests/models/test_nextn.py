@@ -23,7 +23,7 @@ from motley import LLM
 from motley.engine import Engine, Request, SamplingParams
 from motley.engine.drafting import Draft
 from motley.engine.drafting.control import FixedControl
-from motley.engine.drafting.draft import Ask
+from motley.engine.drafting.draft import DraftRequest
 from motley.engine.drafting.mtp import NextnLayer
 from motley.errors import ConfigError, MotleyError, RequestError
 
@@ -144,7 +144,7 @@ def test_guesses_are_those_of_the_layer(name: str, tmp_path: Path, monkeypatch: 
     guesses: list[tuple[list[int], tuple[int, ...]]] = []
     draft = NextnLayer.draft
 
-    def noted(self: NextnLayer, asks: list[Ask]) -> list[Draft]:
+    def noted(self: NextnLayer, asks: list[DraftRequest]) -> list[Draft]:
         found = draft(self, asks)
         guesses.extend((list(ask.request.tokens), each.tokens) for ask, each in zip(asks, found, strict=True))
         return found

@@ -92,7 +92,7 @@ def test_without_a_split_only_the_first_device_works() -> None:
         ("(cpu)(cpu)", "is no group of devices"),
         ("cpu,(cpu,cpu)@", "'' is not the address of a worker"),
         ("cpu,(cpu,cpu)@a@b", "'a@b' is not the address of a worker"),
-        ("cpu,(cpu@a,cpu)@b", "names hosts inside and outside"),
+        ("cpu,(cpu@a,cpu)@b", "has worker addresses inside and after its parentheses"),
         ("cpu,(cpu@a,cpu@b)", "has devices of several processes"),
         ("(cpu,tpu),cpu", "unknown device 'tpu'"),
         ("cpu,(cpu,tpu)@a", "unknown device 'tpu' of a:29400"),

@@ -231,7 +231,7 @@ def test_by_default_experts_are_on_the_cpus_beside_gpus_and_on_the_last_device_o
         ({"n_cpu_moe": 1.5}, "n_cpu_moe is 1.5"),
         ({"n_cpu_moe": 2, "split_mode": "none"}, "split mode none"),
         ({"expert_split": "1,2,3"}, "expert split '1,2,3' has 3 numbers"),
-        ({"expert_split": "0,0"}, "expert split '0,0' cannot be met"),
+        ({"expert_split": "0,0"}, "expert split '0,0' is not a proportion"),
         ({"expert_split": "a,b"}, "expert split 'a,b' is not a list of numbers"),
     ],
 )

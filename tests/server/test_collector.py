@@ -25,7 +25,7 @@ class _Engine:
 
     def request(self, number: int, *, logprobs: list[Any] | None = None) -> Any:
         request = SimpleNamespace(generated=[], logprobs=logprobs, outbox=None)
-        self.collector.attach(number, request, tells_progress=False)  # type: ignore[arg-type]
+        self.collector.attach(number, request, reports_progress=False)  # type: ignore[arg-type]
         return request
 
     def step(self, *requests: Any) -> list[Any]:

@@ -136,13 +136,13 @@ class _LockStep:
         self._devices = [_steps(s.graph, values) for s, values in zip(work.shares, work.values, strict=True)]
         self._waiting: dict[int, tuple[Tensor, list[Any]]] = {}
         self._outputs: dict[int, Outputs] = {}
-        self._mail: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+        self._queues: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
 
     def run(self) -> list[Outputs]:
         for device in range(len(self._devices)):
             self._resume(device, None)
         while self._waiting:
-            moved = [self._carry_mail(device) for device in list(self._waiting)]
+            moved = [self._carry_message(device) for device in list(self._waiting)]
             if not any(moved):
                 self._exchange()
         return [self._outputs[device] for device in range(len(self._devices))]
@@ -154,16 +154,16 @@ class _LockStep:
             self._waiting.pop(device, None)
             self._outputs[device] = stop.value
 
-    def _carry_mail(self, device: int) -> bool:
+    def _carry_message(self, device: int) -> bool:
         """Go on if the device sends something, or waits for something that was sent."""
         node, inputs = self._waiting[device]
         match node.op:
             case Send(source, target):
-                self._mail[source, target].append(inputs[0])
+                self._queues[source, target].append(inputs[0])
                 self._resume(device, torch.empty(0))
                 return True
-            case Receive(source, target) if self._mail[source, target]:
-                line = _Line(device, [self._mail[source, target].popleft()])
+            case Receive(source, target) if self._queues[source, target]:
+                line = _Line(device, [self._queues[source, target].popleft()])
                 self._resume(device, _collect(node, [], line))
                 return True
         return False

@@ -64,7 +64,9 @@ def backend_for(device: str, name: str, offer: DeviceOffer | None = None) -> Bac
     if not device.startswith("cuda"):
         return get_backend(name)
     if name != "auto":
-        raise ConfigError(f"backend {name!r} does not run {device}", hint="leave --backend at auto")
+        raise ConfigError(
+            f"backend {name!r} does not run {device}", hint="leave out --backend, or use --backend auto"
+        )
     if offer is not None:
         return RemoteGpu(device, offer)
     try:

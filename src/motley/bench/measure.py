@@ -72,7 +72,7 @@ def _measure_one(llm: LLM, workload: Workload, repetitions: int) -> Measurement:
 
 def _run(llm: LLM, workload: Workload) -> float:
     with llm.raw_sequence() as sequence:
-        sequence.pretend(workload.depth)
+        sequence.fill_with_random(workload.depth)
         _finish_stores()
         token = 1
         started = time.perf_counter()

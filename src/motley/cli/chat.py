@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from motley.cli.chat_commands import COMMANDS, ChatState, obey
+from motley.cli.chat_commands import COMMANDS, ChatState, run_command
 from motley.cli.chat_input import read_messages
 from motley.cli.console import USER_ERROR, report, say
 from motley.cli.conversation import Conversation
@@ -51,7 +51,7 @@ def chat(
 def _try(message: str, state: ChatState) -> list[bool]:
     """Runs a command. Returns [False] if it failed."""
     try:
-        obey(message, state)
+        run_command(message, state)
     except MotleyError as error:
         report(error)
         return [False]

@@ -51,7 +51,7 @@ class ChatCommand:
     run: Callable[[ChatState, str], None]
 
 
-def obey(line: str, state: ChatState) -> None:
+def run_command(line: str, state: ChatState) -> None:
     """Runs the command in `line`. Errors are raised, unknown commands explained."""
     name, _, argument = line.partition(" ")
     command = COMMANDS.get(name)

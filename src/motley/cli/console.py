@@ -77,13 +77,13 @@ def loading_bar(title: str) -> Iterator[tuple[Callable[[int, int], None], Callab
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=None)
         compiling = f"{title}: compiling kernels, first time on this GPU"
-        is_told = False
+        is_announced = False
 
         def compiled(done: int, total: int) -> None:
-            nonlocal is_told
-            if not is_told and not console.is_terminal:
+            nonlocal is_announced
+            if not is_announced and not console.is_terminal:
                 say(f"compiling {total} kernels, first time on this GPU")
-            is_told = True
+            is_announced = True
             progress.update(task, completed=done, total=total, description=f"{compiling} ({done} of {total})")
 
         yield lambda done, total: progress.update(task, completed=done, total=total), compiled

@@ -54,7 +54,7 @@ def doctor(as_json: options.Json = False, debug: options.Debug = False) -> None:
     [bold]motley doctor[/]
     """
     with reporting_errors(debug, as_json=as_json):
-        findings = list(examine())
+        findings = list(check_installation())
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False))
     else:
@@ -63,7 +63,7 @@ def doctor(as_json: options.Json = False, debug: options.Debug = False) -> None:
         raise typer.Exit(1)
 
 
-def examine() -> Iterator[Finding]:
+def check_installation() -> Iterator[Finding]:
     yield Finding("motley", OK, f"{__version__} in {Path(__file__).parent.parent}")
     yield Finding("python", OK, f"{platform.python_version()} ({sys.executable})")
     yield from _torch()

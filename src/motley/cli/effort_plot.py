@@ -14,7 +14,7 @@ _WIDTH, _HEIGHT = 900, 360  # pixels
 _TOP, _BOTTOM = 60, 310  # of both plots
 _KL, _SPEED = (60, 420), (500, 860)  # left and right edges of the two plots
 _KINDS = ("fewer or more experts", "fewer layers", "both")
-_LEAST_KL = 1e-9  # smaller values are rounding errors
+_MIN_KL = 1e-9  # smaller values are rounding errors
 
 
 def draw(report: EffortReport, model: str) -> str:
@@ -23,7 +23,7 @@ def draw(report: EffortReport, model: str) -> str:
     most_bytes = max(row.bytes_per_token for row in (report.full, *rows)) / report.full.bytes_per_token
     title = f"{model}, {report.n_scored} tokens in contexts of {report.n_ctx}, against the full model"
     shapes = [label(8, ROW / 2, title, anchor="start", weight="bold"), *_legend(report)]
-    kls = [math.log10(max(row.divergence.kl_mean, _LEAST_KL)) for row in rows]
+    kls = [math.log10(max(row.divergence.kl_mean, _MIN_KL)) for row in rows]
     low, high = math.floor(min(kls)), math.ceil(max(kls))
     kl = Scale(low, max(high, low + 1), _BOTTOM, _TOP)
     speeds = [_speed(report, row) for row in rows]

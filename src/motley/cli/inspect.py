@@ -45,7 +45,7 @@ def inspect(
     """
     with reporting_errors(debug, as_json=as_json):
         spec = read_spec(source.path())
-        contents, found = describe(spec), examine(spec)
+        contents, found = describe(spec), check_model(spec)
     if as_json:
         typer.echo(json.dumps({**contents, **asdict(found)}, ensure_ascii=False))
         return
@@ -67,7 +67,7 @@ class Findings:
     notes: tuple[str, ...] = ()
 
 
-def examine(spec: ModelSpec) -> Findings:
+def check_model(spec: ModelSpec) -> Findings:
     """Checks all that `motley run` checks before it loads weights: sizes, tensors, vocabulary, chat template."""
     notes = []
     try:

@@ -16,7 +16,7 @@ class UnusedFlag:
     is_switch: bool = False
 
 
-_ALIKE: tuple[tuple[str, UnusedFlag], ...] = (
+_UNUSED_BY_NAMES: tuple[tuple[str, UnusedFlag], ...] = (
     ("-fa --flash-attn", UnusedFlag("attention is always fused", is_switch=True)),
     ("--mmap --no-mmap", UnusedFlag("Motley decides which weights stay in the mapped file")),
     ("--mlock", UnusedFlag("memory is not locked")),
@@ -51,4 +51,4 @@ _ALIKE: tuple[tuple[str, UnusedFlag], ...] = (
     ("--no-escape", UnusedFlag("escapes are only read with -e")),
     ("--swa-full", UnusedFlag("windows only keep what they need")),
 )
-UNUSED: dict[str, UnusedFlag] = {name: flag for names, flag in _ALIKE for name in names.split()}
+UNUSED: dict[str, UnusedFlag] = {name: flag for names, flag in _UNUSED_BY_NAMES for name in names.split()}

@@ -11,7 +11,7 @@ from motley.quality import Report, TypeQuality
 _WIDTH, _TOP = 1080, 4 * ROW  # pixels
 _NAME_END, _VERDICT = 130, 840  # pixels: right edge of names, left edge of verdicts
 _KL, _CHANGE = (150, 440), (500, 700)  # left and right edges of the two plots
-_MOST_CHANGE = 0.1  # longest bar: a broken type must not flatten the others
+_MAX_CHANGE = 0.1  # longest bar: a broken type must not flatten the others
 _ROTATED, _PLAIN = COLOURS[0], COLOURS[1]
 
 
@@ -70,8 +70,8 @@ def _kl_scale(rows: tuple[TypeQuality, ...]) -> Scale:
 
 def _change_scale(rows: tuple[TypeQuality, ...]) -> Scale:
     ends = [row.perplexity_change + sign * row.perplexity_change_error for row in rows for sign in (-1, 1)]
-    most = min(max(*ends, 0.001), _MOST_CHANGE)
-    return Scale(max(min(*ends, 0.0), -most), most, *_CHANGE)
+    limit = min(max(*ends, 0.001), _MAX_CHANGE)
+    return Scale(max(min(*ends, 0.0), -limit), limit, *_CHANGE)
 
 
 def _decades(kl: Scale, bottom: float) -> list[str]:

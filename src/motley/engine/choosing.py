@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 _MAX_SETTINGS = 4096  # requests whose settings are kept for the GPU
 
-Found = int | BaseException  # a token, or the error of its request
+TokenOrError = int | BaseException  # a token, or the error of its request
 
 
 @dataclass(frozen=True)
 class Pending:
     """Tokens that are being computed."""
 
-    tokens: Callable[[], list[Found]]  # waits for them
+    tokens: Callable[[], list[TokenOrError]]  # waits for them
     on_device: torch.Tensor | None = None  # int32, if a GPU chooses: input of the next step
     # Of the tokens, by row, if any request needs log-probabilities.
-    logprobs: Callable[[Sequence[Found]], dict[int, TokenLogprobs]] | None = None
+    logprobs: Callable[[Sequence[TokenOrError]], dict[int, TokenLogprobs]] | None = None
 
 
 @dataclass(slots=True)  # not frozen: that takes three times as long to make, and there is one for each token
@@ -77,7 +77,7 @@ class Chooser(Protocol):
         return None
 
 
-def checked(found: Sequence[int]) -> list[Found]:
+def checked(found: Sequence[int]) -> list[TokenOrError]:
     """The tokens of native samplers, with an error where they give a number that means one."""
     return [number if number >= 0 else _or_error(_token, number) for number in found]
 
@@ -103,10 +103,10 @@ class MaskingChooser(Chooser):
         sampled = SampledRows(logits, rows)
         chosen = self._inner.choose(logits, rows)
 
-        def tokens() -> list[Found]:
+        def tokens() -> list[TokenOrError]:
             return [faults.get(i, found) for i, found in enumerate(chosen.tokens())]
 
-        def logprobs(found: Sequence[Found]) -> dict[int, TokenLogprobs]:
+        def logprobs(found: Sequence[TokenOrError]) -> dict[int, TokenLogprobs]:
             return raw.entries(found) | sampled.entries(found)
 
         return Pending(tokens, chosen.on_device, logprobs)
@@ -123,7 +123,7 @@ class HostChooser(Chooser):
     def choose(self, logits: torch.Tensor, rows: Sequence[ChoiceRow]) -> Pending:
         lists = shortlist(logits, [row.sampler for row in rows], [row.history for row in rows])
 
-        def found() -> list[Found]:
+        def found() -> list[TokenOrError]:
             return [
                 _or_error(row.sampler.pick, each, row.index) for row, each in zip(rows, lists, strict=True)
             ]
@@ -215,7 +215,7 @@ def _token(number: int) -> int:
     return number
 
 
-def _or_error(choose: Callable[..., int], *given: object) -> Found:
+def _or_error(choose: Callable[..., int], *given: object) -> TokenOrError:
     """The chosen token, or the exception: an error of one request must not stop the other requests."""
     try:
         return choose(*given)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from motley.engine.admission import Admission
-from motley.engine.choosing import Chooser, Found, Pending, chooser_for, n_needed
+from motley.engine.choosing import Chooser, Pending, TokenOrError, chooser_for, n_needed
 from motley.engine.drafting import Draft, Speculator
 from motley.engine.effort import Efforts
 from motley.engine.params import SamplingParams
@@ -87,7 +87,9 @@ class Engine:
         ] = []  # idle tasks that need kernels of large steps
         self.wait_for_kernels: Callable[[], object] = lambda: None  # until steps have no limit; by any thread
         self.speculator = speculator or Speculator()
-        self.n_guests = 0  # raw sequences that Motley ends itself: requests wait until their blocks are free
+        self.n_internal = (
+            0  # raw sequences that Motley ends itself: requests wait until their blocks are free
+        )
         self._followers: list[Request] = []  # wait for their leader's first token
         self._admission = Admission(tokenizer, cache, n_ctx=n_ctx, n_vocab=n_vocab, n_batch=n_batch)
         self._clock = clock
@@ -117,7 +119,7 @@ class Engine:
         """Whether a step would make progress: there are requests, and they do not wait for a raw sequence to end, nor
         for a lost worker.
         """
-        return self.has_work and not (self._is_blocked and self.n_guests) and self.loss is None
+        return self.has_work and not (self._is_blocked and self.n_internal) and self.loss is None
 
     def new_request(
         self,
@@ -333,7 +335,7 @@ class Engine:
         if verification is None:
             return  # no request got a token
         try:
-            further = verification.foretold()
+            further = verification.further_tokens()
             for request, tokens in further or ():
                 self._accept_further(request, tokens)
             while further is None and (requests := verification.advance(self.scheduler, self.runner)):
@@ -425,7 +427,7 @@ class Engine:
             {request: draft.parents for request, draft in drafts if draft.parents},
         )
         self._is_blocked = not step.work
-        if self._is_blocked and not self.n_guests:
+        if self._is_blocked and not self.n_internal:
             self._refuse_first()
         return self._repeatable(step) if step.is_decoding else _Planned(step)
 
@@ -473,7 +475,7 @@ class Engine:
         return self.runner.place(Batch.of(chunks, keeps_hidden=keeps_hidden, n_best=n_best), self.cache)
 
     def _accept(
-        self, ready: Sequence[Request], tokens: Sequence[Found], logprobs: Mapping[int, TokenLogprobs]
+        self, ready: Sequence[Request], tokens: Sequence[TokenOrError], logprobs: Mapping[int, TokenLogprobs]
     ) -> None:
         """Appends the chosen token to each request of `ready`; a request with an error instead of a token fails."""
         has_suspects = self.scheduler.n_suspects > 0
@@ -490,7 +492,7 @@ class Engine:
                 self._steady = None
                 self.scheduler.remove(request)
 
-    def _accept_further(self, request: Request, tokens: Sequence[Found]) -> None:
+    def _accept_further(self, request: Request, tokens: Sequence[TokenOrError]) -> None:
         """Appends the tokens of a request's draft rows after the first, as long as those before them were right."""
         n_right = 0
         try:
@@ -531,7 +533,7 @@ class Engine:
             _log.warning("%s; requests wait for it", error)
             self.runner.restore(self.wake)
 
-    def hear_of_loss(self, error: MotleyError) -> None:
+    def lose_crew_if_broken(self, error: MotleyError) -> None:
         """The same as `lose_crew`, for a message that may be late: the crew may be complete again."""
         if self.runner.is_broken_off:
             self.lose_crew(error)

@@ -42,8 +42,8 @@ class RawRows:
         ids = [found if isinstance(found := tokens[row], int) else 0 for row in self._counts]
         totals = torch.logsumexp(self._rows, 1).tolist()
         chosen = self._rows[range(len(ids)), ids].tolist()
-        n_most = max(self._counts.values())
-        tops = candidates(self._rows, n_most) if n_most else [_NONE] * len(ids)
+        n_top = max(self._counts.values())
+        tops = candidates(self._rows, n_top) if n_top else [_NONE] * len(ids)
         found_of = zip(self._counts.items(), ids, totals, chosen, tops, strict=True)
         return {
             row: TokenLogprobs(token, value - total, _pairs(top, count, total))

@@ -44,20 +44,20 @@ class RawSequence:
         engine: Engine,
         *,
         prefix: Sequence[int] | None = None,
-        is_guest: bool = False,
+        is_internal: bool = False,
         effort: Effort | None = None,
     ) -> None:
         """`prefix`: begin with the prefix hit of these tokens, and publish the blocks that are fed. Without it no block
-        is shared or published: `pretend` stores values that belong to no text. `is_guest`: the sequence ends without
-        action of the user, so requests without room wait for its end, and it may preempt requests. `effort`: the
-        experts and layers that it uses; default: those of requests.
+        is shared or published: `fill_with_random` stores values that belong to no text. `is_internal`: the sequence
+        ends without action of the user, so requests without room wait for its end, and it may preempt requests.
+        `effort`: the experts and layers that it uses; default: those of requests.
         """
         self._owner = owner
         self._engine = engine
         self._runner, self._cache = engine.runner, engine.cache
         engine.wait_for_kernels()
         self._n_batch = engine.scheduler.n_batch
-        self._is_guest = is_guest
+        self._is_internal = is_internal
         self._effort = engine.efforts.default if effort is None else effort
         self._copies: list[BlockCopy] = []  # made before the next tokens are stored
         self._is_kept = prefix is not None
@@ -107,7 +107,7 @@ class RawSequence:
 
         return self._owner.call(work)
 
-    def pretend(self, n_tokens: int) -> None:
+    def fill_with_random(self, n_tokens: int) -> None:
         """Extends the sequence by `n_tokens` with random keys and values, without computing them."""
         for start in range(0, n_tokens, self._n_batch):
             self._owner.call(partial(self._store_random, min(self._n_batch, n_tokens - start)))
@@ -132,7 +132,7 @@ class RawSequence:
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
         if not self._is_open:
-            raise RequestError("this sequence is closed", hint="make a new one")
+            raise RequestError("this sequence is closed", hint="create a new sequence")
         try:
             ids = [operator.index(token) for token in tokens]
         except TypeError:
@@ -147,14 +147,14 @@ class RawSequence:
         salt = os.urandom(16) if prefix is None else self._effort.salt
         opened = self._cache.open(prefix or (), salt=salt, checkpoints=None)
         self._copies = opened.copies
-        self._engine.n_guests += self._is_guest
+        self._engine.n_internal += self._is_internal
         self.sequence, self.n_cached = opened.seq, opened.n_cached
         self.n_losses = self._engine.n_losses
 
     def _opened(self) -> int:
         """The sequence's number. RequestError if it was closed meanwhile."""
         if self.sequence is None:
-            raise RequestError("this sequence is closed", hint="make a new one")
+            raise RequestError("this sequence is closed", hint="create a new sequence")
         self._engine.require_no_loss(self.n_losses)
         return self.sequence
 
@@ -194,7 +194,7 @@ class RawSequence:
         sequence = self._opened()
         self._cache.advance(sequence, self._cache.n_tokens(sequence))
         while (room := self._cache.reserve(sequence, n_tokens)) is None:
-            if self._is_guest and self._engine.preempt():
+            if self._is_internal and self._engine.preempt():
                 continue
             n_stored = self._cache.n_tokens(sequence)
             raise RequestError(
@@ -206,7 +206,7 @@ class RawSequence:
     def _free(self) -> None:
         sequence, self.sequence = self.sequence, None
         if sequence is not None:
-            self._engine.n_guests -= self._is_guest
+            self._engine.n_internal -= self._is_internal
             is_kept = self._is_kept and not self._copies and not self._is_running
             self._cache.free(sequence, copies_done=is_kept)
             self._engine.give_back()

@@ -149,7 +149,7 @@ class Request:
     draft_place: int = ROOT  # index of the latest token of the draft that was right
     drafts: dict[str, DraftCount] = field(default_factory=dict)  # by drafter
     _drafter: str = ""  # of `draft`
-    n_vain: int = 0  # steps since its latest draft that was used
+    n_unused_drafts: int = 0  # drafts that did not pay, since the latest one that was used
     drafts_from: int = 0  # generated tokens: before, no drafter is asked
     memory: dict[str, Any] = field(default_factory=dict)  # what a drafter keeps of this request, by drafter
     queued: float = field(default_factory=time.perf_counter)

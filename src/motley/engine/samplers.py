@@ -29,7 +29,7 @@ from motley.engine.sampling import (
 from motley.text import Tokenizer
 
 _REMOVED = -math.inf
-_COIN = 2**31 - 1  # the random number of this token id, which no vocabulary has, decides on xtc
+_XTC_TOKEN = 2**31 - 1  # the random number of this token id, which no vocabulary has, decides on xtc
 _MIROSTAT_TOKENS = 100  # likeliest tokens that mirostat 1 estimates the distribution from
 
 
@@ -229,7 +229,7 @@ class ChainSampler(Sampler):
             "typ_p": lambda v: typical_p(v, p.typical_p) if p.typical_p < 1 else v,
             "top_p": lambda v: top_p(v, p.top_p) if p.top_p < 1 else v,
             "min_p": lambda v: min_p(v, p.min_p),
-            "xtc": lambda v: xtc(v, p.xtc_threshold) if self._coin(index) < p.xtc_probability else v,
+            "xtc": lambda v: xtc(v, p.xtc_threshold) if self._uniform(index) < p.xtc_probability else v,
             "temperature": lambda v: (
                 dynamic_temperature(v, p.temperature, p.dynatemp_range, p.dynatemp_exponent)
                 if p.dynatemp_range > 0
@@ -242,9 +242,9 @@ class ChainSampler(Sampler):
         n_least = min(self.params.min_keep, len(before))
         return after if int((after != _REMOVED).sum()) >= n_least else top_k(before, n_least)
 
-    def _coin(self, index: int) -> float:
+    def _uniform(self, index: int) -> float:
         """A number from 0 to 1 that depends on seed and index only."""
-        return (float(words(self.key, index, np.array([_COIN]))[0]) + 0.5) * 2.0**-32
+        return (float(words(self.key, index, np.array([_XTC_TOKEN]))[0]) + 0.5) * 2.0**-32
 
     def _mu(self, index: int) -> float:
         return max(-1000.0, min(1000.0, self.mu.get(index, 2 * self.params.mirostat_tau)))

@@ -65,7 +65,7 @@ class EngineService:
         self._pid = os.getpid()
         inbox = self._inbox  # the engine must not refer to this service, which could then never be collected
         engine.wake = lambda: inbox.put(_Call(engine.resume))
-        engine.report_loss = lambda error: inbox.put(_Call(partial(engine.hear_of_loss, error)))
+        engine.report_loss = lambda error: inbox.put(_Call(partial(engine.lose_crew_if_broken, error)))
         self._thread = threading.Thread(
             target=_serve, args=(engine, self._inbox, on_stop), name="motley-engine", daemon=True
         )
@@ -155,7 +155,7 @@ class _Gate:
 
 
 def closed_error() -> RequestError:
-    return RequestError("this LLM is closed", hint="make a new one")
+    return RequestError("this LLM is closed", hint="create a new LLM")
 
 
 def _stop(inbox: _Inbox, gate: _Gate, thread: threading.Thread) -> None:

@@ -90,7 +90,7 @@ class SessionStore:
                 f"{path}: no room for {len(tokens)} tokens beside running requests",
                 hint="let requests finish, or raise --kv-cache-tokens / --kv-cache-bytes",
             )
-        self._engine.n_guests += 1
+        self._engine.n_internal += 1
         return restored
 
     def _commit(self, restored: Restored, tokens: Sequence[int], n_losses: int) -> None:
@@ -99,7 +99,7 @@ class SessionStore:
 
     def _end(self, held: Sequence[Restored]) -> None:
         for restored in held:
-            self._engine.n_guests -= 1
+            self._engine.n_internal -= 1
             self._cache.free(restored.seq)
 
     def _read(self, file: SessionFile, layer: int, n_tokens: int, n_skipped: int) -> Iterator[Planes]:

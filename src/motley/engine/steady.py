@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from motley.engine.choosing import Found, checked
+from motley.engine.choosing import TokenOrError, checked
 from motley.engine.scheduler import Scheduler, Step
 from motley.engine.verifying import Chosen
 from motley.kvcache.leases import Lease
@@ -98,7 +98,7 @@ class Steady:
         self._record(self._tokens)
         return Chosen(checked(self._rounds[0]), {})
 
-    def further(self) -> Iterator[list[Found]]:
+    def further(self) -> Iterator[list[TokenOrError]]:
         """The tokens of the further rounds. Each round is recorded in the cache when its tokens are asked for: its
         inputs must have been accepted, and no request may have ended.
         """

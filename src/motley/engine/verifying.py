@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from motley.backends import choose_rows
-from motley.engine.choosing import ChoiceRow, Chooser, Found, Pending, checked
+from motley.engine.choosing import ChoiceRow, Chooser, Pending, TokenOrError, checked
 from motley.engine.drafting import Draft, Speculator
 from motley.engine.request import Request, TokenLogprobs
 from motley.engine.scheduler import Scheduler, Step
@@ -28,7 +28,7 @@ from motley.runtime import Runner
 class Chosen(NamedTuple):
     """A token for each request, or its error, and log-probabilities by row as far as they are requested."""
 
-    found: list[Found]
+    found: list[TokenOrError]
     logprobs: Mapping[int, TokenLogprobs]
 
 
@@ -54,7 +54,7 @@ def first_rows(step: Step, ready: Sequence[Request]) -> list[int]:
 
 def choose_all(
     chooser: Chooser, step: Step, ready: Sequence[Request], logits: torch.Tensor
-) -> list[Found] | None:
+) -> list[TokenOrError] | None:
     """The tokens of all rows at once, as if all drafts were right: one call of the chooser instead of one for each
     position. None for requests whose constraints, log-probabilities or samplers' states follow the answer, and on a CPU
     also for those whose penalties do: there, a row that is not needed costs as much as one that is.
@@ -95,7 +95,7 @@ def _along_drafts(
     return repeated, indexes
 
 
-def rows_ahead(request: Request, first_row: int, foretold: Sequence[Found] | None) -> list[int]:
+def rows_ahead(request: Request, first_row: int, all_tokens: Sequence[TokenOrError] | None) -> list[int]:
     """Rows of the request's tree from its latest token on, as far as tokens were chosen ahead. Row 0: before the draft.
 
     `first_row`: of the logits, where the request's rows begin.
@@ -104,7 +104,7 @@ def rows_ahead(request: Request, first_row: int, foretold: Sequence[Found] | Non
     rows: list[int] = []
     while place is not None:
         rows.append(place + 1)
-        token = None if foretold is None else foretold[first_row + place + 1]
+        token = None if all_tokens is None else all_tokens[first_row + place + 1]
         place = (
             child_of(request.draft, request.draft_parents, place, token) if isinstance(token, int) else None
         )
@@ -130,7 +130,9 @@ class DraftVerification:
         self._chooser, self._step, self._logits = chooser, step, logits
         self._drafts = {request: drafts[request].cut(len(tokens)) for request, tokens in step.drafts.items()}
         self._first_row = dict(zip(ready, first_rows(step, ready), strict=True))
-        self._foretold: list[Found] | None = None  # the tokens of all rows, if they were chosen at once
+        self._all_tokens: list[TokenOrError] | None = (
+            None  # the tokens of all rows, if they were chosen at once
+        )
         self._n_moved: dict[Request, int] = {}  # tokens of trees whose K/V are in their places
         self._left = list(self._drafts)  # requests whose drafted tokens were right so far
 
@@ -144,28 +146,28 @@ class DraftVerification:
                 row = self._first_row[request]
                 outputs = self._logits[row : row + 1 + len(draft.tokens)].argmax(1).tolist()
                 speculator.learn(request, draft, outputs)
-        self._foretold = choose_all(self._chooser, self._step, list(self._first_row), self._logits)
+        self._all_tokens = choose_all(self._chooser, self._step, list(self._first_row), self._logits)
 
     def choose(self, requests: Sequence[Request]) -> Chosen:
         """The next token of each request."""
         # Of a request without a draft, it is the only row.
         rows = [self._first_row[r] + (1 + r.draft_place if r in self._drafts else 0) for r in requests]
-        if self._foretold is not None:
-            return Chosen([self._foretold[row] for row in rows], {})
+        if self._all_tokens is not None:
+            return Chosen([self._all_tokens[row] for row in rows], {})
         return chosen_of(self._chooser.choose(self._logits[rows], [row_of(request) for request in requests]))
 
-    def foretold(self) -> list[tuple[Request, list[Found]]] | None:
+    def further_tokens(self) -> list[tuple[Request, list[TokenOrError]]] | None:
         """The further tokens of each request whose first token was right, up to the one after its whole draft.
 
         None if they depend on what is accepted, or if drafts are trees: then `advance` and `choose` continue.
         """
-        if self._foretold is None or self._step.trees:
+        if self._all_tokens is None or self._step.trees:
             return None
         found = []
         for request, draft in self._drafts.items():
             if request.draft and not request.is_finished:
                 row = self._first_row[request] + 1
-                found.append((request, self._foretold[row : row + len(draft.tokens)]))
+                found.append((request, self._all_tokens[row : row + len(draft.tokens)]))
         return found
 
     def advance(self, scheduler: Scheduler, runner: Runner) -> list[Request]:
@@ -196,7 +198,7 @@ class DraftVerification:
         moves: list[BlockShift] = []
         for request in self._left:
             if request.draft_parents and self._n_moved.get(request, 0) < request.n_matched:
-                rows = rows_ahead(request, self._first_row[request], self._foretold)
+                rows = rows_ahead(request, self._first_row[request], self._all_tokens)
                 self._n_moved[request] = request.n_matched + len(rows) - 1
                 moves += scheduler.move(request, rows)
         if moves:

@@ -22,10 +22,6 @@ class Format:
     unpack_blocks: Callable[[Tensor], Tensor] = field(repr=False)
     pack_blocks: Callable[[Tensor], Tensor] = field(repr=False)
 
-    @property
-    def bits_per_value(self) -> float:
-        return 8 * self.block_bytes / self.block_size
-
     def row_bytes(self, n_values: int) -> int:
         """Bytes of a row of `n_values`."""
         blocks, rest = divmod(n_values, self.block_size)

@@ -10,10 +10,10 @@ from pathlib import Path
 from motley.errors import GGUFError
 from motley.gguf.cursor import Cursor
 from motley.gguf.metadata import Metadata
-from motley.gguf.values import LEAST_KEY_BYTES, read_values
+from motley.gguf.values import MIN_KEY_BYTES, read_values
 
 # An entry of the tensor table has: its name's length, a byte of it, dimensions, one dimension, type, offset.
-LEAST_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
+MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -28,8 +28,8 @@ def open_header(data: mmap.mmap, path: Path) -> tuple[Cursor, int, int, Metadata
     """A cursor at the tensor table, the version, the number of tensors and the metadata."""
     cursor = Cursor(data, path)
     version = _read_version(cursor)
-    n_tensors = cursor.count("tensors", LEAST_TENSOR_BYTES)
-    n_keys = cursor.count("metadata keys", LEAST_KEY_BYTES)
+    n_tensors = cursor.count("tensors", MIN_TENSOR_BYTES)
+    n_keys = cursor.count("metadata keys", MIN_KEY_BYTES)
     return cursor, version, n_tensors, Metadata(read_values(cursor, n_keys), path)
 
 

@@ -20,8 +20,8 @@ from motley.gguf.metadata import Metadata
 from motley.gguf.tensors import TensorInfo, read_tensors
 
 _ALIGNMENT_KEY = "general.alignment"
-_LEAST_ALIGNMENT = 8  # bytes
-_LARGEST_ALIGNMENT = 2**20
+_MIN_ALIGNMENT = 8  # bytes
+_MAX_ALIGNMENT = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ def _ask_for_huge_pages(data: mmap.mmap) -> None:
 def _alignment(metadata: Metadata) -> int:
     alignment = metadata.int(_ALIGNMENT_KEY, GGUF_DEFAULT_ALIGNMENT)
     is_power_of_two = alignment > 0 and alignment & (alignment - 1) == 0
-    if not is_power_of_two or not _LEAST_ALIGNMENT <= alignment <= _LARGEST_ALIGNMENT:
-        allowed = f"a power of two from {_LEAST_ALIGNMENT} to {_LARGEST_ALIGNMENT:,}"
+    if not is_power_of_two or not _MIN_ALIGNMENT <= alignment <= _MAX_ALIGNMENT:
+        allowed = f"a power of two from {_MIN_ALIGNMENT} to {_MAX_ALIGNMENT:,}"
         raise GGUFError(f"{metadata.path}: {_ALIGNMENT_KEY} is {alignment}; it has to be {allowed}")
     return alignment

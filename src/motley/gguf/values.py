@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from motley.gguf.cursor import Cursor
 from motley.gguf.metadata import Value
 
-LEAST_KEY_BYTES = 8 + 1 + 4 + 1  # the key's length, a byte of it, the value's type, a byte of value
+MIN_KEY_BYTES = 8 + 1 + 4 + 1  # the key's length, a byte of it, the value's type, a byte of value
 
 _MAX_KEY_BYTES = 2**16 - 1
 _MAX_NESTING = 4  # arrays in arrays
-_LEAST_STRING_BYTES = 8  # the length
-_LEAST_ARRAY_BYTES = 4 + 8  # type and count
+_MIN_STRING_BYTES = 8  # the length
+_MIN_ARRAY_BYTES = 4 + 8  # type and count
 
 # Numbers, as `struct` and numpy both spell them.
 _NUMBER_CODES: Mapping[GGUFValueType, str] = {
@@ -64,9 +64,9 @@ def _read_array(cursor: Cursor, depth: int) -> Value:
         raise cursor.error(f"arrays are nested more than {_MAX_NESTING} deep")
     item_type = _read_type(cursor)
     if item_type == GGUFValueType.STRING:
-        return cursor.strings(cursor.count("strings", _LEAST_STRING_BYTES))
+        return cursor.strings(cursor.count("strings", _MIN_STRING_BYTES))
     if item_type == GGUFValueType.ARRAY:
-        count = cursor.count("arrays", _LEAST_ARRAY_BYTES)
+        count = cursor.count("arrays", _MIN_ARRAY_BYTES)
         return tuple(_read_array(cursor, depth + 1) for _ in range(count))
     if item_type == GGUFValueType.BOOL:
         return _read_bools(cursor, cursor.count("booleans", 1))

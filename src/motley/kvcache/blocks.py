@@ -67,10 +67,6 @@ class BlockPool:
         self._emptied: dict[int, None] = {}  # used as an ordered set
 
     @property
-    def n_empty(self) -> int:
-        return len(self._empty)
-
-    @property
     def n_cached(self) -> int:
         return len(self._cached)
 

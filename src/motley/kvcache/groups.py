@@ -190,7 +190,7 @@ class CacheGroup(ABC, Generic[Table]):
         """Unpublish and empty all that is kept only to be found again."""
 
     @abstractmethod
-    def forget(self, parent: bytes, tokens: Sequence[int]) -> None:
+    def unpublish(self, parent: bytes, tokens: Sequence[int]) -> None:
         """Unpublish what comes after the block `parent` and has no other tokens than these; empty what is unused."""
 
     # Views

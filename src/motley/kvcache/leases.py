@@ -28,7 +28,7 @@ class LeasedSequence(Protocol):
     n_slots: int
 
 
-class Lessor(Protocol):
+class LeaseSource(Protocol):
     """The part of `CacheManager` that a lease uses."""
 
     block_size: int
@@ -40,33 +40,33 @@ class Lessor(Protocol):
 class Lease:
     """The right to append tokens to some sequences, one at a time, at positions before `ends`: `CacheManager.lease`."""
 
-    __slots__ = ("_lessor", "_n_changes", "_sequences", "ends", "tables")
+    __slots__ = ("_n_changes", "_sequences", "_source", "ends", "tables")
 
     def __init__(
         self,
-        lessor: Lessor,
+        source: LeaseSource,
         sequences: Sequence[LeasedSequence],
         ends: list[int],
         tables: list[list[LeasedTable]],
     ) -> None:
         """`tables`: for each layer group, one table for each sequence."""
-        self._lessor = lessor
-        self._n_changes = lessor.n_changes
+        self._source = source
+        self._n_changes = source.n_changes
         self._sequences = sequences
         self.ends = ends
         self.tables = tables
 
     @property
     def is_valid(self) -> bool:
-        return self._n_changes == self._lessor.n_changes
+        return self._n_changes == self._source.n_changes
 
     @property
     def block_size(self) -> int:
-        return self._lessor.block_size
+        return self._source.block_size
 
     def append(self, tokens: Sequence[int]) -> None:
         """Commits the next token of each sequence, whose K/V are in its slot: `CacheManager.commit` for all of them."""
-        n_last = self._lessor.block_size - 1
+        n_last = self._source.block_size - 1
         for sequence, token in zip(self._sequences, tokens, strict=True):
             known = sequence.past.tokens
             n_before = len(known)
@@ -75,4 +75,4 @@ class Lease:
                 sequence.n_slots = n_before + 1
             n_inside = n_before & n_last  # block sizes are powers of two
             if not n_inside or n_inside == n_last:  # elsewhere there is nothing new to publish
-                self._lessor.publish(sequence, n_before)
+                self._source.publish(sequence, n_before)

@@ -404,7 +404,7 @@ class CacheManager:
         for group in self.groups:
             group.clear_cached()
 
-    def forget(self, tokens: Sequence[int], *, salt: bytes = b"") -> None:
+    def unpublish(self, tokens: Sequence[int], *, salt: bytes = b"") -> None:
         """Unpublish the blocks of these tokens, and empty those that no sequence uses. `salt`: as for `open`."""
         whole = array("I", tokens)
         parents = [self._hasher.root(salt)]
@@ -412,7 +412,7 @@ class CacheManager:
             parents.append(self._hasher.key(parents[-1], whole[start : start + self.block_size]))
         for group in self.groups:
             for i, parent in enumerate(parents):
-                group.forget(parent, whole[i * self.block_size : (i + 1) * self.block_size])
+                group.unpublish(parent, whole[i * self.block_size : (i + 1) * self.block_size])
 
     def stats(self) -> CacheStats:
         """A frozen snapshot, in O(sequences). Engine thread only; other threads read `last_stats`."""

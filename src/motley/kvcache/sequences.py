@@ -284,7 +284,7 @@ class BlockGroup(CacheGroup[BlockTable]):
             self.index.unpublish(block)
             self.pool.discard(block)
 
-    def forget(self, parent: bytes, tokens: Sequence[int]) -> None:
+    def unpublish(self, parent: bytes, tokens: Sequence[int]) -> None:
         """Unpublish the blocks after `parent` that have no other tokens than these; empty those that are not in use."""
         while tokens:
             block, n_common = self.index.find_head(parent, tokens)

@@ -226,10 +226,10 @@ class StateGroup(CacheGroup[StateTable]):
             table.n_folded = 0
 
     def can_shift(self, table: StateTable, n_tokens: int, n_keep: int, n_drop: int) -> bool:
-        return False  # a state cannot forget
+        return False  # a state always includes all tokens of its past
 
     def shift(self, table: StateTable, n_tokens: int, n_keep: int, n_drop: int) -> BlockShift:
-        raise AssertionError("a state cannot forget tokens")
+        raise AssertionError("a recurrent state cannot remove tokens from its past")
 
     # Checkpoints
 
@@ -270,7 +270,7 @@ class StateGroup(CacheGroup[StateTable]):
         if table.slot != NO_SLOT and (is_expected or n_before is None):
             self.index.publish(table.slot, past.name_at(table.n_folded))
 
-    def forget(self, parent: bytes, tokens: Sequence[int]) -> None:
+    def unpublish(self, parent: bytes, tokens: Sequence[int]) -> None:
         for slot in self.index.after(parent, tuple(tokens)):
             self.index.unpublish(slot)
             if self.pool.is_cached(slot):

@@ -184,7 +184,7 @@ def _decoding_rates(
     for number in range(1 + _ROUNDS):
         for choice, own in zip(choices, rates, strict=True):
             with llm.raw_sequence(**_arguments(choice)) as sequence:
-                sequence.pretend(n_context)
+                sequence.fill_with_random(n_context)
                 started = time.perf_counter()
                 sequence.follow(1, n_tokens)
                 if number:  # the first round makes plans

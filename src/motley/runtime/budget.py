@@ -18,7 +18,7 @@ from motley.runtime.loading import weight_bytes
 from motley.runtime.splitting import ModelSplit
 from motley.units import show_bytes
 
-_MOST_BLOCKS = 2**26
+_MAX_BLOCKS = 2**26
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _HINT = "give it a smaller share (-ts), raise --device-memory, or add a device"
 
@@ -106,7 +106,7 @@ def require_host_memory(crew: Crew, plan: CachePlan) -> None:
             "limit: --kv-cache-bytes",
         )
     n_blocks = sum(group.n_blocks for group in plan.groups)
-    if n_blocks > _MOST_BLOCKS:
+    if n_blocks > _MAX_BLOCKS:
         raise CacheError(
             f"the KV cache would have {n_blocks:,} blocks of {plan.config.block_size} tokens",
             hint="lower --kv-cache-bytes, --kv-cache-tokens or the number of parallel requests",

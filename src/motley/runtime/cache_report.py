@@ -15,7 +15,7 @@ from motley.runtime.caching import CachePlan, largest, plan_for_one
 from motley.runtime.fitting import CacheFit
 from motley.runtime.splitting import ModelSplit
 
-_MOST_TOKENS = 1 << 40  # upper bound of the search for the longest context
+_MAX_TOKENS = 1 << 40  # upper bound of the search for the longest context
 
 
 @dataclass(frozen=True)
@@ -186,5 +186,5 @@ def _longest_context(plan: CachePlan, fit: CacheFit, budget: int) -> int | None:
         each = [one.n_bytes(device) for device in range(len(plan.heads))]
         return sum(each) <= budget and all(r is None or n <= r for n, r in zip(each, fit.room, strict=True))
 
-    n_tokens = largest(_MOST_TOKENS, fits)
-    return None if n_tokens == _MOST_TOKENS else n_tokens  # no bound: every layer has a window
+    n_tokens = largest(_MAX_TOKENS, fits)
+    return None if n_tokens == _MAX_TOKENS else n_tokens  # no bound: every layer has a window

@@ -349,7 +349,7 @@ def _shares(
         )
     if min(shares) < 0 or not any(shares):
         raise ConfigError(
-            f"{what} {asked!r} cannot be met", hint="proportions are 0 or more, and one is above 0"
+            f"{what} {asked!r} is not a proportion", hint="numbers are 0 or more, and at least one is above 0"
         )
     return shares
 

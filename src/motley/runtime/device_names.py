@@ -72,7 +72,10 @@ def _members(item: str) -> list[tuple[str, str | None]]:
     inside = {host for _, host in found}
     if match["address"] is not None:
         if inside != {None}:
-            raise DeviceError(f"the group {item!r:.100} names hosts inside and outside", hint=_EXAMPLE)
+            raise DeviceError(
+                f"the group {item!r:.100} has worker addresses inside and after its parentheses",
+                hint=_EXAMPLE,
+            )
         host = _host(match["address"])
         return [(name, host) for name, _ in found]
     if len(inside) > 1:

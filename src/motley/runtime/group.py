@@ -203,11 +203,12 @@ class ThreadGroup:
         self.rendezvous = rendezvous
         self._exchanges: dict[tuple[int, ...], _Exchange] = {(): _Exchange(n_devices, range(n_devices))}
         self._exchanges |= {members: _Exchange(n_devices, members) for members in groups}
-        self._mail: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor | None]] = {
+        self._queues: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor | None]] = {
             (a, b): queue.SimpleQueue() for a in range(n_devices) for b in range(n_devices)
         }
         self._workers = list(map(_Worker, range(n_devices), n_threads, cores or [()] * n_devices))
-        self.close = weakref.finalize(self, _dismiss, self._workers)  # also at garbage collection and at exit
+        # Also at garbage collection and at exit.
+        self.close = weakref.finalize(self, _stop_workers, self._workers)
         self.lines = [_Line(self, device) for device in range(n_devices)]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
@@ -223,7 +224,7 @@ class ThreadGroup:
             while not all(job.is_over for job in jobs):
                 done.get()
         except BaseException:
-            self._settle(jobs)
+            self._wait_or_revoke(jobs)
             raise
         errors = [job.error for job in jobs if job.error is not None]
         if errors:
@@ -241,7 +242,7 @@ class ThreadGroup:
         kinds = (threading.BrokenBarrierError, _AbortedError, *own)
         return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
 
-    def _settle(self, jobs: Sequence[_Job]) -> None:
+    def _wait_or_revoke(self, jobs: Sequence[_Job]) -> None:
         """Revokes jobs that have not begun and waits for the others, after an interrupt. Ignores further interrupts."""
         while True:
             try:
@@ -262,18 +263,18 @@ class ThreadGroup:
             exchange.barrier.abort()
         if self.rendezvous is not None:
             self.rendezvous.abort()
-        for (_, target), box in self._mail.items():
+        for (_, target), inbox in self._queues.items():
             if target != device:
-                box.put(None)
+                inbox.put(None)
 
     def _reset(self) -> None:
         for exchange in self._exchanges.values():
             exchange.reset()
         if self.rendezvous is not None:
             self.rendezvous.reset()
-        for box in self._mail.values():
-            while not box.empty():
-                box.get()
+        for inbox in self._queues.values():
+            while not inbox.empty():
+                inbox.get()
 
 
 class _Job:
@@ -334,7 +335,7 @@ class _Worker(threading.Thread):
             del job  # a finished job must not keep its tensors alive until the next
 
 
-def _dismiss(workers: Sequence[_Worker]) -> None:
+def _stop_workers(workers: Sequence[_Worker]) -> None:
     for worker in workers:
         worker.jobs.put(None)
     for worker in workers:
@@ -392,10 +393,10 @@ class _Line:
         return self._group._exchanges[members].run(self.device, part)
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
-        self._group._mail[self.device, target].put(tensor.clone())
+        self._group._queues[self.device, target].put(tensor.clone())
 
     def receive(self, source: int, shape: Shape = (), dtype: torch.dtype | None = None) -> torch.Tensor:
-        tensor = self._group._mail[source, self.device].get()
+        tensor = self._group._queues[source, self.device].get()
         if tensor is None:
             raise _AbortedError
         return tensor

@@ -32,7 +32,8 @@ _PROMPT_ROWS = (32, 64, 128, 256)
 _FEW_ROWS = _DRAFT_ROWS[-1]  # a sequence with more rows in a batch is a prompt
 _DECODE_AHEAD = (2, 4, 8, 16, 32, 64, 128)  # rows of decode batches that are captured before they are needed
 _FEW_AT_FIRST = 8  # rows of the second tier: those that are multiplied as single rows are
-_BESIDE_ROWS = (1, 4, 16, 64)  # requests that decode beside a prompt: of many, contexts are split less
+# Requests that decode beside a prompt: of many, contexts are split less.
+_DECODES_BESIDE_PROMPT = (1, 4, 16, 64)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def rehearsals(n_batch: int, n_parallel: int) -> Iterator[Rehearsal]:
     decodes = [n for n in _DECODE_ROWS if n <= min(n_parallel, n_batch)]
     yield from ((BatchShape(n, n), 1) for n in dict.fromkeys([*decodes, min(n_parallel, n_batch)]))
     yield from ((BatchShape(n, n), n) for n in _DRAFT_ROWS if n <= n_batch)
-    for n in _BESIDE_ROWS:  # a prompt in one batch with requests that decode
+    for n in _DECODES_BESIDE_PROMPT:  # a prompt in one batch with requests that decode
         if n < n_parallel and _FEW_ROWS + 1 + n <= n_batch:
             yield BatchShape(_FEW_ROWS + 1 + n, 1 + n), _FEW_ROWS + 1
 

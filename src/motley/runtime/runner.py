@@ -184,7 +184,7 @@ class Runner:
         """Whether workers have to be connected again before the next run."""
         return self._hosts is not None and not self._hosts.is_connected
 
-    def tell_losses(self, report: Callable[[MotleyError], object]) -> None:
+    def report_losses_to(self, report: Callable[[MotleyError], object]) -> None:
         """Any thread will call `report` when a worker is lost, also between two runs."""
         if self._hosts is not None:
             self._hosts.report_loss = report

@@ -26,16 +26,16 @@ class Collector:
         self._hold = hold
         self._send = send
         self._changed: dict[CollectedOutbox, None] = {}  # an ordered set
-        self._watched: dict[CollectedOutbox, None] = {}  # their progress is told
+        self._watched: dict[CollectedOutbox, None] = {}  # their progress is reported
         self._is_idle = True
         self._n_runs = 0  # of the latest snapshot
         self._loss: MotleyError | None = None
         self._stats_at = 0.0
         self._sent_at = 0.0
 
-    def attach(self, number: int, request: Request, *, tells_progress: bool) -> None:
+    def attach(self, number: int, request: Request, *, reports_progress: bool) -> None:
         """Gives a new request its outbox."""
-        request.outbox = CollectedOutbox(self, number, request, tells_progress=tells_progress)
+        request.outbox = CollectedOutbox(self, number, request, reports_progress=reports_progress)
 
     def note(self, outbox: CollectedOutbox) -> None:
         self._changed[outbox] = None
@@ -90,27 +90,29 @@ class Collector:
 
     def _progress(self) -> list[list[Any]]:
         watched = list(self._watched)  # a copy: requests are attached by another thread
-        told = [line for outbox in watched for line in outbox.take_progress()]
+        lines = [line for outbox in watched for line in outbox.take_progress()]
         for outbox in watched:
-            if outbox.is_told:
+            if outbox.is_progress_sent:
                 del self._watched[outbox]
-        return told
+        return lines
 
 
 class CollectedOutbox(Outbox[Completion]):
     """One request's outbox, which puts everything into the collector's next message."""
 
-    def __init__(self, collector: Collector, number: int, request: Request, *, tells_progress: bool) -> None:
+    def __init__(
+        self, collector: Collector, number: int, request: Request, *, reports_progress: bool
+    ) -> None:
         super().__init__()
         self.end: dict[str, Any] | None = None
-        self.is_told = False  # its progress is complete
+        self.is_progress_sent = False  # its progress is complete
         self._collector = collector
         self._number = number
         self._request = request
         self._pieces: list[str] = []
         self._n_sent = 0  # tokens
-        self._n_told = -1  # prompt tokens in the latest progress
-        if tells_progress:
+        self._n_reported = -1  # prompt tokens in the latest progress
+        if reports_progress:
             collector.watch(self)
 
     def put(self, piece: str) -> None:
@@ -124,7 +126,7 @@ class CollectedOutbox(Outbox[Completion]):
 
     def finish(self, result: Completion) -> None:
         self._result = result
-        self.is_told = True
+        self.is_progress_sent = True
         timings, request = result.timings, self._request
         self.end = {
             "id": self._number,
@@ -160,20 +162,20 @@ class CollectedOutbox(Outbox[Completion]):
     def take_progress(self) -> list[list[Any]]:
         """[number, prompt tokens, cached ones, processed ones, seconds] for each change since the last call."""
         request = self._request
-        if not request.started or self.is_told:
+        if not request.started or self.is_progress_sent:
             return []
         n_prompt, n_cached = len(request.prompt), request.n_cached
         now = time.perf_counter() - request.started
-        told = []
-        if self._n_told < 0:
-            self._n_told = n_cached
-            told.append([self._number, n_prompt, n_cached, n_cached, 0.0])
+        lines = []
+        if self._n_reported < 0:
+            self._n_reported = n_cached
+            lines.append([self._number, n_prompt, n_cached, n_cached, 0.0])
         n_processed = min(request.n_computed, n_prompt)
-        if n_processed > self._n_told:
-            self._n_told = n_processed
-            told.append([self._number, n_prompt, n_cached, n_processed, now])
-        self.is_told = self._n_told >= n_prompt
-        return told
+        if n_processed > self._n_reported:
+            self._n_reported = n_processed
+            lines.append([self._number, n_prompt, n_cached, n_processed, now])
+        self.is_progress_sent = self._n_reported >= n_prompt
+        return lines
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:

@@ -66,7 +66,6 @@ class EngineClient:
         self.info: Message = {}
         self.stats: Message = {}
         self.slots = Slots(n_slots)
-        self.n_restarts = 0
         self.refusal: ApiError | None = None  # why the model cannot be loaded
         self.on_end: Callable[[End, Ticket], None] = lambda end, ticket: None
         self.on_ready: Callable[[], None] = lambda: None
@@ -205,7 +204,7 @@ class EngineClient:
                 "tokens": job.tokens,
                 "params": params_to_wire(job.params),
                 "continues": job.continues_prompt,
-                "progress": job.tells_progress,
+                "progress": job.reports_progress,
                 "special": job.shows_special,
                 "leader": ticket.leader,
             }
@@ -267,7 +266,7 @@ class EngineClient:
             if (ticket := tickets.get(piece[0])) is not None:
                 ticket.generated += piece[2]
                 ticket.has_sent = True
-                if ticket.job.is_mute:
+                if ticket.job.discards_answer:
                     continue
                 mailbox = ticket.mailbox
                 mailbox.put(Piece(ticket.index, *piece[1:]))
@@ -308,7 +307,7 @@ class EngineClient:
                 stop=end["stop"],
                 n_prompt=end["prompt_tokens"],
                 n_cached=end["cached_tokens"],
-                n_new=0 if ticket.job.is_mute else end["new_tokens"],
+                n_new=0 if ticket.job.discards_answer else end["new_tokens"],
                 queued_seconds=end["queued_seconds"],
                 prompt_seconds=end["prompt_seconds"],
                 new_seconds=end["new_seconds"],
@@ -372,9 +371,8 @@ class EngineClient:
             self.ended.set()
             return
         _log.error("the engine process has ended; it is started again")
-        self.n_restarts += 1
         self._n_failed_starts += 1
-        self._restarting = asyncio.create_task(self._restart())
+        self._restart_task = asyncio.create_task(self._restart())  # kept: the event loop holds tasks weakly
 
     async def _restart(self) -> None:
         if self._process is not None:

@@ -163,7 +163,7 @@ class Worker:
                 shows_special=job["special"],
                 leader=leader,
             )
-            self._collector.attach(job["id"], request, tells_progress=job["progress"])
+            self._collector.attach(job["id"], request, reports_progress=job["progress"])
         except Exception as error:  # of this request only
             self._channel.send({"op": "rejected", "id": job["id"], "error": describe_error(error)})
             return None

@@ -21,10 +21,10 @@ class Job:
     params: SamplingParams
     continues_prompt: bool = True  # the answer's leading space belongs to the text
     shows_special: bool = False  # control tokens appear in the text
-    tells_progress: bool = False
+    reports_progress: bool = False
     id_slot: int = -1
     leader: int | None = None  # the number of the job with the same prompt that computes it
-    is_mute: bool = False  # only the prompt is computed; the answer is not passed on
+    discards_answer: bool = False  # only the prompt is computed; the answer is not passed on
 
 
 class Piece(NamedTuple):

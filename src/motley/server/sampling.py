@@ -105,7 +105,7 @@ class Sampling:
     shown: tuple[tuple[str, Any], ...] = ()  # fields that are only echoed
 
     @property
-    def is_mute(self) -> bool:
+    def discards_answer(self) -> bool:
         """The prompt is computed, and nothing is generated."""
         return self.n_predict == 0
 

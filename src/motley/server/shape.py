@@ -9,7 +9,7 @@ from typing import Any
 from motley.server.jobs import End
 from motley.server.model import FrontModel
 
-_LEAST = -9999.0  # instead of -inf, which JSON does not have
+_MIN_LOGPROB = -9999.0  # instead of -inf, which JSON does not have
 OPENAI_FINISH = {"stop": "stop", "length": "length", "cancelled": "stop", "failed": "stop"}
 
 
@@ -41,7 +41,7 @@ class LiveTimings:
     """The timings of an answer that still runs, as far as the front sees them."""
 
     def __init__(self) -> None:
-        self._n_cached = self._n_processed = self._n_prompt = 0
+        self._n_cached = self._n_prompt = 0
         self._prompt_ms = 0.0
         self._n_new = 0
         self._started = time.perf_counter()
@@ -102,12 +102,12 @@ def probabilities(
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         data = token_bytes(model, token)
-        value = math.exp(_LEAST if logprob is None else logprob) if post_sampling else logprob
+        value = math.exp(_MIN_LOGPROB if logprob is None else logprob) if post_sampling else logprob
         return {
             "id": token,
             "token": token_text(data),
             "bytes": list(data),
-            name: _LEAST if value is None else value,
+            name: _MIN_LOGPROB if value is None else value,
         }
 
     return [

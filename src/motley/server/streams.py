@@ -80,8 +80,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body: Body = scope[BODY]
-        pump = _Pump(self._run, self._writer, body, self._on_error)
-        body.on_left = pump.leave
+        event_writer = _EventWriter(self._run, self._writer, body, self._on_error)
+        body.on_left = event_writer.leave
         try:
             if body.has_left:
                 return
@@ -89,8 +89,8 @@ class EventStream(Response):
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
-            pump.start()
-            last = await pump.done
+            event_writer.start()
+            last = await event_writer.done
             if last is not None:
                 await send({"type": "http.response.body", "body": last, "more_body": False})
         except OSError:
@@ -98,11 +98,11 @@ class EventStream(Response):
         finally:
             body.on_left = None
             body.release_head()
-            pump.stop()
+            event_writer.stop()
             self._run.close()
 
 
-class _Pump:
+class _EventWriter:
     """Writes a run's events. `done`: the last bytes of the stream, not written; None: the client has left."""
 
     def __init__(self, run: Run, writer: Writer, body: Body, on_error: Callable[[ApiError], bytes]) -> None:

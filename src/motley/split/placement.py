@@ -48,9 +48,8 @@ SPLIT_MODES = (NONE, LAYER, TENSOR)
 
 AUTO, COLUMNS_OF_EACH, WHOLE_EXPERTS = "auto", "ffn", "whole"
 EXPERT_SPLITS = (AUTO, COLUMNS_OF_EACH, WHOLE_EXPERTS)
-_NEAR = Fraction(
-    1, 20
-)  # columns of each expert are chosen if no device misses its share of a layer's experts by more
+# Columns of each expert are chosen if no device misses its share of a layer's experts by more.
+_MAX_SHARE_ERROR = Fraction(1, 20)
 
 
 @dataclass(frozen=True)
@@ -271,7 +270,7 @@ class _TensorPlacement:
             return ExpertSplit(asked, "as asked for")
         columns = max(self._miss(*_columns(weights)) for weights in layers)
         whole = max(self._miss(weights[0].shape[0], 1) for weights in layers)
-        is_near = columns <= max(_NEAR, whole)
+        is_near = columns <= max(_MAX_SHARE_ERROR, whole)
         found = (
             f"parts of each expert miss a share by {float(columns):.1%}, whole experts by {float(whole):.1%}"
         )
@@ -306,8 +305,8 @@ def _units(n: int, unit: int, weights: Iterable[Tensor]) -> tuple[int, int]:
 
 def _columns(weights: Sequence[Tensor]) -> tuple[int, int]:
     """The number of columns of these weights' hidden layer, and the smallest unit of a split: whole quant blocks."""
-    meeting = [w for w in weights if role_of(w).axis == len(w.shape) - 1]
-    return meeting[0].shape[-1], lcm(*(_block_size(w) for w in meeting), _LANES)
+    column_split = [w for w in weights if role_of(w).axis == len(w.shape) - 1]
+    return column_split[0].shape[-1], lcm(*(_block_size(w) for w in column_split), _LANES)
 
 
 def _block_size(weight: Tensor) -> int:

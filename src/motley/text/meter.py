@@ -106,7 +106,7 @@ class Meter:
 def check_limit(n: int, limit: int, what: str) -> None:
     """Raises a TemplateError for a single operation beyond a limit that no honest template exceeds."""
     if n > limit:
-        raise TemplateError(f"the chat template wants more than {limit} {what}")
+        raise TemplateError(f"the chat template exceeds a limit: more than {limit} {what}")
 
 
 def _excess(what: str) -> TemplateError:

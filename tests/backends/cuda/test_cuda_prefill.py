@@ -75,14 +75,14 @@ def test_rows_of_several_sequences(
     expected = Attention(0.2, window).reference([q, layer])
 
     numbers, starts = flat_tables(tables)
-    n_most = span_rows(16, 128)  # so that a sequence has more than one
+    max_rows = span_rows(16, 128)  # so that a sequence has more than one
     portions = [
-        spans(t.first_row, t.n_rows, t.position, at, n_most) for t, at in zip(tables, starts, strict=True)
+        spans(t.first_row, t.n_rows, t.position, at, max_rows) for t, at in zip(tables, starts, strict=True)
     ]
     out = torch.full_like(q, 7.0)
     prefill(
         q, *map(planes, stores), HEADS, numbers, torch.from_numpy(np.concatenate(portions)), out,
-        span_rows=n_most, scale=0.2, window=window,
+        span_rows=max_rows, scale=0.2, window=window,
     )  # fmt: skip
     assert (out[0] == 7).all()
     assert float((out[1:] - expected[1:]).norm() / expected[1:].norm()) < 2e-3
@@ -91,7 +91,7 @@ def test_rows_of_several_sequences(
     expected = Attention(0.2, window).reference([q, layer, sinks])
     prefill(
         q, *map(planes, stores), HEADS, numbers, torch.from_numpy(np.concatenate(portions)), out,
-        span_rows=n_most, scale=0.2, window=window, sinks=sinks,
+        span_rows=max_rows, scale=0.2, window=window, sinks=sinks,
     )  # fmt: skip
     assert float((out[1:] - expected[1:]).norm() / expected[1:].norm()) < 2e-3
 

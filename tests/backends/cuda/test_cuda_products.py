@@ -14,7 +14,7 @@ from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.compiling import recording
 from motley.backends.cuda.kernels import matvec as matvec_module
 from motley.backends.cuda.kernels.matmul import matmul
-from motley.backends.cuda.kernels.matvec import Tile, matvec, most_vectors, tile_for
+from motley.backends.cuda.kernels.matvec import Tile, matvec, max_vectors, tile_for
 from motley.backends.cuda.kernels.rows import HALVES, INT8, PLAIN, Rows, convert
 from motley.backends.cuda.kernels.unpack import unpack_by_value, unpack_rows
 from motley.backends.cuda.planes import join_rows, to_planes
@@ -87,7 +87,7 @@ def test_runs_of_rows_are_all_rows(kind: str, n_rows: int, monkeypatch: pytest.M
     ("kind", "n_vectors", "tile"),
     [
         *((kind, 2, Tile(8, 16, 1)) for kind in KINDS),
-        ("Q4_K", most_vectors(512), Tile(8, 16, 1)),
+        ("Q4_K", max_vectors(512), Tile(8, 16, 1)),
         ("Q6_K", 3, Tile(8, 32, 1)),
         ("Q4_K", 2, Tile(1, 16, 1)),  # alone, by a program that takes a run of rows
     ],
@@ -111,8 +111,8 @@ def test_a_few_vectors_give_what_each_gives_alone(kind: str, n_vectors: int, til
 @pytest.mark.parametrize("n_columns", [32, 2048, 4096, 5120, 14336, 16384, 28672, 32768, 53248])
 def test_several_vectors_need_whole_rows_in_a_program(n_columns: int) -> None:
     is_whole = n_columns <= 32 * tile_for(n_columns).blocks
-    assert (most_vectors(n_columns) > 1) == is_whole
-    assert most_vectors(512, Tile(8, 8, 1)) == 1
+    assert (max_vectors(n_columns) > 1) == is_whole
+    assert max_vectors(512, Tile(8, 8, 1)) == 1
 
 
 @pytest.mark.parametrize(("kind", "n_tokens"), [*((kind, 3) for kind in KINDS), ("Q4_K", 20), ("Q8_0", 65)])

@@ -25,7 +25,7 @@ from motley.backends.cuda.kernels import sample as kernels
 from motley.backends.cuda.kernels.noise import noise_of, noise_of_run
 from motley.backends.cuda.sampler import CHUNK, PART, DeviceSampler, RowSettings
 from motley.engine import noise
-from motley.engine.choosing import ChoiceRow, Found, GpuChooser, HostChooser, MaskingChooser
+from motley.engine.choosing import ChoiceRow, GpuChooser, HostChooser, MaskingChooser, TokenOrError
 from motley.engine.masking import mask_rows, masked
 from motley.engine.samplers import ChainSampler
 from motley.engine.sampling import SamplingParams, build_sampler
@@ -78,7 +78,7 @@ def turns_of(
     return [ChoiceRow(sampler, history, i) for i, sampler in enumerate(samplers)]
 
 
-def both(logits: torch.Tensor, turns: Sequence[ChoiceRow]) -> tuple[list[Found], list[Found]]:
+def both(logits: torch.Tensor, turns: Sequence[ChoiceRow]) -> tuple[list[TokenOrError], list[TokenOrError]]:
     expected = HostChooser().choose(logits.clone(), turns).tokens()
     return expected, InterpretedChooser().choose(logits.clone(), turns).tokens()
 

@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import cache, driver
 
 from motley.backends.cuda import kernels
-from motley.backends.cuda.manifests import READY, Compiled, Ledger
+from motley.backends.cuda.manifests import READY, Compiled, CompiledJobs
 
 
 class NoGpu:
@@ -124,14 +124,14 @@ def _as_tuple(kind: Any) -> Any:
     return tuple(map(_as_tuple, kind)) if isinstance(kind, list) else kind
 
 
-def _tasks(ledger: Ledger, lock: Lock) -> Iterator[tuple[int, str]]:
+def _tasks(jobs: CompiledJobs, lock: Lock) -> Iterator[tuple[int, str]]:
     """The jobs with their numbers. A line with an object is a manifest, to be written when the jobs before are done."""
     number = 0
     for line in sys.stdin:
         if line.startswith("{"):
             manifest = json.loads(line)
             with lock:
-                ledger.expect(manifest["n_jobs"], Path(manifest["manifest"]))
+                jobs.expect(manifest["n_jobs"], Path(manifest["manifest"]))
         elif line.strip():
             yield number, line
             number += 1
@@ -161,9 +161,9 @@ def main() -> None:
         with suppress(OSError):
             print(f"{READY}{time.monotonic()}", flush=True)
         pool.apply_async(build_driver)
-        ledger, lock = Ledger(), Lock()  # the pool reads tasks on a thread of its own
-        for result in pool.imap_unordered(compile_job, _tasks(ledger, lock)):
+        jobs, lock = CompiledJobs(), Lock()  # the pool reads tasks on a thread of its own
+        for result in pool.imap_unordered(compile_job, _tasks(jobs, lock)):
             with lock:
-                ledger.note(result[0], Compiled(*result[1:]))
+                jobs.note(result[0], Compiled(*result[1:]))
             with suppress(OSError):  # the model's process may have ended
                 print(json.dumps(result), flush=True)

@@ -55,7 +55,7 @@ def write_manifest(path: Path, compiled: Iterable[Compiled]) -> None:
         unfinished.replace(path)
 
 
-class Ledger:
+class CompiledJobs:
     """The jobs of one process, and the manifests that are written when their first `n_jobs` jobs are done."""
 
     def __init__(self) -> None:

@@ -72,10 +72,10 @@ class Steps:
         self._weights = weights
         self._matrices = matrices
         self._device = matrices.device
-        self._forms = self._wanted_forms(stages)
+        self._forms = self._forms_of_readers(stages)
         self._first_experts = _first_experts(stages, graph.outputs)
 
-    def _wanted_forms(self, stages: Sequence[Stage]) -> dict[Tensor, str]:
+    def _forms_of_readers(self, stages: Sequence[Stage]) -> dict[Tensor, str]:
         """The form that products read, for each node that only products read."""
         n_rows = {out: _n_rows(stage) for stage in stages for out in stage.outputs}
         wants: dict[Tensor, set[str]] = {without_views(node): {PLAIN} for node in self._outputs}
@@ -92,7 +92,7 @@ class Steps:
         if not weight.is_packed:
             return PLAIN
         n_tokens = stage.x.shape[0]
-        is_few = n_tokens <= matvec_kernel.most_vectors(weight.n_columns)
+        is_few = n_tokens <= matvec_kernel.max_vectors(weight.n_columns)
         return INT8 if is_few and n_tokens not in matmul_kernel.fast_rows(weight) else HALVES
 
     def prepare(self, stage: Stage) -> Step:

@@ -14,16 +14,16 @@ from motley.engine.drafting.draft import Draft
 from motley.engine.request import Request
 
 _ALL_KEEP, _ALL_WEIGHT = 0.98, 24.0  # weights: of earlier drafts after a new one, and of the prior in tokens
-_OWN_KEEP, _OWN_WEIGHT = 0.85, 2.0
-_FORGET = 0.99  # the weight of earlier drafts after an unused one: after a while drafts are tried again
-_MOST = 0.98
-_SURE = 0.6  # a rate: drafts with a lower assumed rate are watched before one of them is used
-_PROOF = 1.5  # right tokens plus expected right tokens that must be seen before drafts are used
+_REQUEST_KEEP, _REQUEST_WEIGHT = 0.85, 2.0
+_DECAY = 0.99  # the weight of earlier drafts after an unused one: after a while drafts are tried again
+_MAX_RATE = 0.98
+_MIN_TRUSTED_RATE = 0.6  # drafts with a lower assumed rate are watched before one of them is used
+_MIN_EVIDENCE = 1.5  # right tokens plus expected right tokens that must be seen before drafts are used
 _YIELD_KEEP, _YIELD_WEIGHT = 0.9, 8.0
-_OWN, _YIELD, _UNUSED = "acceptance", "yield", "unused draft"  # keys of a request's memory
+_REQUEST_RATE, _YIELD, _UNUSED = "acceptance", "yield", "unused draft"  # keys of a request's memory
 
 
-class Unused(NamedTuple):
+class WatchedDraft(NamedTuple):
     """A draft that was not used."""
 
     draft: Draft
@@ -60,19 +60,19 @@ class Acceptance:
     )  # by drafter and grade, of tokens seen
 
     def rate(self, request: Request, drafter: str, grade: int) -> float:
-        own = request.memory.get(_OWN)
-        factor = 1.0 if own is None else own.rate(1.0, _OWN_WEIGHT)
-        return min(_MOST, self._usual(drafter, grade) * factor)
+        own = request.memory.get(_REQUEST_RATE)
+        factor = 1.0 if own is None else own.rate(1.0, _REQUEST_WEIGHT)
+        return min(_MAX_RATE, self._usual(drafter, grade) * factor)
 
     def note(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
         """Records how many tokens of a draft were right, and whether one was wrong."""
         n_seen = n_right + is_rejected
         self._note_yield(request, draft, n_right)
         n_expected = n_seen * self._usual(draft.drafter, draft.grade)
-        _own(request).add(n_right, n_expected, _OWN_KEEP)
+        _request_average(request).add(n_right, n_expected, _REQUEST_KEEP)
         self._all.setdefault((draft.drafter, draft.grade), _Average()).add(n_right, n_seen, _ALL_KEEP)
 
-    def gain(self, request: Request) -> float:
+    def yield_ratio(self, request: Request) -> float:
         """Tokens that the request's drafts gave, divided by the tokens that its rates predict; at most 1.
 
         Rates predict too many tokens for a text that mostly continues as drafted or not at all.
@@ -87,19 +87,21 @@ class Acceptance:
         n_expected = rate * (1 - rate**n) / (1 - rate)
         request.memory.setdefault(_YIELD, _Average()).add(n_right, n_expected, _YIELD_KEEP)
 
-    def is_proven(self, request: Request, drafter: str, grade: int) -> bool:
+    def is_trusted(self, request: Request, drafter: str, grade: int) -> bool:
         """Whether such drafts are reliable enough to be computed; until then they are only watched."""
-        own = request.memory.get(_OWN)
-        return self.priors[drafter][grade] >= _SURE or (own is not None and own.n_of + own.n_right >= _PROOF)
+        own = request.memory.get(_REQUEST_RATE)
+        return self.priors[drafter][grade] >= _MIN_TRUSTED_RATE or (
+            own is not None and own.n_of + own.n_right >= _MIN_EVIDENCE
+        )
 
     def watch(self, request: Request, draft: Draft, n_wanted: int = 0) -> None:
         """Keeps a draft that is not used, to compare it with the tokens that come: this costs no rows."""
         if _UNUSED not in request.memory:
-            request.memory[_UNUSED] = Unused(draft, len(request.generated), n_wanted)
+            request.memory[_UNUSED] = WatchedDraft(draft, len(request.generated), n_wanted)
 
-    def look(self, request: Request) -> Unused | None:
+    def check_watched(self, request: Request) -> WatchedDraft | None:
         """Records how many tokens of the watched draft were right, and returns it, once the answer is long enough."""
-        unused: Unused | None = request.memory.get(_UNUSED)
+        unused: WatchedDraft | None = request.memory.get(_UNUSED)
         if unused is None:
             return None
         draft, start, n_wanted, _ = unused
@@ -109,21 +111,21 @@ class Acceptance:
             return None
         del request.memory[_UNUSED]
         self.note(request, draft, n_right, is_rejected)
-        return Unused(draft, start, n_wanted, n_right)
+        return WatchedDraft(draft, start, n_wanted, n_right)
 
-    def forget(self, request: Request, draft: Draft) -> None:
+    def decay(self, request: Request, draft: Draft) -> None:
         """Reduces the weight of earlier drafts: this draft was not used, so it gives no new measurement."""
-        _own(request).add(0, 0, _FORGET)
-        self._all.setdefault((draft.drafter, draft.grade), _Average()).add(0, 0, _FORGET)
+        _request_average(request).add(0, 0, _DECAY)
+        self._all.setdefault((draft.drafter, draft.grade), _Average()).add(0, 0, _DECAY)
 
     def _usual(self, drafter: str, grade: int) -> float:
         """The rate over all requests."""
         return self._all.get((drafter, grade), _NOTHING).rate(self.priors[drafter][grade], _ALL_WEIGHT)
 
 
-def _own(request: Request) -> _Average:
+def _request_average(request: Request) -> _Average:
     """The request's own drafts: tokens that were right, and tokens that were expected to be right."""
-    average = request.memory.get(_OWN)
+    average = request.memory.get(_REQUEST_RATE)
     if average is None:
-        average = request.memory[_OWN] = _Average()
+        average = request.memory[_REQUEST_RATE] = _Average()
     return average

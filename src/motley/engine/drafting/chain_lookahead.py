@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from motley.engine.drafting.draft import Ask, Draft
+from motley.engine.drafting.draft import Draft, DraftRequest
 from motley.engine.drafting.lookahead import GramPool, LookaheadSizes, keep
 from motley.engine.request import Request
 
@@ -41,7 +41,7 @@ class ChainLookahead:
     def __init__(self, sizes: LookaheadSizes | None = None) -> None:
         self._sizes = sizes or LookaheadSizes()
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         return [self._draft(ask.request, min(ask.n_max, self._sizes.window)) for ask in asks]
 
     def may_draft(self, request: Request) -> bool:

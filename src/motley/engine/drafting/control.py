@@ -15,10 +15,10 @@ from motley.engine.drafting.draft import Draft
 from motley.engine.request import Request
 from motley.engine.trees import depths
 
-_LEAST_GAIN = 1.1  # of the rate: less is not worth the uncertainty of the figures
-_LEAST_SURVIVAL = 0.01  # of a drafted token: less is not worth looking at
+_MIN_GAIN = 1.1  # of the rate: less is not worth the uncertainty of the figures
+_MIN_SURVIVAL = 0.01  # of a drafted token: less is not worth looking at
 _ROUND = 0.2  # of a step of one row: the assumed cost of a drafter's round before one was measured
-_LATE = 0.2  # of a step: the assumed cost of waiting for the host before it was measured
+_WAIT_COST = 0.2  # of a step: the assumed cost of waiting for the host before it was measured
 
 Drafts = dict[Request, Draft]
 
@@ -106,7 +106,7 @@ class AdaptiveControl:
         rates = [self.acceptance.rate(request, drafter, 0) for request in requests]
         base, *costs = self.costs.seconds_from(n_rows, 1 + n_max, len(rates))
         per_round = self._rounds[drafter].seconds(_ROUND * self.costs.seconds(1))
-        best, n_best = n_rows / base * _LEAST_GAIN, 0
+        best, n_best = n_rows / base * _MIN_GAIN, 0
         n_tokens, survival = float(n_rows), [1.0] * len(rates)
         for n, seconds in enumerate(costs, start=1):
             survival = [s * rate for s, rate in zip(survival, rates, strict=True)]
@@ -119,17 +119,17 @@ class AdaptiveControl:
         else:
             self._rounds[drafter].note_unused()
             for request in requests:
-                self.acceptance.forget(request, Draft((), drafter))
+                self.acceptance.decay(request, Draft((), drafter))
         return n_best
 
     def allot(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> Drafts:
         if not self.costs.is_known(n_rows):
             return {}  # a step without drafts tells
         rates = self._rates(drafts, n_rows)
-        gains = [self.acceptance.gain(request) for request in drafts]
-        if not self._can_pay(drafts, rates, gains, n_rows):
+        yields = [self.acceptance.yield_ratio(request) for request in drafts]
+        if not self._can_pay(drafts, rates, yields, n_rows):
             return self._cut(drafts, {}, {})
-        slots = _slots(drafts, rates, gains)[:room]
+        slots = _slots(drafts, rates, yields)[:room]
         is_paid = any(
             draft.drafter in self._costly for draft in drafts.values()
         )  # then plans are made as well
@@ -147,17 +147,17 @@ class AdaptiveControl:
 
     def is_worth_waiting(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> bool:
         rates = self._rates(drafts, n_rows)
-        gains = [1.0] * len(rates)
+        yields = [1.0] * len(rates)
         best = _Best(0)
-        if self._can_pay(drafts, rates, gains, n_rows):
-            slots = _slots(drafts, rates, gains)[:room]
+        if self._can_pay(drafts, rates, yields, n_rows):
+            slots = _slots(drafts, rates, yields)[:room]
             best = self._best(slots, n_rows, may_plan=False)
             # If the tokens that are being computed are not the drafts' first ones, the step waits for nothing.
             p_first, base = max(rates), self.costs.seconds(n_rows)
             n_tokens = n_rows + p_first * _expected(slots[: best.n_tokens])
             longer = self.costs.seconds(n_rows + best.n_tokens) - base
             seconds = base + p_first * longer + self._late_seconds(n_rows)
-            if n_tokens / seconds > n_rows / base * _LEAST_GAIN:
+            if n_tokens / seconds > n_rows / base * _MIN_GAIN:
                 return True
         per_draft = -(-best.n_wanted // len(drafts))
         for request, draft in drafts.items():
@@ -168,48 +168,48 @@ class AdaptiveControl:
         """The probability that a token of each draft is right; 0.0: more has to be known before one is used."""
         rates, acceptance = [], self.acceptance
         for request, draft in drafts.items():
-            unused = acceptance.look(request)
+            unused = acceptance.check_watched(request)
             if unused is not None and unused.n_wanted:
                 base = self.costs.seconds(n_rows)
                 n_gained = min(unused.n_right, unused.n_wanted)
                 lost = self.costs.seconds(n_rows + unused.n_wanted) - base + self._late_seconds(n_rows)
                 self._plans.credit(n_gained * base / n_rows - lost)
-            is_proven = acceptance.is_proven(request, draft.drafter, draft.grade)
-            rates.append(acceptance.rate(request, draft.drafter, draft.grade) if is_proven else 0.0)
+            is_trusted = acceptance.is_trusted(request, draft.drafter, draft.grade)
+            rates.append(acceptance.rate(request, draft.drafter, draft.grade) if is_trusted else 0.0)
         return rates
 
     def _can_pay(
-        self, drafts: Mapping[Request, Draft], rates: Sequence[float], gains: Sequence[float], n_rows: int
+        self, drafts: Mapping[Request, Draft], rates: Sequence[float], yields: Sequence[float], n_rows: int
     ) -> bool:
         """Whether any part of the drafts may pay. A quick look, as mostly none does: all their tokens together must be
         worth one row, and the likeliest of them the cheapest row.
         """
         n_expected, likeliest = 0.0, 0.0
-        for draft, rate, gain in zip(drafts.values(), rates, gains, strict=True):
-            n_expected += gain * rate * (1 - rate ** len(draft.tokens)) / (1 - rate)
-            likeliest = max(likeliest, gain * rate)
-        if likeliest < self.costs.row_price(n_rows, _LEAST_GAIN):
+        for draft, rate, ratio in zip(drafts.values(), rates, yields, strict=True):
+            n_expected += ratio * rate * (1 - rate ** len(draft.tokens)) / (1 - rate)
+            likeliest = max(likeliest, ratio * rate)
+        if likeliest < self.costs.row_price(n_rows, _MIN_GAIN):
             return False
         longer = self.costs.seconds(n_rows + 1) / self.costs.seconds(n_rows)
-        return n_rows + n_expected >= n_rows * longer * _LEAST_GAIN
+        return n_rows + n_expected >= n_rows * longer * _MIN_GAIN
 
     def _late_seconds(self, n_rows: int) -> float:
         """The seconds that a device loses if it does not get its next step in advance; 0.0 if it never does."""
         base = self.costs.seconds(n_rows)
         if self._late.is_known(n_rows):
             return max(0.0, self._late.seconds(n_rows) - base)
-        return _LATE * base if self._late.n_steps else 0.0
+        return _WAIT_COST * base if self._late.n_steps else 0.0
 
     def _best(self, slots: Sequence[_Slot], n_rows: int, *, may_plan: bool) -> _Best:
         """How many drafted tokens make tokens come fastest, of tokens in descending order of survival."""
         base = self.costs.seconds(n_rows)
-        least = n_rows / base * _LEAST_GAIN
+        least = n_rows / base * _MIN_GAIN
         found = {True: (least, 0, 0.0), False: (least, 0, 0.0)}  # rate, tokens, seconds saved; by: has a plan
-        n_tokens, n_most = float(n_rows), n_rows + _expected(slots)
+        n_tokens, max_tokens = float(n_rows), n_rows + _expected(slots)
         most_rows = 1
         costs = self.costs.seconds_from(n_rows + 1, len(slots))
         for n, ((minus_survival, _, n_before), seconds) in enumerate(zip(slots, costs, strict=True), start=1):
-            if n_most <= least * seconds:
+            if max_tokens <= least * seconds:
                 break  # more rows take no less time
             n_tokens -= minus_survival
             if n_before + 2 > most_rows:
@@ -275,17 +275,17 @@ def _survivals(draft: Draft, rate: float) -> list[float]:
     survival = 1.0
     for _ in draft.tokens:
         survival *= rate
-        if survival < _LEAST_SURVIVAL:
+        if survival < _MIN_SURVIVAL:
             break
         survivals.append(survival)
     return survivals
 
 
-def _slots(drafts: Mapping[Request, Draft], rates: Sequence[float], gains: Sequence[float]) -> list[_Slot]:
-    """All drafted tokens, the likeliest to survive first. `rates`, `gains`: of each draft."""
+def _slots(drafts: Mapping[Request, Draft], rates: Sequence[float], yields: Sequence[float]) -> list[_Slot]:
+    """All drafted tokens, the likeliest to survive first. `rates`, `yields`: of each draft."""
     slots = [
-        (-survival * gain, order, n_before)
-        for order, (draft, rate, gain) in enumerate(zip(drafts.values(), rates, gains, strict=True))
+        (-survival * ratio, order, n_before)
+        for order, (draft, rate, ratio) in enumerate(zip(drafts.values(), rates, yields, strict=True))
         for n_before, survival in enumerate(_survivals(draft, rate))
     ]
     if len(drafts) > 1:

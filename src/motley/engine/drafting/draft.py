@@ -36,7 +36,7 @@ class Draft(NamedTuple):
         return n_came, False
 
 
-class Ask(NamedTuple):
+class DraftRequest(NamedTuple):
     """A request that needs a draft of up to `n_max` tokens. All its tokens but the last are computed."""
 
     request: Request
@@ -70,7 +70,7 @@ class Drafter(Protocol):
         """Whether the latest drafts took the usual time: no plan was made, and no prompt was computed."""
         ...
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         """A draft for each request; a draft without tokens if there is none."""
         ...
 
@@ -106,7 +106,7 @@ class Watcher(Protocol):
 
 
 @runtime_checkable
-class Learner(Protocol):
+class LearningDrafter(Protocol):
     """Further members of a drafter that learns from all rows of its drafts."""
 
     def learn(self, request: Request, draft: Draft, outputs: Sequence[int]) -> None:

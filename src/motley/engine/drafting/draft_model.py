@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from motley.engine.drafting.draft import Ask, Draft
+from motley.engine.drafting.draft import Draft, DraftRequest
 from motley.engine.drafting.rounds import Lane, RoundChooser
 from motley.engine.request import Request
 from motley.kvcache.groups import BlockCopy
@@ -48,7 +48,7 @@ class DraftModel:
         self._sequences: dict[Request, _Sequence] = {}
         self.is_usual = False
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         n_plans = self.runner.n_plans
         self._free([request for request in self._sequences if request.is_finished])
         lanes = self._caught_up([lane for ask in asks if (lane := self._lane(ask)) is not None])
@@ -64,7 +64,7 @@ class DraftModel:
     def close(self) -> None:
         self.runner.close()
 
-    def _lane(self, ask: Ask) -> Lane | None:
+    def _lane(self, ask: DraftRequest) -> Lane | None:
         """The request's lane, its sequence truncated to what it has in common with the request."""
         request = ask.request
         if len(request.tokens) + ask.n_max > self._n_ctx:
@@ -129,10 +129,10 @@ class DraftModel:
         """The tokens at the start that both have, at most all of the request's but the last, which gives logits."""
         # A context shift removes tokens from the middle.
         n = own.n_sure if request.shift is None else 0
-        n_most = min(len(own.tokens), len(request.tokens) - 1)
-        while n < n_most and own.tokens[n] == request.tokens[n]:
+        max_tokens = min(len(own.tokens), len(request.tokens) - 1)
+        while n < max_tokens and own.tokens[n] == request.tokens[n]:
             n += 1
-        return min(n, n_most)
+        return min(n, max_tokens)
 
     def _caught_up(self, lanes: Sequence[Lane]) -> list[Lane]:
         """The lanes that can have a draft now. Others first take a batch of the tokens that they lack."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from motley.engine.drafting.draft import Ask, Draft
+from motley.engine.drafting.draft import Draft, DraftRequest
 from motley.engine.drafting.rounds import Lane, RoundChooser
 from motley.engine.request import Request
 from motley.kvcache.manager import CacheManager
@@ -33,7 +33,7 @@ class EarlyExit:
         self._copies: list[BlockCopy] = []
         self.is_usual = False
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         n_plans = self._runner.n_plans
         lanes = [self._lane(ask) for ask in asks]
         self._rounds.draft([lane for lane in lanes if lane is not None], self._run, self._run_rounds)
@@ -46,7 +46,7 @@ class EarlyExit:
     def _is_possible(self, request: Request) -> bool:
         return not request.effort.n_layers or request.effort.n_layers > self._n_layers
 
-    def _lane(self, ask: Ask) -> Lane | None:
+    def _lane(self, ask: DraftRequest) -> Lane | None:
         """The request's lane, with slots for its pending token and its draft; None if there is no room for them."""
         request = ask.request
         assert request.sequence is not None

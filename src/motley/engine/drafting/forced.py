@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from motley.engine.drafting.draft import Ask, Draft
+from motley.engine.drafting.draft import Draft, DraftRequest
 from motley.engine.request import Request
 
 
@@ -20,7 +20,7 @@ class Forced:
     is_usual = True
     writes_cache = False
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         return [Draft(_forced(ask.request)[: ask.n_max], self.name) for ask in asks]
 
     def may_draft(self, request: Request) -> bool:

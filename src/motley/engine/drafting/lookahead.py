@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from motley.engine.drafting.draft import Ask, Draft
+from motley.engine.drafting.draft import Draft, DraftRequest
 from motley.engine.request import Request
 from motley.engine.trees import ROOT
 from motley.errors import ConfigError
@@ -112,7 +112,7 @@ class Lookahead:
     def __init__(self, sizes: LookaheadSizes | None = None) -> None:
         self._sizes = sizes or LookaheadSizes()
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         return [self._draft(ask) for ask in asks]
 
     def may_draft(self, request: Request) -> bool:
@@ -143,7 +143,7 @@ class Lookahead:
         assert isinstance(known, _Guesses)
         return known
 
-    def _draft(self, ask: Ask) -> Draft:
+    def _draft(self, ask: DraftRequest) -> Draft:
         request, known = ask.request, self._known(ask.request)
         self._take_text(known, request)
         n_columns = self._columns(ask.max_rows)

@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from motley.engine.drafting.draft import Ask, Draft
+from motley.engine.drafting.draft import Draft, DraftRequest
 from motley.engine.request import LENGTH, STOP, Request
 
 _N_KEY = 3  # tokens
@@ -33,7 +33,7 @@ MAX_REMEMBERED = 65536  # tokens of a user's answers
 _PAUSES = ((32, 8), (12, 4), (3, 2))
 ONLY_LOOKUP = ("lookup",)  # the drafters of most requests
 _GRADES = (4, 6, 12, 24)  # matches of at least so many tokens have grade 1, 2, 3, 4
-Found = tuple[int, Sequence[int], int]  # a row, tokens that may follow, and the length of the match
+Continuation = tuple[int, Sequence[int], int]  # a row, tokens that may follow, and the length of the match
 
 
 class Lookup:
@@ -53,11 +53,11 @@ class Lookup:
         self._indexes: list[Any] = []
         self._answers: list[list[int]] = []
         self._n_max = 0
-        self._look_up: Callable[..., list[Found]] | None = None
-        self._n_vain = 0  # steps since a draft was used
-        self._next = 0  # the value of `_n_vain` at which texts are looked up next
+        self._look_up: Callable[..., list[Continuation]] | None = None
+        self._n_since_use = 0  # steps since a draft was used
+        self._next = 0  # the value of `_n_since_use` at which texts are looked up next
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         drafts = [_NO_DRAFT] * len(asks)
         n_max = max(ask.n_max for ask in asks)
         for row, tokens, n_match in self._look_up_all([ask.request for ask in asks], n_max):
@@ -76,10 +76,10 @@ class Lookup:
         """
         if requests != self._requests and not self._keep(requests):
             return None
-        self._n_vain += 1
-        if self._n_vain < self._next:
+        self._n_since_use += 1
+        if self._n_since_use < self._next:
             return _NONE
-        self._next = self._n_vain + next((pause for n, pause in _PAUSES if self._n_vain > n), 1)
+        self._next = self._n_since_use + next((pause for n, pause in _PAUSES if self._n_since_use > n), 1)
         assert self._look_up is not None
         found = self._look_up(self._indexes, self._answers, self._n_max)
         if not found:
@@ -93,16 +93,16 @@ class Lookup:
 
     def note_use(self) -> None:
         """A draft is used, or is likely to be in the next step: from now on, each step is looked up."""
-        self._n_vain = self._next = 0
+        self._n_since_use = self._next = 0
 
     @property
     def n_pause(self) -> int:
         """How many of the next steps are not looked up."""
-        return max(0, self._next - self._n_vain - 1)
+        return max(0, self._next - self._n_since_use - 1)
 
     def pass_over(self, n_steps: int) -> None:
         """So many steps come without a call of `find`."""
-        self._n_vain += n_steps
+        self._n_since_use += n_steps
 
     def _keep(self, requests: Sequence[Request]) -> bool:
         """Keeps what `find` needs of requests; False: some do not draft by looking up only."""
@@ -117,10 +117,10 @@ class Lookup:
         from motley.backends import look_up  # here: it imports torch, which a server's front must not
 
         self._requests, self._indexes, self._answers, self._n_max = list(requests), indexes, answers, n_max
-        self._look_up, self._n_vain, self._next = look_up, 0, 0
+        self._look_up, self._n_since_use, self._next = look_up, 0, 0
         return True
 
-    def _look_up_all(self, requests: Sequence[Request], n_max: int) -> list[Found]:
+    def _look_up_all(self, requests: Sequence[Request], n_max: int) -> list[Continuation]:
         """The likely continuations of the texts of requests, of those that have one."""
         from motley.backends import look_up, new_text_index  # see above
 

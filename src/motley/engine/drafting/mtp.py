@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from motley.engine.drafting.draft import Ask, Draft
+from motley.engine.drafting.draft import Draft, DraftRequest
 from motley.engine.drafting.rounds import Lane, RoundChooser
 from motley.engine.request import Request
 from motley.kvcache.manager import CacheManager
@@ -23,7 +23,7 @@ _MANY = 64  # rows: so many pairs are computed even if no draft needs them yet
 
 
 @dataclass
-class _Own:
+class _RequestCache:
     """A request's pairs in the layer's cache, and the hidden states of the next ones."""
 
     sequence: int
@@ -60,15 +60,15 @@ class NextnLayer:
         self._cache = cache
         self._n_ctx, self._n_batch = n_ctx, n_batch
         self._rounds = RoundChooser()
-        self._owns: dict[Request, _Own] = {}
+        self._request_caches: dict[Request, _RequestCache] = {}
         self._hidden: dict[Request, torch.Tensor] = {}  # inputs of the next round
         self.is_usual = False
 
     def observe(self, request: Request, start: int, hidden: torch.Tensor) -> None:
         """Takes the hidden states of a request's tokens from position `start` on, drafted ones included."""
-        own = self._owns.get(request)
+        own = self._request_caches.get(request)
         if own is None:
-            own = self._owns[request] = _Own(self._cache.open().seq, start)
+            own = self._request_caches[request] = _RequestCache(self._cache.open().seq, start)
         own.trim(start)
         if own.first + own.n_waiting != start:  # computed again, or shifted
             self._restart(own, start)
@@ -76,13 +76,13 @@ class NextnLayer:
 
     def catch_up(self, requests: Iterable[Request]) -> None:
         """Computes pairs of prompts, whose hidden states would take memory otherwise."""
-        self._free([request for request in self._owns if request.is_finished])
+        self._free([request for request in self._request_caches if request.is_finished])
         for request in requests:
-            own = self._owns.get(request)
+            own = self._request_caches.get(request)
             if own is not None and own.n_waiting >= _MANY:
                 self._compute(request, own, n_kept=1)
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         n_plans = self.runner.n_plans
         lanes = [lane for ask in asks if (lane := self._lane(ask)) is not None]
         self._rounds.draft(lanes, self._run)
@@ -97,9 +97,9 @@ class NextnLayer:
     def close(self) -> None:
         self.runner.close()
 
-    def _lane(self, ask: Ask) -> Lane | None:
+    def _lane(self, ask: DraftRequest) -> Lane | None:
         """The request's lane: its pairs since the latest draft, and room for the next ones."""
-        request, own = ask.request, self._owns.get(ask.request)
+        request, own = ask.request, self._request_caches.get(ask.request)
         if own is None:
             return None
         own.trim(request.n_computed)
@@ -113,7 +113,7 @@ class NextnLayer:
         self._hidden[request] = torch.cat(own.waiting)
         return Lane(request, ask.n_max, own.sequence, own.n_pairs, request.tokens[own.first + 1 :])
 
-    def _compute(self, request: Request, own: _Own, n_kept: int) -> None:
+    def _compute(self, request: Request, own: _RequestCache, n_kept: int) -> None:
         """Computes pairs whose tokens are known, until at most `n_kept` wait."""
         own.trim(request.n_computed)
         n_known = min(own.n_waiting, len(request.tokens) - 1 - own.first)
@@ -142,24 +142,24 @@ class NextnLayer:
             end += len(lane.pending)
             self._cache.commit(lane.sequence, lane.pending)
             self._hidden[lane.request] = self.runner.hidden[end - 1 : end].clone()
-            own = self._owns[lane.request]
+            own = self._request_caches[lane.request]
             if not lane.drafted:  # the tokens of later rounds are guesses
                 own.n_pairs += len(lane.pending)
                 own.waiting.clear()
         return logits
 
-    def _reserve(self, own: _Own, n_tokens: int) -> bool:
+    def _reserve(self, own: _RequestCache, n_tokens: int) -> bool:
         """Reserves slots after the certain pairs. Sequences of requests that are not running may lose theirs."""
         self._cache.truncate(own.sequence, own.n_pairs)
         self._cache.advance(own.sequence, own.n_pairs)
         while self._cache.reserve(own.sequence, n_tokens) is None:
-            idle = [other for other in self._owns if other.sequence is None]
+            idle = [other for other in self._request_caches if other.sequence is None]
             if not idle:
                 return False
             self._free(idle[:1])
         return True
 
-    def _restart(self, own: _Own, start: int) -> None:
+    def _restart(self, own: _RequestCache, start: int) -> None:
         """Forgets all pairs: the context begins with the hidden state at `start`."""
         self._cache.truncate(own.sequence, 0)
         own.base, own.n_pairs = start, 0
@@ -167,4 +167,4 @@ class NextnLayer:
 
     def _free(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            self._cache.free(self._owns.pop(request).sequence)
+            self._cache.free(self._request_caches.pop(request).sequence)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from motley.engine.choosing import ChoiceRow, Chooser, Found, chooser_for
+from motley.engine.choosing import ChoiceRow, Chooser, TokenOrError, chooser_for
 from motley.engine.request import Request
 
 Run = Callable[[Sequence["Lane"]], torch.Tensor]
@@ -28,7 +28,7 @@ class Lane:
     pending: list[int]  # tokens to be computed in the next round
     drafted: list[int] = field(default_factory=list)
 
-    def take(self, token: Found) -> bool:
+    def take(self, token: TokenOrError) -> bool:
         """Appends a token to the draft. Returns whether the draft may continue: an error ends only the draft."""
         if not isinstance(token, int) or token < 0:
             return False
@@ -52,7 +52,7 @@ class RoundChooser:
         `run_rounds` computes several rounds in one call, and extends nothing.
         """
         while lanes := [lane for lane in lanes if len(lane.drafted) < lane.n_max]:
-            rounds: Sequence[Sequence[Found]] | None = None
+            rounds: Sequence[Sequence[TokenOrError]] | None = None
             if run_rounds is not None:
                 rounds = _run_rounds(lanes, run_rounds)
             if rounds is None:

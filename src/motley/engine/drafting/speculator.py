@@ -10,7 +10,7 @@ from typing import Any
 from motley.engine.drafting.choice import read_choice
 from motley.engine.drafting.control import AdaptiveControl, Control
 from motley.engine.drafting.costs import Preparation, by_rows
-from motley.engine.drafting.draft import Ask, Draft, Drafter, Learner, TreeDrafter, Watcher
+from motley.engine.drafting.draft import Draft, Drafter, DraftRequest, LearningDrafter, TreeDrafter, Watcher
 from motley.engine.drafting.forced import Forced
 from motley.engine.drafting.lookup import ONLY_LOOKUP, Lookup
 from motley.engine.request import Request, Speculation
@@ -19,8 +19,8 @@ from motley.engine.trees import MAX_ROWS, Parents
 
 _log = logging.getLogger("motley")
 _MAX_ROWS = 64  # of logits in a step
-# More than so many drafts that did not pay, one after the other → tokens until the next one is looked at.
-_RESTS = ((12, 16), (4, 8), (1, 4))
+# Unused drafts, one after the other: after more than so many → tokens until the next draft is looked at.
+_PAUSES = ((12, 16), (4, 8), (1, 4))
 _LONG_MATCH = 2  # grade of a looked up draft that is looked at in any case
 _ANY_NUMBER = 1 << 30
 _MAX_REQUESTS = 32  # with more, a step has rows enough, and looking for drafts takes longer than they save
@@ -53,7 +53,7 @@ class Speculator:
         self.names = tuple(drafter.name for drafter in self._drafters)
         priors = {drafter.name: drafter.priors for drafter in drafters}
         self._control = control or AdaptiveControl(priors, preparation, plan_seconds, computed)
-        self._learners = {each.name: each for each in drafters if isinstance(each, Learner)}
+        self._learners = {each.name: each for each in drafters if isinstance(each, LearningDrafter)}
         self._watchers = {each.name: each for each in drafters if isinstance(each, Watcher)}
         self._lookup = next((each for each in drafters if isinstance(each, Lookup)), None)
         self._trees = {each.name for each in drafters if isinstance(each, TreeDrafter) and each.has_trees}
@@ -101,7 +101,7 @@ class Speculator:
             ):
                 n_max = request.max_draft
                 if n_max and n_max >= own.draft_min:
-                    asking.append(Ask(request, n_max))
+                    asking.append(DraftRequest(request, n_max))
                     names.update(own.drafters)
         if not asking:
             return {}
@@ -114,13 +114,13 @@ class Speculator:
                 ask for ask in asking if name in ask.request.speculation.drafters and ask.request not in found
             ]
             if asks:
-                found |= self._ask(scheduler, drafter, asks)
+                found |= self._request_drafts(scheduler, drafter, asks)
         drafts = found
         if found:
             drafts = self._control.allot(found, _n_rows(scheduler), self._room(scheduler))
         for request, *_ in asking:
             if request in found or request.speculation.drafters != ONLY_LOOKUP:
-                self._rest(request, request in drafts)
+                self._set_pause(request, request in drafts)
         return drafts
 
     def pass_over(self, n_steps: int) -> None:
@@ -150,17 +150,17 @@ class Speculator:
         if drafts and self._lookup is not None:
             self._lookup.note_use()
         for request in usable:
-            self._rest(request, request in drafts)
+            self._set_pause(request, request in drafts)
         return drafts
 
-    def _rest(self, request: Request, is_used: bool) -> None:
+    def _set_pause(self, request: Request, is_used: bool) -> None:
         """Sets a pause after which drafts of a request are looked at again, if its text cannot be guessed. A look-up
         without a result takes little time, and does not count.
         """
-        request.n_vain = 0 if is_used else request.n_vain + 1
+        request.n_unused_drafts = 0 if is_used else request.n_unused_drafts + 1
         if self._costly.isdisjoint(request.speculation.drafters):
-            rest = next((rest for n_vain, rest in _RESTS if request.n_vain > n_vain), 0)
-            request.drafts_from = request.n_generated + rest if rest else request.drafts_from
+            pause = next((pause for n, pause in _PAUSES if request.n_unused_drafts > n), 0)
+            request.drafts_from = request.n_generated + pause if pause else request.drafts_from
 
     @property
     def has_watchers(self) -> bool:
@@ -240,7 +240,7 @@ class Speculator:
     def _is_likely(self, drafter: Drafter, own: Sequence[Request], n_rows: int) -> bool:
         """Whether a drafter is likely to have drafts that pay after the next tokens of `own`."""
         if drafter is self._lookup:
-            found = zip(own, drafter.draft([Ask(r, r.max_draft) for r in own]), strict=True)
+            found = zip(own, drafter.draft([DraftRequest(r, r.max_draft) for r in own]), strict=True)
             drafts = {request: draft for request, draft in found if draft.tokens}
             is_likely = bool(drafts) and self._control.is_worth_waiting(drafts, n_rows, self._max_rows)
             if is_likely:
@@ -272,7 +272,9 @@ class Speculator:
         """Records that there is a plan for such steps, made outside of a step."""
         self._control.add_plan(n_rows, n_requests=n_requests, most_rows=most_rows)
 
-    def _ask(self, scheduler: Scheduler, drafter: Drafter, asks: Sequence[Ask]) -> dict[Request, Draft]:
+    def _request_drafts(
+        self, scheduler: Scheduler, drafter: Drafter, asks: Sequence[DraftRequest]
+    ) -> dict[Request, Draft]:
         if drafter.name in self._trees:
             max_rows = min(MAX_ROWS - 1, self._room(scheduler) // len(asks))
             asks = [ask._replace(max_rows=max_rows) for ask in asks]
@@ -282,7 +284,7 @@ class Speculator:
             n_max = n_max and self._control.length(drafter.name, requests, _n_rows(scheduler), n_max)
             if not n_max:
                 return {}
-            asks = [Ask(ask.request, min(ask.n_max, n_max)) for ask in asks]
+            asks = [DraftRequest(ask.request, min(ask.n_max, n_max)) for ask in asks]
         if drafter.writes_cache:
             scheduler.touch(ask.request for ask in asks)
         started = 0.0 if drafter.is_free else self._clock()

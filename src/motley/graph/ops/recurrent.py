@@ -41,11 +41,6 @@ class StateInput(Input):
         return f"state.{layer}.{part}"
 
     @property
-    def split_axis(self) -> int:
-        """The axis of channels or heads."""
-        return 1 if self.part == CONVOLUTION else 0
-
-    @property
     def pending_shape(self) -> Shape:
         """The shape of the stored inputs of one pending token. Its first axis is split like the state."""
         if self.part == CONVOLUTION:

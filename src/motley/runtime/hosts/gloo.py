@@ -24,7 +24,7 @@ Publish = Callable[[str, bytes], None]  # a key and its value, to all other proc
 Lookup = Callable[[str], bytes]  # waits for another process's value
 
 
-class MailStore(dist.Store):  # type: ignore[misc, name-defined]
+class ControlStore(dist.Store):  # type: ignore[misc, name-defined]
     """The store by which Gloo's processes find each other. Its values travel over the control connections."""
 
     def __init__(self, publish: Publish, lookup: Lookup) -> None:

@@ -26,7 +26,7 @@ from motley.errors import DeviceError
 from motley.graph import Shape
 from motley.runtime.device_names import is_loopback
 from motley.runtime.group import PartSizes
-from motley.runtime.hosts.gloo import Lookup, LoopThreads, MailStore, Publish, make_device, sockets_of
+from motley.runtime.hosts.gloo import ControlStore, Lookup, LoopThreads, Publish, make_device, sockets_of
 from motley.runtime.hosts.layouts import Layout
 from motley.runtime.hosts.lines import MAX_BYTES, LineClosedError, Pair, open_lines
 from motley.runtime.hosts.nccl import open_nccl
@@ -82,7 +82,7 @@ class Mesh:
         options = gloo._Options()
         options._timeout = timedelta(seconds=_CONNECT_SECONDS)
         options._threads = 1
-        store = MailStore(publish, lookup)
+        store = ControlStore(publish, lookup)
         try:
             device, threads = make_device(address)
             options._devices = [device]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from motley.errors import DeviceError
 from motley.graph import Shape
 from motley.runtime.group import PartSizes
-from motley.runtime.hosts.gloo import Lookup, MailStore, Publish
+from motley.runtime.hosts.gloo import ControlStore, Lookup, Publish
 from motley.runtime.hosts.lines import LineClosedError
 from motley.runtime.hosts.wire import decode, encode, is_coded, wire_bytes
 
@@ -148,7 +148,7 @@ def open_nccl(
         all_gpus = [*gpus, *(gpu for each in others for gpu in each)]
         if len(all_gpus) == len(set(all_gpus)) == len(devices):
             places = {device: place_of(devices[device]) for device in own}
-            store = MailStore(publish, lookup)
+            store = ControlStore(publish, lookup)
             return NcclLines(_connect(store, places, len(devices)), places, wire, store)
         lacking = "NCCL is not available in all processes, or two devices are the same GPU"
     if is_asked_for:
@@ -178,7 +178,7 @@ def make_group(store: Any, rank: int, n_ranks: int, place: torch.device) -> Any:
     return group
 
 
-def _connect(store: MailStore, places: Mapping[int, torch.device], n_ranks: int) -> dict[int, Any]:
+def _connect(store: ControlStore, places: Mapping[int, torch.device], n_ranks: int) -> dict[int, Any]:
     """The process group of each device of this process. NCCL connects all ranks at once: each in a thread."""
     within = dist.PrefixStore(_KEY, store)  # type: ignore[attr-defined]
     with ThreadPoolExecutor(len(places)) as pool:

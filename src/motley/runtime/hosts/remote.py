@@ -150,11 +150,11 @@ class RemoteWorker:
         self._send(Kind.GIVE_BACK, emptied_message(emptied))
 
     def require_shift(self) -> None:
-        self._ask(Kind.REQUIRE_SHIFT)
+        self._call(Kind.REQUIRE_SHIFT)
 
     def memory(self) -> tuple[list[dict[str, int]], list[CacheBytes]]:
         """Bytes by purpose, and of the cache, for each device."""
-        fields = read_json(self._ask(Kind.MEMORY))
+        fields = read_json(self._call(Kind.MEMORY))
         memory = [{str(k): int(v) for k, v in device.items()} for device in fields["memory"]]
         cache = [CacheBytes(tuple(map(int, groups)), int(resident)) for groups, resident in fields["cache"]]
         return memory, cache
@@ -162,7 +162,7 @@ class RemoteWorker:
     def gather(self, layer: int, slots: torch.Tensor) -> list[tuple[dict[str, torch.Tensor], ...]]:
         pieces = []
         for some in torch.split(slots.reshape(-1), MAX_SLOTS):
-            data = self._ask(Kind.GATHER, layer_slots_message(layer, some))
+            data = self._call(Kind.GATHER, layer_slots_message(layer, some))
             try:
                 pieces.append(split_bytes(self._devices, layer, len(some), data))
             except ProtocolError as error:
@@ -190,7 +190,7 @@ class RemoteWorker:
                 )
                 for own, device in zip(self._devices, parts, strict=True)
             ]
-            self._ask(Kind.SCATTER, b"".join([layer_slots_message(layer, slots[some]), *data]))
+            self._call(Kind.SCATTER, b"".join([layer_slots_message(layer, slots[some]), *data]))
 
     # Messages
 
@@ -205,7 +205,7 @@ class RemoteWorker:
     def _send_json(self, kind: Kind, **fields: Any) -> None:
         self._send(kind, json.dumps(fields).encode())
 
-    def _ask(self, kind: Kind, payload: bytes = b"") -> bytes:
+    def _call(self, kind: Kind, payload: bytes = b"") -> bytes:
         self._send(kind, payload)
         answer, data = self._unless_lost(self._answers.get())
         if answer == Kind.REFUSED:

@@ -95,7 +95,7 @@ class WorkerServer:
             if not self._slots.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._meet, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._handshake, args=(connection,), daemon=True).start()
 
     def close(self) -> None:
         self._is_closed = True
@@ -104,7 +104,7 @@ class WorkerServer:
         with self._serving:  # not under that thread: see Channel.close
             self._socket.close()
 
-    def _meet(self, connection: socket.socket) -> None:
+    def _handshake(self, connection: socket.socket) -> None:
         """Handshake and first message of a connection, in a thread of its own."""
         peer = "a connection"
         channel: Channel | None = None

@@ -25,57 +25,57 @@ _OBJECTS: Schema = {"type": "array", "items": _OBJECT}
 _IDS: Schema = {"type": "array", "items": _INT}
 
 
-def _told(schema: Schema, text: str) -> Schema:
+def _described(schema: Schema, text: str) -> Schema:
     return schema | {"description": text}
 
 
 _SAMPLING: Schema = {
-    "temperature": _told(_NUMBER, "0: always the likeliest token"),
+    "temperature": _described(_NUMBER, "0: always the likeliest token"),
     "top_k": _INT,
     "top_p": _NUMBER,
     "min_p": _NUMBER,
     "seed": _INT,
-    "stop": _told({}, "a string or a list of strings"),
-    "stream": _told(_FLAG, "server-sent events"),
-    "logit_bias": _told({}, '{"id": x} or [[id or text, x or false]]'),
+    "stop": _described({}, "a string or a list of strings"),
+    "stream": _described(_FLAG, "server-sent events"),
+    "logit_bias": _described({}, '{"id": x} or [[id or text, x or false]]'),
     "presence_penalty": _NUMBER,
     "frequency_penalty": _NUMBER,
     "repeat_penalty": _NUMBER,
-    "json_schema": _told(_OBJECT, "the answer matches it"),
-    "grammar": _told(_TEXT, "GBNF or Lark; the answer matches it"),
-    "regex": _told(_TEXT, "the answer matches it"),
+    "json_schema": _described(_OBJECT, "the answer matches it"),
+    "grammar": _described(_TEXT, "GBNF or Lark; the answer matches it"),
+    "regex": _described(_TEXT, "the answer matches it"),
     "min_tokens": _INT,
     "ignore_eos": _FLAG,
-    "speculative": _told(_TEXT, "off, auto, or drafters separated by commas"),
-    "n_expert_used": _told(_INT, "experts for each token"),
-    "n_layer_exit": _told(_INT, "layers to run"),
+    "speculative": _described(_TEXT, "off, auto, or drafters separated by commas"),
+    "n_expert_used": _described(_INT, "experts for each token"),
+    "n_layer_exit": _described(_INT, "layers to run"),
     "cache_prompt": _FLAG,
-    "cache_salt": _told(_TEXT, "prefixes are shared only with requests of the same salt"),
-    "t_max_predict_ms": _told(_NUMBER, "the answer ends after so long"),
+    "cache_salt": _described(_TEXT, "prefixes are shared only with requests of the same salt"),
+    "t_max_predict_ms": _described(_NUMBER, "the answer ends after so long"),
 }
 _OPENAI: Schema = {
-    "model": _told(_TEXT, "any name; there is one model"),
+    "model": _described(_TEXT, "any name; there is one model"),
     "max_tokens": _INT,
-    "n": _told(_INT, "choices"),
-    "stream_options": _told(_OBJECT, '{"include_usage": true}'),
+    "n": _described(_INT, "choices"),
+    "stream_options": _described(_OBJECT, '{"include_usage": true}'),
     **_SAMPLING,
 }
 _CHAT: Schema = {
-    "messages": _told(_OBJECTS, "each with a role and content"),
+    "messages": _described(_OBJECTS, "each with a role and content"),
     "tools": _OBJECTS,
-    "tool_choice": _told({}, "auto, none, required, or a function by name"),
+    "tool_choice": _described({}, "auto, none, required, or a function by name"),
     "parallel_tool_calls": _FLAG,
-    "response_format": _told(_OBJECT, "text, json_object or json_schema"),
+    "response_format": _described(_OBJECT, "text, json_object or json_schema"),
     "logprobs": _FLAG,
-    "top_logprobs": _told(_INT, "0 to 20"),
+    "top_logprobs": _described(_INT, "0 to 20"),
     "reasoning_effort": _TEXT,
     "chat_template_kwargs": _OBJECT,
     **_OPENAI,
 }
-_PROMPT: Schema = _told({}, "text, tokens, both mixed, or a list of these")
+_PROMPT: Schema = _described({}, "text, tokens, both mixed, or a list of these")
 _COMPLETION: Schema = {
     "prompt": _PROMPT,
-    "n_predict": _told(_INT, "-1: until the context is full"),
+    "n_predict": _described(_INT, "-1: until the context is full"),
     "n_probs": _INT,
     "id_slot": _INT,
     "return_tokens": _FLAG,
@@ -98,7 +98,7 @@ _OPERATIONS: dict[str, tuple[str, str, Schema, tuple[str, ...]]] = {
         "OpenAI",
         "Answer, in the form of the Responses API; nothing is stored",
         {
-            "input": _told({}, "text, or a list of items"),
+            "input": _described({}, "text, or a list of items"),
             "instructions": _TEXT,
             "max_output_tokens": _INT,
             "tools": _OBJECTS,
@@ -111,7 +111,7 @@ _OPERATIONS: dict[str, tuple[str, str, Schema, tuple[str, ...]]] = {
     "/v1/embeddings": (
         "OpenAI",
         "Embeddings of texts, of length 1",
-        {"input": _PROMPT, "encoding_format": _told(_TEXT, "float or base64")},
+        {"input": _PROMPT, "encoding_format": _described(_TEXT, "float or base64")},
         ("input",),
     ),
     "/v1/models": ("OpenAI", "The model", {}, ()),
@@ -121,7 +121,7 @@ _OPERATIONS: dict[str, tuple[str, str, Schema, tuple[str, ...]]] = {
         {
             "messages": _OBJECTS,
             "max_tokens": _INT,
-            "system": _told({}, "text or blocks"),
+            "system": _described({}, "text or blocks"),
             "stop_sequences": {"type": "array", "items": _TEXT},
             "tools": _OBJECTS,
             "tool_choice": _OBJECT,
@@ -172,7 +172,7 @@ _OPERATIONS: dict[str, tuple[str, str, Schema, tuple[str, ...]]] = {
     "/slots/{slot}": (
         "State",
         "Save, restore or erase the cache of a slot: ?action=save|restore|erase",
-        {"filename": _told(_TEXT, "a name, not a path")},
+        {"filename": _described(_TEXT, "a name, not a path")},
         (),
     ),
     "/metrics": ("State", "Counters for Prometheus, with --metrics", {}, ()),

@@ -68,17 +68,17 @@ def make_jobs(
         raise invalid(
             f"{len(prompts)} prompts with {n_choices} choices; at most {front.settings.limits.n_prompts}"
         )
-    tells_progress = body.flag("return_progress") and body.flag("stream")
+    reports_progress = body.flag("return_progress") and body.flag("stream")
     return [
         Job(
             tokens,
             params,
             continues_prompt=continues_prompt,
             shows_special=shows_special,
-            tells_progress=tells_progress,
+            reports_progress=reports_progress,
             id_slot=body.integer("id_slot", -1) or 0,
             leader=number * n_choices if choice else None,
-            is_mute=sampling.is_mute,
+            discards_answer=sampling.discards_answer,
         )
         for number, tokens in enumerate(prompts)
         for choice, params in enumerate(for_choices(sampling, n_choices))

@@ -165,13 +165,13 @@ def _content_markers(samples: _Samples, reasoning: Reasoning | None) -> tuple[st
         return "", ""
     after = samples.plain[at + len(CONTENT) :]
     ends = [text for text in (samples.one, samples.prompt) if text]
-    turn_end = max((_whole_tags(_common_suffix(after, text)) for text in ends), key=len, default="")
+    turn_end = max((_drop_tag_end(_common_suffix(after, text)) for text in ends), key=len, default="")
     return start.strip(), after.removesuffix(turn_end).strip()
 
 
 def _header(samples: _Samples, text: str) -> str:
     """The beginning of the assistant's turn: what prompt and `text` have in common."""
-    return _half_tag_off(_common_prefix(samples.prompt or "", text))
+    return _drop_tag_start(_common_prefix(samples.prompt or "", text))
 
 
 def _without_reasoning(text: str, reasoning: Reasoning | None) -> str:
@@ -207,10 +207,10 @@ def _calls(samples: _Samples, base: ToolFormat) -> ToolFormat | None:
     if second is None:
         return whole
     between, two_named = second
-    call_start = _whole_tags(_common_suffix(before, between)).lstrip()
+    call_start = _drop_tag_end(_common_suffix(before, between)).lstrip()
     section_start = before[: len(before) - len(call_start)].lstrip()
     left = between[: len(between) - len(call_start)]
-    call_end = _half_tag_off(_common_prefix(left, after)).rstrip()
+    call_end = _drop_tag_start(_common_prefix(left, after)).rstrip()
     return replace(
         whole,
         section_start=section_start,
@@ -309,10 +309,10 @@ def _tagged_call(text: str, begin: int, i: int) -> _Call | None:
     to_key, to_value, to_next, to_number = (text[a:b] for a, b in places)
     to_next = to_next.replace(KEYS[0], KEY)
     after = text[at:]
-    key_start = _whole_tags(_common_suffix(to_key, to_next))
+    key_start = _drop_tag_end(_common_suffix(to_key, to_next))
     left = to_next[: len(to_next) - len(key_start)]
     # The last value's end and what follows it: the end of the parameter is what both have in common.
-    value_end = _half_tag_off(_common_prefix(left, after.replace(KEYS[1], KEY)))
+    value_end = _drop_tag_start(_common_prefix(left, after.replace(KEYS[1], KEY)))
     tagged = TaggedCall(
         name_end=to_key[: len(to_key) - len(key_start)].replace(f'"{i + 1}"', f'"{NUMBER}"'),
         key_start=key_start,
@@ -334,14 +334,14 @@ def _tagged_call(text: str, begin: int, i: int) -> _Call | None:
 def _without_turn_end(text: str, samples: _Samples) -> str:
     at = samples.plain.find(CONTENT)
     end, text = samples.plain[at + len(CONTENT) :].rstrip(), text.rstrip()
-    common = _whole_tags(_common_suffix(text, end))
+    common = _drop_tag_end(_common_suffix(text, end))
     text = text.removesuffix(common) if common.strip() else text
     for marker in TURN_ENDS:
         text = text.removesuffix(marker)
     return re.sub(r"<[^<>]*eos[^<>]*>$", "", text)
 
 
-def _whole_tags(text: str) -> str:
+def _drop_tag_end(text: str) -> str:
     """The text without the end of a tag whose beginning is missing."""
     for left, right in (("<", ">"), ("[", "]")):
         close = text.find(right)
@@ -350,7 +350,7 @@ def _whole_tags(text: str) -> str:
     return text.removeprefix("<|sep|>")  # the end of tags such as "<|open|>call<|sep|>"
 
 
-def _half_tag_off(text: str) -> str:
+def _drop_tag_start(text: str) -> str:
     """The text without the beginning of a tag whose end is missing."""
     for left, right in (("<", ">"), ("[", "]")):
         if text.rfind(left) > text.rfind(right):

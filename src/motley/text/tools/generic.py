@@ -29,7 +29,7 @@ class GenericReader(Reader):
             if self._scanner.depth == 0 and c != "{" and not c.isspace():
                 return at, Status.FAILED
             step = self._scanner.feed(c)
-            if step is Step.BAD or (step is not Step.NOTHING and not self._took(step, c)):
+            if step is Step.BAD or (step is not Step.NOTHING and not self._consume(step, c)):
                 return at, self.ended()
             if self._response is not None and step is Step.NOTHING:
                 self.context.log.content(self._response.push(c))
@@ -41,7 +41,7 @@ class GenericReader(Reader):
                 return at + 1, self.ended()
         return len(text), self.ended() if final else Status.MORE
 
-    def _took(self, step: Step, c: str) -> bool:
+    def _consume(self, step: Step, c: str) -> bool:
         if step is Step.START:
             self._key, self._value = self._scanner.key, []
             if self._key == "response" and c == '"' and not self._has_response:

@@ -87,7 +87,7 @@ class JsonReader(Reader):
             if self._scanner.depth == 0 and c != "{" and not c.isspace():
                 return at, Status.FAILED
             step = self._scanner.feed(c)
-            if step is Step.BAD or (step is not Step.NOTHING and not self._took(step, c)):
+            if step is Step.BAD or (step is not Step.NOTHING and not self._consume(step, c)):
                 self.arguments("".join(streamed))
                 return at, self.ended()
             if self._streams and step is not Step.AFTER:
@@ -101,7 +101,7 @@ class JsonReader(Reader):
         self.arguments("".join(streamed))
         return len(text), self.ended() if final else Status.MORE
 
-    def _took(self, step: Step, c: str) -> bool:
+    def _consume(self, step: Step, c: str) -> bool:
         """False: this cannot become a call."""
         form = self._form
         if step is Step.START:

@@ -98,7 +98,7 @@ def enforceable(schema: object, root: Mapping[str, Any] | None = None, depth: in
             if kinds:
                 made[key] = kinds[0] if len(kinds) == 1 else kinds
         elif key == "$ref":
-            if not _leads_somewhere(value, root):
+            if not _resolves(value, root):
                 return {}
             made[key] = value
         elif key == "pattern":
@@ -146,7 +146,7 @@ def _is_regular(pattern: object) -> bool:
     return True
 
 
-def _leads_somewhere(reference: object, root: Mapping[str, Any]) -> bool:
+def _resolves(reference: object, root: Mapping[str, Any]) -> bool:
     if reference == "#":
         return True
     if not isinstance(reference, str) or not reference.startswith("#/"):

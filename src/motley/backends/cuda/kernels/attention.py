@@ -47,7 +47,7 @@ from motley.backends.cuda.kernels.tiles import (
 from motley.backends.cuda.support import CACHE_KINDS, refuses_cache
 
 LOG2E = 1.4426950408889634
-MOST_QUERIES = 16  # of a program: a tile of a tensor core
+MAX_QUERIES = 16  # of a program: a tile of a tensor core
 _LOWEST = tl.constexpr(-1e30)  # a peak where a row sees nothing of a share: its bundle does
 
 
@@ -159,12 +159,12 @@ def _attend(
                 is_hidden = hides(low[:, None], high[:, None], key_row[None, :], key_depth, window)
                 s = tl.where(is_hidden, -float("inf"), s)
             top = tl.maximum(tl.maximum(peak, tl.max(s, 1)), _LOWEST)
-        fade = tl.exp2((peak - top) * LIFT)
+        rescale = tl.exp2((peak - top) * LIFT)
         p = tl.exp2(s * LIFT - (top * LIFT)[:, None])
-        total = total * fade[:, None] + p
+        total = total * rescale[:, None] + p
         peak = top
         p = tl.trans(p).to(operand(V_KIND))
-        acc, surplus = add_values(acc, surplus, p, fade, values, at, seen, V_KIND, TILES, BS, PLAIN)
+        acc, surplus = add_values(acc, surplus, p, rescale, values, at, seen, V_KIND, TILES, BS, PLAIN)
     g, w = tl.arange(0, NP), tl.arange(0, W)[:, None]
     place = query_rows(r, done + g, n_heads, GROUP, BUNDLED) * n_splits + split
     for i in tl.static_range(n_parts(V_KIND)):
@@ -212,11 +212,11 @@ class Tuning:
     registers: int | None = None
     stages: int | None = None  # None: `_stages`
     warps: int = 1
-    most_queries: int = MOST_QUERIES  # of a program; more that share a KV head are other programs'
+    max_queries: int = MAX_QUERIES  # of a program; more that share a KV head are other programs'
 
     def n_splits(self, n_bundles: int, n_queries: int, n_kv_heads: int) -> int:
         """`n_queries`: of a bundle and a KV head."""
-        n_programs = n_bundles * n_kv_heads * -(-n_queries // self.most_queries)
+        n_programs = n_bundles * n_kv_heads * -(-n_queries // self.max_queries)
         return max(1, self.n_programs // max(1, n_programs))
 
 
@@ -284,7 +284,7 @@ def attend(
     assert q.is_contiguous()
     n_splits, most_rows = out.peaks.shape[2], tables.most_rows
     tuning = tuning or tuning_of(keys.kind, values.kind)
-    n_chunks = triton.cdiv(most_rows * group, tuning.most_queries)
+    n_chunks = triton.cdiv(most_rows * group, tuning.max_queries)
     stages = tuning.stages or _stages(keys.kind, values.kind, keys.n_tiles, block_size)
     limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
     launch(
@@ -294,7 +294,7 @@ def attend(
         out.values, out.peaks, out.sums, tables.blocks.shape[1], keys.codes.shape[1], head_rows.start,
         window or 2**30, scale * LOG2E, n_splits, out.min_blocks, n_chunks,
         K_KIND=keys.kind, V_KIND=values.kind, GROUP=group, DIM=dim, BS=block_size, BUNDLED=most_rows > 1,
-        G=tuning.most_queries if most_rows > 1 else min(group, tuning.most_queries), PLAIN=INTERPRETED,
+        G=tuning.max_queries if most_rows > 1 else min(group, tuning.max_queries), PLAIN=INTERPRETED,
         num_warps=tuning.warps, num_stages=stages, **limits, **overlapping(),
     )  # fmt: skip
     return out

@@ -114,14 +114,14 @@ def prepare_chunks(
         k = _units(mixed, row, (KEYS + key) * KD + d[None, :], in_key, eps, WIDTH)
         q = _units(mixed, row, key * KD + d[None, :], in_key, eps, WIDTH)
         seen = i[:, None] >= i[None, :]
-        fade = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
+        decay_factor = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
         scores = _product(q, tl.trans(k)) * scale
         at = place[:, None] * CHUNK + i[None, :]
-        tl.store(p + at, tl.where(seen, scores * fade, 0.0), inside[:, None] & (i >= 0)[None, :])
+        tl.store(p + at, tl.where(seen, scores * decay_factor, 0.0), inside[:, None] & (i >= 0)[None, :])
         later = i[None, :] > i[:, None]  # (j, r): j before r
-        fade = tl.exp(tl.where(later, total[None, :] - total[:, None], 0.0))
+        decay_factor = tl.exp(tl.where(later, total[None, :] - total[:, None], 0.0))
         same = _product(k, tl.trans(k))
-        inverse = _inverse(tl.where(later, same * fade * beta[None, :], 0.0), n)
+        inverse = _inverse(tl.where(later, same * decay_factor * beta[None, :], 0.0), n)
         at = place[:, None] * KD + d[None, :]
         k *= (beta * tl.exp(total))[:, None]
         tl.store(w + at, _product(inverse, k), in_key)
@@ -200,7 +200,7 @@ def fold_pending(
         token = rings + ((source_ring * ring_size + p % ring_size) * HEADS + head) * (KD + VD + 2)
         k = tl.load(token + d, d < KD, other=0.0)
         v = tl.load(token + KD + c, c < VD, other=0.0)
-        decay = tl.exp(tl.load(token + KD + VD))
-        delta = tl.load(token + KD + VD + 1) * (v - decay * tl.sum(s * k[:, None], 0))
-        s = decay * s + k[:, None] * delta[None, :]
+        decay_factor = tl.exp(tl.load(token + KD + VD))
+        delta = tl.load(token + KD + VD + 1) * (v - decay_factor * tl.sum(s * k[:, None], 0))
+        s = decay_factor * s + k[:, None] * delta[None, :]
     return s

@@ -96,10 +96,10 @@ def _delta_net(
             next_decay, next_beta = gates_of(
                 a, b, offset, factor, following, head, row_stride, key_stride, True, EACH, COMPUTES
             )
-            q, k, fade = _unit(q, eps), _unit(k, eps), tl.exp(decay)
-            delta = beta * (v - fade * tl.sum(s * k[:, None], 0))
-            result = fade * tl.sum(s * q[:, None], 0) + tl.sum(k * q, 0) * delta
-            s = fade * s + k[:, None] * delta[None, :]
+            q, k, decay_factor = _unit(q, eps), _unit(k, eps), tl.exp(decay)
+            delta = beta * (v - decay_factor * tl.sum(s * k[:, None], 0))
+            result = decay_factor * tl.sum(s * q[:, None], 0) + tl.sum(k * q, 0) * delta
+            s = decay_factor * s + k[:, None] * delta[None, :]
             tl.store(out + ((first_row + i) * HEADS + head) * VD + c, result * scale, in_value)
             if i + 1 == n_folded:
                 tl.store(kept, s.to(states.dtype.element_ty), inside)

@@ -33,7 +33,7 @@ from motley.backends.cuda.kernels.rows import INT8, Rows
 from motley.backends.cuda.planes import BLOCK, WeightPlanes
 
 # That are cheaper this way than by tensor cores: measured with matrices of 5120 x 2048 and 2048 x 4096 in Q4_K.
-_MOST_VECTORS = 8
+_MAX_VECTORS = 8
 # Of all programs that take a run of rows: 16 for each multiprocessor of an H200, whose registers hold 24.
 _WARPS = 2112
 
@@ -207,9 +207,9 @@ def tile_for(n_columns: int) -> Tile:
     return Tile(1, 128 * warps, warps)
 
 
-def most_vectors(n_columns: int, tile: Tile | None = None) -> int:
+def max_vectors(n_columns: int, tile: Tile | None = None) -> int:
     """How many vectors one launch takes: several only if a program has whole rows, which it then reads once."""
-    return _MOST_VECTORS if _has_whole_rows(tile or tile_for(n_columns), n_columns) else 1
+    return _MAX_VECTORS if _has_whole_rows(tile or tile_for(n_columns), n_columns) else 1
 
 
 def _has_whole_rows(tile: Tile, n_columns: int) -> bool:
@@ -226,7 +226,7 @@ def matvec(
     """out (rows, n_rows) float32 = x (rows, n_columns) · weightᵀ (+ residual, which may be `out` itself)."""
     assert weight.is_packed, weight.kind
     assert (x.form, x.n_columns) == (INT8, weight.n_columns), "not int8, or another width"
-    assert 1 <= x.n_rows <= most_vectors(weight.n_columns, tile)
+    assert 1 <= x.n_rows <= max_vectors(weight.n_columns, tile)
     assert out.shape == (x.n_rows, weight.n_rows)
     assert out.dtype == torch.float32
     assert out.is_contiguous()

@@ -52,15 +52,15 @@ def _fit(tiles, levels, KIND: tl.constexpr):
             codes += (x >= middle).to(tl.int32)
         level = tl.load(levels + codes)
         return codes, tl.sum(tiles * level, 1) * _inverse(tl.sum(level * level, 1)), minimum
-    MOST: tl.constexpr = 31.0 if has_high_bits(KIND) else 15.0
+    MAX_CODE: tl.constexpr = 31.0 if has_high_bits(KIND) else 15.0
     if has_minimum(KIND):
-        scale = (tl.max(tiles, 1) - minimum) / MOST
+        scale = (tl.max(tiles, 1) - minimum) / MAX_CODE
         x = (tiles - minimum[:, None]) * _inverse(scale)[:, None] + 0.5
     else:
-        MIDDLE: tl.constexpr = (MOST + 1) / 2
+        MIDDLE: tl.constexpr = (MAX_CODE + 1) / 2
         scale = _farthest(tiles) / -MIDDLE
         x = tiles * _inverse(scale)[:, None] + (MIDDLE + 0.5)
-    return tl.clamp(tl.floor(x), 0.0, MOST).to(tl.int32), scale, minimum
+    return tl.clamp(tl.floor(x), 0.0, MAX_CODE).to(tl.int32), scale, minimum
 
 
 @triton.jit

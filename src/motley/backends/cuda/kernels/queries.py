@@ -164,10 +164,10 @@ def scores(
 
 @triton.jit
 def add_values(
-    acc, surplus, p, fade, values, at, seen, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr,
+    acc, surplus, p, rescale, values, at, seen, KIND: tl.constexpr, TILES: tl.constexpr, BS: tl.constexpr,
     PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """acc · fade + V · p, and the same of the surplus. acc: for each part (columns, NP); p (tokens, NP).
+    """acc · rescale + V · p, and the same of the surplus. acc: for each part (columns, NP); p (tokens, NP).
 
     Tokens that are not `seen` have p = 0, which is not enough: a block's last owner may have left infinities there.
     """
@@ -176,12 +176,12 @@ def add_values(
     if is_words(KIND):
         scale = spread(load_scales(values, at, KIND, TILES, BS, seen), KIND)
         bias, extra = bias_of(scale, KIND, PLAIN)
-        surplus = tl.dot(extra, p, surplus * fade[None, :])
+        surplus = tl.dot(extra, p, surplus * rescale[None, :])
     BYTES: tl.constexpr = 4 if is_words(KIND) else 1
     EACH: tl.constexpr = n_parts(KIND) // BYTES
     joined = ()
     for i in tl.static_range(BYTES):
         parts = scaled_parts(y, scale, bias, i, KIND, PLAIN)
         for j in tl.static_range(EACH):
-            joined = joined + (tl.dot(parts[j], p, acc[i * EACH + j] * fade[None, :]),)  # type: ignore[assignment]
+            joined = joined + (tl.dot(parts[j], p, acc[i * EACH + j] * rescale[None, :]),)  # type: ignore[assignment]
     return joined, surplus
