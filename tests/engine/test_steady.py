@@ -174,6 +174,36 @@ def test_a_text_that_ends_in_a_round_drops_the_others(bundled: Path, n_rounds: l
         assert max(n_rounds) > 1
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_text_that_ends_in_the_first_round_of_a_call_drops_the_others(
+    bundled: Path, n_rounds: list[int], prefix_cache: bool
+) -> None:
+    free = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, speculative="off")
+    with load(bundled, prefix_cache=prefix_cache) as llm:
+        own = llm._loaded.engine
+        requests = [own.add([1, 50, 60], free) for _ in range(2)]
+        while own._steady is None:
+            own.step()
+        push = requests[0].text.push
+
+        def stopping(token: int) -> str:
+            requests[0].text.is_stopped = True
+            return push(token)
+
+        requests[0].text.push = stopping  # type: ignore[method-assign]
+        n_before = requests[0].n_generated
+        own.step(60.0)
+        own.cache.check_integrity()
+        assert n_rounds[-1] > 1
+        assert requests[0].finish_reason == "stop"
+        assert requests[0].n_generated == n_before + 1
+        while own.has_work:
+            own.step(60.0)
+            own.cache.check_integrity()
+        assert requests[1].generated[: n_before + 1] == requests[0].generated
+        assert not any(request.n_retries for request in requests)
+
+
 def test_windows_drop_their_blocks_in_repeated_steps(
     random_gemma3: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
