@@ -204,6 +204,28 @@ def test_a_text_that_ends_in_the_first_round_of_a_call_drops_the_others(
         assert not any(request.n_retries for request in requests)
 
 
+def test_any_number_of_stop_tokens_may_be_given_and_unknown_ones_do_nothing(
+    bundled: Path, n_rounds: list[int]
+) -> None:
+    free = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, speculative="off")
+    with load(bundled) as llm:
+        own = llm._loaded.engine
+        alone = own.add([1, 50, 60], free)
+        while own.has_work:
+            own.step()
+        n_rounds.clear()
+        *_, stop = sorted(alone.generated, key=alone.generated.index)
+        others = set(range(own.n_vocab)).difference(alone.generated)
+        for stops in ([2**31, 2**63 - 1], [*others, stop]):
+            request = own.add([1, 50, 60], replace(free, stop_token_ids=frozenset(stops), min_tokens=1))
+            while own.has_work:
+                own.step(60.0)
+            n = alone.generated.index(stop) if stop in stops else None
+            assert request.generated == alone.generated[:n]
+            assert not request.n_retries
+        assert max(n_rounds) > 1
+
+
 def test_windows_drop_their_blocks_in_repeated_steps(
     random_gemma3: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,12 +374,14 @@ def test_a_plan_of_an_unused_draft_may_move_activations(
     bundled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, but between the check of a repeated step and its run: it would write to memory that is freed."""
-    run, currents = SteadyRun.run, list[bool]()
+    run, currents, n_rounds = SteadyRun.run, list[bool](), list[int]()
 
-    def checked(self: SteadyRun, *inputs: Any) -> list[int]:
+    def checked(self: SteadyRun, *inputs: Any) -> list[list[int]]:
         currents.append(self.is_current)
         assert self.is_current  # not only at the end: the process might be gone by then
-        return run(self, *inputs)
+        rounds = run(self, *inputs)
+        n_rounds.append(len(rounds))
+        return rounds
 
     monkeypatch.setattr(SteadyRun, "run", checked)
     with load(bundled, n_ctx=512, n_batch=256) as llm:
@@ -376,4 +400,4 @@ def test_a_plan_of_an_unused_draft_may_move_activations(
         assert found.tokens == without.tokens
         assert not found.timings.n_retries
         assert all(currents)
-        assert len(currents) > 30
+        assert sum(n_rounds) > 30
