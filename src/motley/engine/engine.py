@@ -266,6 +266,7 @@ class Engine:
             return
         try:
             self.runner.give_back(self.cache.take_emptied())
+            self.speculator.give_back()
         except BaseException:
             _log.warning("memory of empty KV cache blocks was not given back", exc_info=True)
 
