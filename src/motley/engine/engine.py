@@ -347,8 +347,8 @@ class Engine:
         """Gives requests the tokens of the further rounds of a call. After one in which a request ends, the first one
         included, the rest is dropped: it is computed again, with the same result.
         """
-        further = steady.further()
         try:
+            further = steady.further()
             while self._steady is steady and (tokens := next(further, None)):
                 self._accept(steady.requests, tokens, {})
         except BaseException as error:
