@@ -13,7 +13,11 @@ constexpr size_t kRows = 2;
 inline const std::vector<std::vector<int32_t>> kBlocks{{5, 0, 7}, {3, 1, 2}};
 using Rounds = std::vector<std::vector<int32_t>>;
 
-inline int32_t token_after(int32_t token, int32_t position) { return (5 * token + 3 * position + 1) % kVocab; }
+// The logits after a token at a position: one token is the likeliest.
+inline void put_logits(int32_t token, int32_t position, float* logits) {
+    std::fill(logits, logits + kVocab, 0.0f);
+    logits[(5 * token + 3 * position + 1) % kVocab] = 1;
+}
 
 // A model of one step, which notes its slots. Its logits depend on tokens and positions only; `none_after`: the token after
 // which no token can be chosen.
@@ -30,8 +34,8 @@ struct TinyModel {
             for (size_t row = 0; row < kRows; row++) {
                 slots.push_back(batch.view.slots[row]);
                 float* const own = logits.data() + row * kVocab;
-                std::fill(own, own + kVocab, tokens[row] == none_after ? -INFINITY : 0.0f);
-                if (tokens[row] != none_after) own[token_after(tokens[row], positions[row])] = 1;
+                put_logits(tokens[row], positions[row], own);
+                if (tokens[row] == none_after) std::fill(own, own + kVocab, -INFINITY);
             }
         }, 0);
     }
@@ -46,10 +50,16 @@ inline void place(Batch& batch, const std::vector<int32_t>& positions) {
     batch.finish();
 }
 
-inline Rounds expected_rounds(std::vector<int32_t> tokens, const std::vector<int32_t>& positions, size_t n_rounds) {
+inline Rounds expected_rounds(std::vector<int32_t> tokens, const std::vector<int32_t>& positions, const std::vector<int64_t>& indexes,
+                              const std::vector<const RowSampler*>& samplers, size_t n_rounds) {
     Rounds rounds;
     for (int32_t round = 0; rounds.size() < n_rounds; round++) {
-        for (size_t row = 0; row < kRows; row++) tokens[row] = token_after(tokens[row], positions[row] + round);
+        for (size_t row = 0; row < kRows; row++) {
+            float logits[kVocab];
+            put_logits(tokens[row], positions[row] + round, logits);
+            const int64_t index = indexes[row] + round;
+            choose_tokens(logits, 1, kVocab, &samplers[row], &index, &tokens[row]);
+        }
         rounds.push_back(tokens);
     }
     return rounds;
@@ -79,11 +89,11 @@ bool is_refused(Work work) {
 
 inline void check_rounds() {
     using namespace rounds;
-    const RowSampler greedy{0, 40, 0.95, 0.05, 1};
-    const std::vector<const RowSampler*> samplers(kRows, &greedy);
+    const RowSampler greedy{0, 40, 0.95, 0.05, 1}, drawing{1.0, 40, 1.0, 0.0, 7};
+    const std::vector<const RowSampler*> samplers{&greedy, &drawing};
     const std::vector<int32_t> tokens{4, 9}, positions{1, 3};
     const std::vector<int64_t> indexes{0, 6};
-    const Rounds expected = expected_rounds(tokens, positions, 3);
+    const Rounds expected = expected_rounds(tokens, positions, indexes, samplers, 3);
     const std::string where = "rounds";
     Team team(1);
 

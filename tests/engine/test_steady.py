@@ -131,6 +131,18 @@ def test_answers_are_the_same_if_a_call_computes_several_steps(
     assert max(n_rounds) > 1
 
 
+def test_each_round_counts_as_a_run(bundled: Path, n_rounds: list[int]) -> None:
+    """A server's figures call them steps: how many requests a step had on average, for example."""
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, speculative="off")
+    with load(bundled) as llm:
+        own = llm._loaded.engine
+        request = own.add([1, 50, 60], params)
+        while own.has_work:
+            own.step(60.0)
+        assert own.runner.n_runs == request.n_steps == 20
+        assert max(n_rounds) > 1
+
+
 def test_a_call_ends_with_the_round_in_which_a_request_ends(bundled: Path, n_rounds: list[int]) -> None:
     free = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, speculative="off")
     with load(bundled) as llm:
