@@ -3,6 +3,7 @@
 // a read past the end is found. `make check-arm` runs it in an emulator.
 #include "../dispatch.hpp"
 #include "check.hpp"
+#include "rounds.hpp"
 
 int main() {
     using namespace motley;
@@ -24,5 +25,7 @@ int main() {
     std::puts("threads leave and come back");
     check_group();
     std::puts("devices in a group");
+    check_rounds();
+    std::puts("rounds of one call");
     return 0;
 }

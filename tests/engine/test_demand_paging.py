@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.engine.by_hand import stepped_by_hand
 
 from motley import LLM
+from motley.bundled import bundled_draft_path
+from motley.engine.drafting.control import FixedControl
 from motley.kvcache.paging import can_page_on_demand
 
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # of `random_llama`: layers, KV heads, K and V, dim, f32
@@ -64,6 +67,28 @@ def test_memory_rises_with_a_request_and_falls_when_it_ends(llm: LLM) -> None:
     stream.finish()
     assert is_all_given_back(llm)
     assert llm.memory()["kv_cache"] == 8 * 2048 * TOKEN_BYTES  # what is reserved
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_draft_model_gives_the_memory_of_ended_requests_back(bundled: Path, is_cancelled: bool) -> None:
+    if not can_page_on_demand():
+        pytest.skip("this system cannot page on demand")
+    options: dict[str, Any] = {"kv_cache_demand_paged": True, "prefix_cache": False}
+    with LLM(bundled, draft_model=bundled_draft_path(), n_ctx=512, **options) as llm:
+        (draft,) = llm._loaded.companions
+        arena = draft.runner.local.devices[0].arena
+        with stepped_by_hand(llm) as step:
+            params = {"max_tokens": 100, "temperature": 0, "ignore_eos": True, "speculative": "draft"}
+            stream = llm.stream(list(range(3, 300)), **params)
+            llm._loaded.engine.speculator._control = FixedControl()
+            step(6)
+            assert arena.n_resident > 0
+            if is_cancelled:
+                stream.close()
+        stream.finish()
+        llm.memory()  # the engine's thread has done all that was asked of it
+        assert arena.n_resident == 0
+        draft._cache.check_integrity()
 
 
 def test_a_cancelled_request_gives_its_memory_back_at_once(llm: LLM) -> None:

@@ -131,6 +131,18 @@ def test_answers_are_the_same_if_a_call_computes_several_steps(
     assert max(n_rounds) > 1
 
 
+def test_each_round_counts_as_a_run(bundled: Path, n_rounds: list[int]) -> None:
+    """A server's figures call them steps: how many requests a step had on average, for example."""
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, speculative="off")
+    with load(bundled) as llm:
+        own = llm._loaded.engine
+        request = own.add([1, 50, 60], params)
+        while own.has_work:
+            own.step(60.0)
+        assert own.runner.n_runs == request.n_steps == 20
+        assert max(n_rounds) > 1
+
+
 def test_a_call_ends_with_the_round_in_which_a_request_ends(bundled: Path, n_rounds: list[int]) -> None:
     free = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, speculative="off")
     with load(bundled) as llm:
@@ -171,6 +183,58 @@ def test_a_text_that_ends_in_a_round_drops_the_others(bundled: Path, n_rounds: l
             texts.append([whole.generated, *(request.generated for request in requests)])
         assert texts[0] == texts[1]
         assert len(texts[0][1]) < len(texts[0][0])
+        assert max(n_rounds) > 1
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_text_that_ends_in_the_first_round_of_a_call_drops_the_others(
+    bundled: Path, n_rounds: list[int], prefix_cache: bool
+) -> None:
+    free = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, speculative="off")
+    with load(bundled, prefix_cache=prefix_cache) as llm:
+        own = llm._loaded.engine
+        requests = [own.add([1, 50, 60], free) for _ in range(2)]
+        while own._steady is None:
+            own.step()
+        push = requests[0].text.push
+
+        def stopping(token: int) -> str:
+            requests[0].text.is_stopped = True
+            return push(token)
+
+        requests[0].text.push = stopping  # type: ignore[method-assign]
+        n_before = requests[0].n_generated
+        own.step(60.0)
+        own.cache.check_integrity()
+        assert n_rounds[-1] > 1
+        assert requests[0].finish_reason == "stop"
+        assert requests[0].n_generated == n_before + 1
+        while own.has_work:
+            own.step(60.0)
+            own.cache.check_integrity()
+        assert requests[1].generated[: n_before + 1] == requests[0].generated
+        assert not any(request.n_retries for request in requests)
+
+
+def test_any_number_of_stop_tokens_may_be_given_and_unknown_ones_do_nothing(
+    bundled: Path, n_rounds: list[int]
+) -> None:
+    free = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, speculative="off")
+    with load(bundled) as llm:
+        own = llm._loaded.engine
+        alone = own.add([1, 50, 60], free)
+        while own.has_work:
+            own.step()
+        n_rounds.clear()
+        *_, stop = sorted(alone.generated, key=alone.generated.index)
+        others = set(range(own.n_vocab)).difference(alone.generated)
+        for stops in ([2**31, 2**63 - 1], [*others, stop]):
+            request = own.add([1, 50, 60], replace(free, stop_token_ids=frozenset(stops), min_tokens=1))
+            while own.has_work:
+                own.step(60.0)
+            n = alone.generated.index(stop) if stop in stops else None
+            assert request.generated == alone.generated[:n]
+            assert not request.n_retries
         assert max(n_rounds) > 1
 
 
@@ -322,12 +386,14 @@ def test_a_plan_of_an_unused_draft_may_move_activations(
     bundled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, but between the check of a repeated step and its run: it would write to memory that is freed."""
-    run, currents = SteadyRun.run, list[bool]()
+    run, currents, n_rounds = SteadyRun.run, list[bool](), list[int]()
 
-    def checked(self: SteadyRun, *inputs: Any) -> list[int]:
+    def checked(self: SteadyRun, *inputs: Any) -> list[list[int]]:
         currents.append(self.is_current)
         assert self.is_current  # not only at the end: the process might be gone by then
-        return run(self, *inputs)
+        rounds = run(self, *inputs)
+        n_rounds.append(len(rounds))
+        return rounds
 
     monkeypatch.setattr(SteadyRun, "run", checked)
     with load(bundled, n_ctx=512, n_batch=256) as llm:
@@ -346,4 +412,4 @@ def test_a_plan_of_an_unused_draft_may_move_activations(
         assert found.tokens == without.tokens
         assert not found.timings.n_retries
         assert all(currents)
-        assert len(currents) > 30
+        assert sum(n_rounds) > 30

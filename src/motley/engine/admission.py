@@ -58,7 +58,8 @@ class Admission:
                 params.stop,
                 shows_special=shows_special,
             ),
-            stop_ids=params.stop_token_ids | ends,
+            # Others never come, and native calls could not take all of them.
+            stop_ids=ends | {token for token in params.stop_token_ids if token < self._n_vocab},
             max_tokens=self._max_tokens(len(prompt), params),
             shift=self._context_shift(len(prompt), params) if params.context_shift else None,
             effort=efforts.choose(params.n_expert_used, params.n_layer_exit),

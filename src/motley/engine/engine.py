@@ -194,7 +194,7 @@ class Engine:
             self._accept(ready, *chosen)
             if step.drafts:
                 self._follow_drafts()
-            elif n_rounds > 1 and steady is not None:
+            elif steady is not None:
                 self._follow_rounds(steady)
             took = (self._clock() - started) / n_rounds
             if steady is not None:
@@ -268,6 +268,7 @@ class Engine:
             return
         try:
             self.runner.give_back(self.cache.take_emptied())
+            self.speculator.give_back()
         except BaseException:
             _log.warning("memory of empty KV cache blocks was not given back", exc_info=True)
 
@@ -345,14 +346,13 @@ class Engine:
         verification.finish(self.speculator)
 
     def _follow_rounds(self, steady: Steady) -> None:
-        """Gives requests the tokens of the further rounds of a call. After one in which a request ends, the rest is
-        dropped: it is computed again, with the same result.
+        """Gives requests the tokens of the further rounds of a call. After one in which a request ends, the first one
+        included, the rest is dropped: it is computed again, with the same result.
         """
         try:
-            for tokens in steady.further():
+            further = steady.further()
+            while self._steady is steady and (tokens := next(further, None)):
                 self._accept(steady.requests, tokens, {})
-                if self._steady is not steady:
-                    break
         except BaseException as error:
             self._recover(error)
 

@@ -12,7 +12,7 @@ small model as for a large one. A round in which a request ends is the last one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from motley.engine.choosing import TokenOrError, checked
 from motley.engine.scheduler import Scheduler, Step
@@ -22,6 +22,9 @@ from motley.kvcache.manager import CacheManager
 from motley.runtime import SteadyRun
 
 _MAX_ROUNDS = 8
+_MAX_STOPS = (
+    64  # tokens after which a call ends at once: each costs time, and rounds after others are dropped
+)
 
 
 class Steady:
@@ -33,7 +36,8 @@ class Steady:
         self._run = run
         self._lease: Lease | None = None
         self._ends = [0] * len(self.requests)  # positions from which on the lease has to be renewed
-        self._stops = sorted(frozenset().union(*(request.stop_ids for request in self.requests)))
+        stops: frozenset[int] = frozenset().union(*(request.stop_ids for request in self.requests))
+        self._stops = list(islice(stops, _MAX_STOPS))
         self._rounds: list[list[int]] = []  # tokens of the latest call's rounds
         self.seconds = 0.0  # of a round of the latest call
         # The inputs of the next run, by request.

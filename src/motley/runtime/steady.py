@@ -50,5 +50,6 @@ class SteadyRun:
         The lease must reach as far as the last round. `indexes`: of the tokens in their answers. The round that gives
         one of `stops` is the last.
         """
-        self._runner.n_runs += 1
-        return self._program.run(tokens, positions, indexes, n_rounds, stops)
+        rounds = self._program.run(tokens, positions, indexes, n_rounds, stops)
+        self._runner.n_runs += len(rounds)
+        return rounds

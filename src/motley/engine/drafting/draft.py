@@ -106,6 +106,15 @@ class Watcher(Protocol):
 
 
 @runtime_checkable
+class CacheOwner(Protocol):
+    """Further members of a drafter with a cache of its own."""
+
+    def give_back(self) -> None:
+        """Frees what the cache has of ended requests, and releases the memory of empty blocks: demand paging."""
+        ...
+
+
+@runtime_checkable
 class LearningDrafter(Protocol):
     """Further members of a drafter that learns from all rows of its drafts."""
 

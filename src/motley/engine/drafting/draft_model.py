@@ -50,7 +50,7 @@ class DraftModel:
 
     def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         n_plans = self.runner.n_plans
-        self._free([request for request in self._sequences if request.is_finished])
+        self._free_ended()
         lanes = self._caught_up([lane for ask in asks if (lane := self._lane(ask)) is not None])
         is_prompt = any(len(lane.pending) > lane.n_max + 1 for lane in lanes)
         self._rounds.draft(lanes, self._run, self._run_rounds)
@@ -60,6 +60,10 @@ class DraftModel:
 
     def may_draft(self, request: Request) -> bool:
         return True
+
+    def give_back(self) -> None:
+        self._free_ended()
+        self.runner.give_back(self._cache.take_emptied())
 
     def close(self) -> None:
         self.runner.close()
@@ -174,6 +178,9 @@ class DraftModel:
             own.n_sure = len(own.tokens)
         own.tokens += drafted
         self._cache.commit(lane.sequence, [*lane.pending, *drafted])
+
+    def _free_ended(self) -> None:
+        self._free([request for request in self._sequences if request.is_finished])
 
     def _free(self, requests: Iterable[Request]) -> None:
         for request in requests:

@@ -76,7 +76,7 @@ class NextnLayer:
 
     def catch_up(self, requests: Iterable[Request]) -> None:
         """Computes pairs of prompts, whose hidden states would take memory otherwise."""
-        self._free([request for request in self._request_caches if request.is_finished])
+        self._free_ended()
         for request in requests:
             own = self._request_caches.get(request)
             if own is not None and own.n_waiting >= _MANY:
@@ -93,6 +93,10 @@ class NextnLayer:
 
     def may_draft(self, request: Request) -> bool:
         return True
+
+    def give_back(self) -> None:
+        self._free_ended()
+        self.runner.give_back(self._cache.take_emptied())
 
     def close(self) -> None:
         self.runner.close()
@@ -164,6 +168,9 @@ class NextnLayer:
         self._cache.truncate(own.sequence, 0)
         own.base, own.n_pairs = start, 0
         own.waiting.clear()
+
+    def _free_ended(self) -> None:
+        self._free([request for request in self._request_caches if request.is_finished])
 
     def _free(self, requests: Iterable[Request]) -> None:
         for request in requests:

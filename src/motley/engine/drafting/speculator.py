@@ -10,7 +10,15 @@ from typing import Any
 from motley.engine.drafting.choice import read_choice
 from motley.engine.drafting.control import AdaptiveControl, Control
 from motley.engine.drafting.costs import Preparation, by_rows
-from motley.engine.drafting.draft import Draft, Drafter, DraftRequest, LearningDrafter, TreeDrafter, Watcher
+from motley.engine.drafting.draft import (
+    CacheOwner,
+    Draft,
+    Drafter,
+    DraftRequest,
+    LearningDrafter,
+    TreeDrafter,
+    Watcher,
+)
 from motley.engine.drafting.forced import Forced
 from motley.engine.drafting.lookup import ONLY_LOOKUP, Lookup
 from motley.engine.request import Request, Speculation
@@ -55,6 +63,7 @@ class Speculator:
         self._control = control or AdaptiveControl(priors, preparation, plan_seconds, computed)
         self._learners = {each.name: each for each in drafters if isinstance(each, LearningDrafter)}
         self._watchers = {each.name: each for each in drafters if isinstance(each, Watcher)}
+        self._cache_owners = [each for each in drafters if isinstance(each, CacheOwner)]
         self._lookup = next((each for each in drafters if isinstance(each, Lookup)), None)
         self._trees = {each.name for each in drafters if isinstance(each, TreeDrafter) and each.has_trees}
         self._costly = frozenset(drafter.name for drafter in drafters if not drafter.is_free)
@@ -161,6 +170,11 @@ class Speculator:
         if self._costly.isdisjoint(request.speculation.drafters):
             pause = next((pause for n, pause in _PAUSES if request.n_unused_drafts > n), 0)
             request.drafts_from = request.n_generated + pause if pause else request.drafts_from
+
+    def give_back(self) -> None:
+        """Releases the memory of empty blocks of drafters' own caches, which are demand-paged."""
+        for owner in self._cache_owners:
+            owner.give_back()
 
     @property
     def has_watchers(self) -> bool:
