@@ -231,11 +231,13 @@ class Engine:
         return self.scheduler.preempt()
 
     def close(self, error: MotleyError) -> None:
-        """Ends all requests with an error."""
+        """Ends all requests with an error. Readers are told first: after a bug, what follows may fail."""
         self.idle_tasks.clear()
-        for request in [*self.scheduler.requests, *self._followers]:
+        requests = [*self.scheduler.requests, *self._followers]
+        for request in requests:
+            self._fail(request, error)
+        for request in requests:
             self._remove(request)
-            request.fail(error)
 
     def run_idle_task(self) -> None:
         """Does the first idle task. One that fails is left out: what it prepares is then made when it is needed."""
