@@ -446,9 +446,8 @@ class LLM:
 
     def forget(self, tokens: Sequence[int]) -> None:
         """Drop a text's cache: a prompt that begins with these tokens is computed again."""
-        loaded = self._loaded
-        salt = loaded.engine.efforts.default.salt
-        self._call(lambda: loaded.cache.forget(tokens, salt=salt))
+        engine = self._loaded.engine
+        self._call(lambda: engine.forget(tokens, engine.efforts.default.salt))
 
     @cached_property
     def _sessions(self) -> SessionStore:

@@ -272,6 +272,12 @@ class Engine:
         except BaseException:
             _log.warning("memory of empty KV cache blocks was not given back", exc_info=True)
 
+    def forget(self, tokens: Sequence[int], salt: bytes) -> None:
+        """Drops the cached blocks of these tokens, also those of drafters. `salt`: as for `CacheManager.open`."""
+        self.cache.forget(tokens, salt=salt)
+        self.speculator.forget(tokens, salt)
+        self.give_back()
+
     def _remove(self, request: Request) -> None:
         self._steady = None
         self.scheduler.remove(request)
