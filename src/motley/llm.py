@@ -27,6 +27,7 @@ from motley.engine import (
     SamplingParams,
     Stream,
 )
+from motley.engine.effort import prefix_salt
 from motley.engine.embedding import choose_pooling, pooled
 from motley.engine.options import (
     ParamsLike,
@@ -446,11 +447,22 @@ class LLM:
         with self._scoring_lock:
             return self._call(lambda: self._sessions).load(place, self.n_ctx, n_vocab)
 
-    def forget(self, tokens: Sequence[int]) -> None:
-        """Drop a text's cache: a prompt that begins with these tokens is computed again."""
-        loaded = self._loaded
-        salt = loaded.engine.efforts.default.salt
-        self._call(lambda: loaded.cache.unpublish(tokens, salt=salt))
+    def forget(
+        self,
+        tokens: Sequence[int],
+        *,
+        cache_salt: str | None = None,
+        n_expert_used: int | None = None,
+        n_layer_exit: int | None = None,
+    ) -> None:
+        """Drop a text's cache: a prompt that begins with these tokens is computed again.
+
+        Only of requests with the same `cache_salt`, number of experts and number of layers (None: the default): others
+        have blocks of their own.
+        """
+        engine = self._loaded.engine
+        effort = engine.efforts.choose(n_expert_used, n_layer_exit)
+        self._call(lambda: engine.forget(tokens, prefix_salt(effort, cache_salt)))
 
     @cached_property
     def _sessions(self) -> SessionStore:

@@ -91,6 +91,21 @@ def test_a_draft_model_gives_the_memory_of_ended_requests_back(bundled: Path, is
         draft._cache.check_integrity()
 
 
+def test_a_forgotten_text_leaves_the_caches_of_the_model_and_of_its_draft_model(bundled: Path) -> None:
+    if not can_page_on_demand():
+        pytest.skip("this system cannot page on demand")
+    with LLM(bundled, draft_model=bundled_draft_path(), n_ctx=256, kv_cache_demand_paged=True) as llm:
+        llm._loaded.engine.speculator._control = FixedControl()
+        prompt = list(range(3, 100))
+        found = llm.generate(prompt, max_tokens=20, temperature=0, ignore_eos=True, speculative="draft")
+        (draft,) = llm._loaded.companions
+        arenas = [runner.local.devices[0].arena for runner in (llm._loaded.runner, draft.runner)]
+        assert all(arena.n_resident for arena in arenas)
+        llm.forget([*prompt, *found.tokens])
+        assert not any(arena.n_resident for arena in arenas)
+        draft._cache.check_integrity()
+
+
 def test_a_cancelled_request_gives_its_memory_back_at_once(llm: LLM) -> None:
     with stepped_by_hand(llm) as step:
         stream = llm.stream(PROMPT, max_tokens=30, temperature=0, ignore_eos=True)

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from by_hand import stepped_by_hand
 from faults import Faults
 
 from motley import LLM, MotleyError
 from motley.bundled import bundled_model_path
-from motley.engine import Stream, choosing, sampling
+from motley.engine import SamplingParams, Stream, choosing, sampling
 from motley.errors import DeviceError, RequestError
 from motley.kvcache.blocks import BlockPool
+from motley.kvcache.manager import CacheManager
 from motley.kvcache.paging import PagedMemory
 from motley.kvcache.store import Store
 from motley.runtime.group import _Line
@@ -197,6 +199,30 @@ def test_a_broken_engine_says_so_instead_of_hanging(monkeypatch: pytest.MonkeyPa
             llm.generate("Once")
         with pytest.raises(RequestError, match="load the model again"):
             llm.generate("Once")
+
+
+def test_an_ended_request_whose_blocks_cannot_be_freed_does_not_keep_the_others_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(CacheManager, "free", fails)
+    options: dict[str, Any] = {"ignore_eos": True, "speculative": "off"}
+    with LLM(bundled_model_path(), n_ctx=64, n_threads=1) as llm, stepped_by_hand(llm):
+        engine = llm._loaded.engine
+        ended, other = (
+            engine.add(prompt, SamplingParams(max_tokens=n, **options))
+            for prompt, n in (([1, 40], 1), ([1, 50], 9))
+        )
+        with pytest.raises(MemoryError):
+            engine.step()
+        with pytest.raises(MemoryError):
+            engine.close(RequestError("the engine has failed"))
+        assert ended.outbox.result().finish_reason == "length"
+        assert other.outbox.is_finished
+        assert other.outbox.result().error is not None
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("llm", ["native"], indirect=True)

@@ -59,7 +59,7 @@ class Admission:
                 shows_special=shows_special,
             ),
             # Others never come, and native calls could not take all of them.
-            stop_ids=ends | {token for token in params.stop_token_ids if token < self._n_vocab},
+            stop_ids=frozenset(token for token in params.stop_token_ids | ends if token < self._n_vocab),
             max_tokens=self._max_tokens(len(prompt), params),
             shift=self._context_shift(len(prompt), params) if params.context_shift else None,
             effort=efforts.choose(params.n_expert_used, params.n_layer_exit),

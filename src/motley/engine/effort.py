@@ -28,6 +28,13 @@ class Effort:
 FULL = Effort()
 
 
+def prefix_salt(effort: Effort, cache_salt: str | None) -> bytes:
+    """Part of the prefix keys of a request: what changes K/V, and what keeps its blocks apart from those of others."""
+    if cache_salt is None:
+        return effort.salt
+    return effort.salt + b"; salt " + cache_salt.encode(errors="surrogatepass")
+
+
 class Efforts:
     """The efforts that a model allows, and the default for requests."""
 

@@ -233,11 +233,13 @@ class Engine:
         return self.scheduler.preempt()
 
     def close(self, error: MotleyError) -> None:
-        """Ends all requests with an error."""
+        """Ends all requests with an error. Readers are told first: after a bug, what follows may fail."""
         self.idle_tasks.clear()
-        for request in [*self.scheduler.requests, *self._followers]:
+        requests = [*self.scheduler.requests, *self._followers]
+        for request in requests:
+            self._fail(request, error)
+        for request in requests:
             self._remove(request)
-            request.fail(error)
 
     def run_idle_task(self) -> None:
         """Does the first idle task. One that fails is left out: what it prepares is then made when it is needed."""
@@ -271,6 +273,12 @@ class Engine:
             self.speculator.give_back()
         except BaseException:
             _log.warning("memory of empty KV cache blocks was not given back", exc_info=True)
+
+    def forget(self, tokens: Sequence[int], salt: bytes) -> None:
+        """Drops the cached blocks of these tokens, also those of drafters. `salt`: as for `CacheManager.open`."""
+        self.cache.unpublish(tokens, salt=salt)
+        self.speculator.forget(tokens, salt)
+        self.give_back()
 
     def _remove(self, request: Request) -> None:
         self._steady = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from motley.engine.effort import FULL, Effort
+from motley.engine.effort import FULL, Effort, prefix_salt
 from motley.engine.outbox import Outbox
 from motley.engine.trees import ROOT, Parents, child_of
 from motley.errors import MotleyError
@@ -195,10 +195,8 @@ class Request:
 
     @property
     def salt(self) -> bytes:
-        """Part of its prefix keys: what changes K/V, and what keeps its blocks apart from those of others."""
-        if self.cache_salt is None:
-            return self.effort.salt
-        return self.effort.salt + b"; salt " + self.cache_salt.encode(errors="surrogatepass")
+        """Part of its prefix keys."""
+        return prefix_salt(self.effort, self.cache_salt)
 
     @property
     def banned(self) -> frozenset[int]:

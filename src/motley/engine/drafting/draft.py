@@ -113,6 +113,10 @@ class CacheOwner(Protocol):
         """Frees what the cache has of ended requests, and releases the memory of empty blocks: demand paging."""
         ...
 
+    def forget(self, tokens: Sequence[int], salt: bytes) -> None:
+        """Drops the cached blocks of these tokens, as `CacheManager.unpublish`."""
+        ...
+
 
 @runtime_checkable
 class LearningDrafter(Protocol):

@@ -65,6 +65,10 @@ class DraftModel:
         self._free_ended()
         self.runner.give_back(self._cache.take_emptied())
 
+    def forget(self, tokens: Sequence[int], salt: bytes) -> None:
+        self._free_ended()
+        self._cache.unpublish(tokens, salt=salt)
+
     def close(self) -> None:
         self.runner.close()
 

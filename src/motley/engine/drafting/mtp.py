@@ -98,6 +98,10 @@ class NextnLayer:
         self._free_ended()
         self.runner.give_back(self._cache.take_emptied())
 
+    def forget(self, tokens: Sequence[int], salt: bytes) -> None:
+        self._free_ended()
+        self._cache.unpublish(tokens, salt=salt)
+
     def close(self) -> None:
         self.runner.close()
 

@@ -176,6 +176,11 @@ class Speculator:
         for owner in self._cache_owners:
             owner.give_back()
 
+    def forget(self, tokens: Sequence[int], salt: bytes) -> None:
+        """Drops what drafters' own caches have of these tokens. `salt`: as for `CacheManager.open`."""
+        for owner in self._cache_owners:
+            owner.forget(tokens, salt)
+
     @property
     def has_watchers(self) -> bool:
         """Whether a drafter may need hidden states."""
