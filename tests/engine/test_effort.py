@@ -241,3 +241,19 @@ def test_a_dense_model_has_no_experts_to_choose_from() -> None:
 def test_every_effort_has_a_salt_of_its_own() -> None:
     efforts = [Effort(n_experts, n_layers) for n_experts in range(12) for n_layers in range(12)]
     assert len({effort.salt for effort in efforts}) == len(efforts)
+
+
+def test_a_text_is_forgotten_for_its_own_effort_and_salt(bundled: Path) -> None:
+    prompt = list(range(3, 90))
+    kinds: list[dict[str, Any]] = [{}, {"n_layer_exit": 1}, {"cache_salt": "mine"}]
+    with LLM(bundled, n_ctx=256) as llm:
+
+        def n_cached(kind: dict[str, Any]) -> int:
+            return llm.generate(prompt, max_tokens=1, **kind).timings.cached_tokens
+
+        for kind in kinds:
+            n_cached(kind)
+        for kind in kinds:
+            assert all(n_cached(other) for other in kinds)
+            llm.forget(prompt, **kind)
+            assert [n_cached(other) > 0 for other in kinds] == [other != kind for other in kinds]
