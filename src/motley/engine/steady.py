@@ -22,9 +22,8 @@ from motley.kvcache.manager import CacheManager
 from motley.runtime import SteadyRun
 
 _MAX_ROUNDS = 8
-_MAX_STOPS = (
-    64  # tokens after which a call ends at once: each costs time, and rounds after others are dropped
-)
+# Tokens after which a call ends at once: each takes time, and rounds after other stop tokens are dropped as well.
+_MAX_STOPS = 64
 
 
 class Steady:
