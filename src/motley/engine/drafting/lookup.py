@@ -55,6 +55,7 @@ class Lookup:
         self._n_max = 0
         self._look_up: Callable[..., list[Continuation]] | None = None
         self._n_since_use = 0  # steps since a draft was used
+        self._pause = 1  # one step of so many is looked up
         self._next = 0  # the value of `_n_since_use` at which texts are looked up next
 
     def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
@@ -79,7 +80,8 @@ class Lookup:
         self._n_since_use += 1
         if self._n_since_use < self._next:
             return _NONE
-        self._next = self._n_since_use + next((pause for n, pause in _PAUSES if self._n_since_use > n), 1)
+        self._pause = next((pause for n, pause in _PAUSES if self._n_since_use > n), 1)
+        self._next = self._n_since_use + self._pause
         assert self._look_up is not None
         found = self._look_up(self._indexes, self._answers, self._n_max)
         if not found:
@@ -93,12 +95,14 @@ class Lookup:
 
     def note_use(self) -> None:
         """A draft is used, or is likely to be in the next step: from now on, each step is looked up."""
-        self._n_since_use = self._next = 0
+        self._n_since_use, self._next, self._pause = 0, 0, 1
 
     @property
     def n_pause(self) -> int:
-        """How many of the next steps are not looked up."""
-        return max(0, self._next - self._n_since_use - 1)
+        """How many of the next steps need not be looked up: a whole pause, also in the middle of one, as a call of few
+        steps takes as much of Python as one of many.
+        """
+        return self._pause - 1
 
     def pass_over(self, n_steps: int) -> None:
         """So many steps come without a call of `find`."""
@@ -117,7 +121,8 @@ class Lookup:
         from motley.backends import look_up  # here: it imports torch, which a server's front must not
 
         self._requests, self._indexes, self._answers, self._n_max = list(requests), indexes, answers, n_max
-        self._look_up, self._n_since_use, self._next = look_up, 0, 0
+        self._look_up = look_up
+        self.note_use()
         return True
 
     def _look_up_all(self, requests: Sequence[Request], n_max: int) -> list[Continuation]:
