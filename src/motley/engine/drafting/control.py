@@ -204,9 +204,11 @@ class AdaptiveControl:
         """How many drafted tokens make tokens come fastest, of tokens in descending order of survival."""
         base = self.costs.seconds(n_rows)
         least = n_rows / base * _MIN_GAIN
-        found = {True: (least, 0, 0.0), False: (least, 0, 0.0)}  # rate, tokens, seconds saved; by: has a plan
         n_tokens, max_tokens = float(n_rows), n_rows + _expected(slots)
         most_rows = 1
+        paying: list[
+            tuple[float, int, int, float]
+        ] = []  # minus tokens per second, tokens, rows, seconds saved
         costs = self.costs.seconds_from(n_rows + 1, len(slots))
         for n, ((minus_survival, _, n_before), seconds) in enumerate(zip(slots, costs, strict=True), start=1):
             if max_tokens <= least * seconds:
@@ -214,14 +216,18 @@ class AdaptiveControl:
             n_tokens -= minus_survival
             if n_before + 2 > most_rows:
                 most_rows = n_before + 2
-            if n_tokens <= least * seconds:
-                continue
-            is_planned = may_plan or self._plans.has(n_rows + n, n_rows, most_rows)
-            if n_tokens / seconds > found[is_planned][0]:
-                found[is_planned] = n_tokens / seconds, n, n_tokens * base / n_rows - seconds
-        (rate, n_planned, saved), (new_rate, n_new, new_saved) = found[True], found[False]
-        if not n_new or new_rate <= rate:
+            if n_tokens > least * seconds:
+                paying.append((-n_tokens / seconds, n, most_rows, n_tokens * base / n_rows - seconds))
+        paying.sort()  # the fastest first: nearly always it has a plan
+        planned = (
+            (n, saved)
+            for _, n, most_rows, saved in paying
+            if may_plan or self._plans.has(n_rows + n, n_rows, most_rows)
+        )
+        n_planned, saved = next(planned, (0, 0.0))
+        if not paying or paying[0][1] == n_planned:
             return _Best(n_planned)
+        _, n_new, _, new_saved = paying[0]
         return _Best(n_new) if self._plans.is_enough else _Best(n_planned, n_new, new_saved - saved)
 
     def _cut(
