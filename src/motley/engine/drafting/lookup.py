@@ -29,7 +29,7 @@ _NO_DRAFT = Draft((), "lookup")
 _NONE: dict[Request, Draft] = {}
 _MAX_USERS = 256  # whose answers are remembered
 MAX_REMEMBERED = 65536  # tokens of a user's answers
-# After more than so many steps without a draft that was used, one of so many is looked up.
+# After more than so many steps without a draft that was of use, one of so many is looked up.
 _PAUSES = ((32, 8), (12, 4), (3, 2))
 ONLY_LOOKUP = ("lookup",)  # the drafters of most requests
 _GRADES = (4, 6, 12, 24)  # matches of at least so many tokens have grade 1, 2, 3, 4
@@ -54,7 +54,7 @@ class Lookup:
         self._answers: list[list[int]] = []
         self._n_max = 0
         self._look_up: Callable[..., list[Continuation]] | None = None
-        self._n_since_use = 0  # steps since a draft was used
+        self._n_since_use = 0  # steps since a draft was of use
         self._pause = 1  # one step of so many is looked up
         self._next = 0  # the value of `_n_since_use` at which texts are looked up next
 
@@ -72,7 +72,7 @@ class Lookup:
     def find(self, requests: Sequence[Request]) -> dict[Request, Draft] | None:
         """The drafts of all requests: mostly none, and one call tells. None: some do not draft by looking up only.
 
-        After some steps without a draft that was used, only every second step is looked up, later every fourth
+        After some steps without a draft that was of use, only every second step is looked up, later every fourth
         and every eighth.
         """
         if requests != self._requests and not self._keep(requests):
@@ -94,7 +94,7 @@ class Lookup:
         return drafts
 
     def note_use(self) -> None:
-        """A draft is used, or is likely to be in the next step: from now on, each step is looked up."""
+        """A draft was right, or is likely to be used in the next step: from now on, each step is looked up."""
         self._n_since_use, self._next, self._pause = 0, 0, 1
 
     @property

@@ -156,8 +156,6 @@ class Speculator:
         if not usable:
             return {}
         drafts = self._control.allot(usable, _n_rows(scheduler), self._room(scheduler))
-        if drafts and self._lookup is not None:
-            self._lookup.note_use()
         for request in usable:
             self._set_pause(request, request in drafts)
         return drafts
@@ -272,6 +270,8 @@ class Speculator:
 
     def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
         """Records how many tokens of a draft were right, and whether one was wrong."""
+        if n_right and self._lookup is not None and draft.drafter == self._lookup.name:
+            self._lookup.note_use()
         self._control.note_draft(request, draft, n_right, is_rejected)
 
     def note_step(
