@@ -206,9 +206,8 @@ class AdaptiveControl:
         least = n_rows / base * _MIN_GAIN
         n_tokens, max_tokens = float(n_rows), n_rows + _expected(slots)
         most_rows = 1
-        paying: list[
-            tuple[float, int, int, float]
-        ] = []  # minus tokens per second, tokens, rows, seconds saved
+        # Numbers of tokens that pay: minus tokens per second, tokens, the most rows of a request, seconds saved.
+        paying: list[tuple[float, int, int, float]] = []
         costs = self.costs.seconds_from(n_rows + 1, len(slots))
         for n, ((minus_survival, _, n_before), seconds) in enumerate(zip(slots, costs, strict=True), start=1):
             if max_tokens <= least * seconds:

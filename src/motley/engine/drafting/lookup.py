@@ -30,7 +30,7 @@ _NONE: dict[Request, Draft] = {}
 _MAX_USERS = 256  # whose answers are remembered
 MAX_REMEMBERED = 65536  # tokens of a user's answers
 # After more than so many steps without a draft that was of use, one of so many is looked up.
-_PAUSES = ((32, 8), (12, 4), (3, 2))
+_INTERVALS = ((32, 8), (12, 4), (3, 2))
 ONLY_LOOKUP = ("lookup",)  # the drafters of most requests
 _GRADES = (4, 6, 12, 24)  # matches of at least so many tokens have grade 1, 2, 3, 4
 Continuation = tuple[int, Sequence[int], int]  # a row, tokens that may follow, and the length of the match
@@ -80,7 +80,7 @@ class Lookup:
         self._n_since_use += 1
         if self._n_since_use < self._next:
             return _NONE
-        self._pause = next((pause for n, pause in _PAUSES if self._n_since_use > n), 1)
+        self._pause = next((pause for n, pause in _INTERVALS if self._n_since_use > n), 1)
         self._next = self._n_since_use + self._pause
         assert self._look_up is not None
         found = self._look_up(self._indexes, self._answers, self._n_max)
