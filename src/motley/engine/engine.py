@@ -87,9 +87,7 @@ class Engine:
         ] = []  # idle tasks that need kernels of large steps
         self.wait_for_kernels: Callable[[], object] = lambda: None  # until steps have no limit; by any thread
         self.speculator = speculator or Speculator()
-        self.n_internal = (
-            0  # raw sequences that Motley ends itself: requests wait until their blocks are free
-        )
+        self.n_internal = 0  # raw sequences that Motley itself ends: requests wait for their blocks
         self._followers: list[Request] = []  # wait for their leader's first token
         self._admission = Admission(tokenizer, cache, n_ctx=n_ctx, n_vocab=n_vocab, n_batch=n_batch)
         self._clock = clock

@@ -79,7 +79,7 @@ class DraftModel:
             return None
         own = self._sequences.get(request)
         if own is None:
-            own = self._sequences[request] = self._opened(request)
+            own = self._opened(request)
         n_common = self._n_common(own, request)
         # The model's vocabulary may have more tokens at its end.
         if max([*request.tokens[n_common:], *request.sampler.params.logit_bias]) >= self._n_vocab:
@@ -112,9 +112,7 @@ class DraftModel:
         """A new sequence, with the request's tokens as far as they are in the cache."""
         opened = self._cache.open(request.tokens, salt=request.salt, find=request.cache_prompt)
         own = self._sequences[request] = _Sequence(opened.seq, list(request.tokens[: opened.n_cached]))
-        if (
-            opened.copies
-        ):  # the first tokens of a block: not worth a copy, which has to be made before anything else
+        if opened.copies:  # of a block's first tokens: not worth a copy, which must be made before anything else
             return self._back_to(request, opened.n_cached - opened.n_cached % self._cache.block_size)
         own.n_sure = opened.n_cached
         return own
