@@ -112,7 +112,9 @@ class DraftModel:
         """A new sequence, with the request's tokens as far as they are in the cache."""
         opened = self._cache.open(request.tokens, salt=request.salt, find=request.cache_prompt)
         own = self._sequences[request] = _Sequence(opened.seq, list(request.tokens[: opened.n_cached]))
-        if opened.copies:  # of a block's first tokens: not worth a copy, which must be made before anything else
+        if (
+            opened.copies
+        ):  # of a block's first tokens: not worth a copy, which must be made before anything else
             return self._back_to(request, opened.n_cached - opened.n_cached % self._cache.block_size)
         own.n_sure = opened.n_cached
         return own
