@@ -147,7 +147,9 @@ def measure_start(report: Report, args: argparse.Namespace) -> Watched | None:
     def load() -> Any:
         started = time.perf_counter()
         held.append(
-            Watched(args.model, devices=args.device, cache_type_k="q8_0", cache_type_v="q8_0", n_ctx=8192)
+            Watched(
+                args.model, devices=args.device, cache_type_k="q8_0", cache_type_v="q8_0", n_ctx=args.n_ctx
+            )
         )
         return held[0].loaded() | {"load_and_import_s": round(time.perf_counter() - started, 3)}
 
@@ -334,6 +336,7 @@ def run_part(part: str, args: argparse.Namespace, folder: Path, cache: Path) -> 
         str(out),
     ]
     command += ["--device", args.device, "--n-new", str(args.n_new), "--long-prompt", str(args.long_prompt)]
+    command += ["--n-ctx", str(args.n_ctx)]
     started = time.perf_counter()
     print(f"{part}:", flush=True)
     failure = None
@@ -377,6 +380,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=120, help="seconds for each part")
     parser.add_argument("--n-new", type=int, default=256)
     parser.add_argument("--long-prompt", type=int, default=2048)
+    parser.add_argument("--n-ctx", type=int, default=8192, help="context of the parts `cold` and `warm`")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
