@@ -9,6 +9,7 @@ import pytest
 
 from motley import LLM
 from motley.backends import get_backend
+from motley.errors import DeviceError
 from motley.gguf import read_spec
 from motley.kvcache.types import get_cache_type
 from motley.models import read_params
@@ -59,6 +60,65 @@ def test_what_was_named_is_left_alone(gpus: dict[str, int]) -> None:
     gpus["cuda:0"] = GIB
     assert choose_devices("cpu,cpu", "tensor", (3, 1)).notice is None
     assert choose_devices("auto", None, None, backend="reference").devices == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("free", "chosen", "said"),
+    [
+        (
+            [0, 8, 0],
+            ["cuda:1"],
+            "cuda:1 (8.0 GiB free), not cuda:0 (0 B free) and cuda:2 (0 B free) (--device",
+        ),
+        ([24, 0, 8], ["cuda:0", "cuda:2"], "cuda:2 (8.0 GiB free), not cuda:1 (0 B free), split by tensor"),
+        ([0, 0], ["cuda:0", "cuda:1"], "cuda:0 (0 B free), cuda:1 (0 B free), split by tensor"),
+    ],
+)
+def test_gpus_without_room_are_left_out_if_another_one_has_room(
+    gpus: dict[str, int], free: list[int], chosen: list[str], said: str
+) -> None:
+    pytest.importorskip("triton")
+    gpus |= {f"cuda:{i}": n * GIB for i, n in enumerate(free)}
+    choice = choose_devices("auto", None, None)
+    assert choice.devices == chosen
+    assert said in (choice.notice or "")
+    assert choice.tensor_split != [0.0, 0.0]  # no proportions: the memory that is missing is said later
+    of_all = choose_devices("auto", None, None, leaves_out=False)
+    assert list(of_all.devices) == list(choose_devices("auto", "layer", (1,) * len(free)).devices) == [*gpus]
+
+
+def test_a_gpu_that_fails_is_left_out_with_the_reason(
+    gpus: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+
+    def free_bytes(name: str) -> int:
+        if gpus[name] == 0:
+            raise RuntimeError("CUDA error: devices are busy\nFor debugging …")
+        return gpus[name]
+
+    monkeypatch.setattr(defaults, "_free_bytes", free_bytes)
+    gpus |= {"cuda:0": 0, "cuda:1": GIB}
+    choice = choose_devices("auto", None, None)
+    assert choice.devices == ["cuda:1"]
+    assert "not cuda:0 (CUDA error: devices are busy) (--device" in (choice.notice or "")
+    gpus["cuda:1"] = 0
+    with pytest.raises(DeviceError, match="cuda:0 cannot be used: CUDA error: devices are busy"):
+        choose_devices("auto", None, None)
+
+
+def test_the_notice_says_how_gpus_are_used(gpus: dict[str, int]) -> None:
+    pytest.importorskip("triton")
+    gpus |= {"cuda:0": 24 * GIB, "cuda:1": 8 * GIB}
+    assert "split by layer (" in (choose_devices("auto", "layer", None).notice or "")
+    alone = choose_devices("auto", "none", None)
+    assert alone.notice == "devices: cuda:0 (24.0 GiB free) (--device chooses others)"
+
+
+@pytest.mark.parametrize("devices", [None, 5, b"cpu", 0.5])
+def test_devices_of_odd_types_are_refused(devices: Any) -> None:
+    with pytest.raises(DeviceError, match="it must be text"):
+        LLM(devices=devices)
 
 
 def test_a_gpu_without_triton_is_not_used_and_the_reason_is_said(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from motley.backends import Backend
+from motley.errors import DeviceError
 from motley.kvcache.types import get_cache_type
 from motley.models import DecoderParams
 from motley.runtime.budget import host_bytes
@@ -19,7 +20,7 @@ from motley.runtime.caching import CacheConfig, CachePlan
 from motley.runtime.crew import Crew, known_devices, make_crew
 from motley.runtime.fitting import CacheFit, fit_cache
 from motley.runtime.splitting import ModelSplit
-from motley.split.placement import TENSOR
+from motley.split.placement import NONE, TENSOR
 from motley.units import show_bytes
 
 AUTO = "auto"
@@ -27,6 +28,7 @@ _GPU_BATCH, _GPU_PARALLEL = 2048, 128  # tokens of a step, requests: more is not
 _CPU_BATCH, _CPU_PARALLEL = 512, 8
 _REQUEST_TOKENS = 4096  # of each request: room in the cache by default
 _HOST_PART = 16  # by default the KV cache takes at most 1/16 of the machine's memory
+_MIN_FREE = 2**29  # of a GPU that is used by default: less is taken by torch, its libraries and activations
 _SMALLER_TYPES = ("q8_0", "q4_0")
 
 
@@ -46,12 +48,14 @@ def choose_devices(
     tensor_split: str | Sequence[float] | None,
     *,
     backend: str = AUTO,
+    leaves_out: bool = True,
 ) -> DeviceChoice:
     """The devices of a crew. "auto": all GPUs that torch sees, or the CPU; GPUs split tensors by their free memory.
 
-    `backend`: if the user names a backend, "auto" means the CPU.
+    `backend`: if the user names a backend, "auto" means the CPU. `leaves_out`: GPUs without room are left out if
+    another one has room, unless the user gives proportions of all of them.
     """
-    if devices not in (AUTO, [AUTO], (AUTO,)):
+    if not _is_auto(devices):
         return DeviceChoice(devices, split_mode, tensor_split)
     gpus = [name for name in known_devices() if name.startswith("cuda")] if backend == AUTO else []
     if gpus and importlib.util.find_spec("triton") is None:
@@ -59,12 +63,46 @@ def choose_devices(
         return DeviceChoice("cpu", split_mode, tensor_split, notice)
     if not gpus:
         return DeviceChoice("cpu", split_mode, tensor_split, "devices: cpu (--device chooses others)")
-    free = [_free_bytes(gpu) for gpu in gpus]
-    named = ", ".join(f"{gpu} ({show_bytes(n)} free)" for gpu, n in zip(gpus, free, strict=True))
-    if len(gpus) == 1:
-        return DeviceChoice(gpus, split_mode, tensor_split, f"devices: {named} (--device chooses others)")
-    notice = f"devices: {named}, split by tensor (--device, --split-mode and --tensor-split change it)"
-    return DeviceChoice(gpus, split_mode or TENSOR, tensor_split or [float(n) for n in free], notice)
+    free, failed = _free_memory(gpus)
+    found = {gpu: f"{gpu} ({failed.get(gpu, f'{show_bytes(free[gpu])} free')})" for gpu in gpus}
+    is_split_given = (
+        bool(tensor_split) if isinstance(tensor_split, str | list | tuple) else tensor_split is not None
+    )
+    is_full = {gpu: free[gpu] < _MIN_FREE for gpu in gpus}
+    left_out = [gpu for gpu in gpus if is_full[gpu]] if leaves_out and not is_split_given else []
+    chosen = [gpu for gpu in gpus if gpu not in left_out] or gpus
+    used = chosen[:1] if split_mode == NONE else chosen
+    named = ", ".join(found[gpu] for gpu in used)
+    if without := [found[gpu] for gpu in left_out if gpu not in chosen]:
+        named += f", not {' and '.join(without)}"
+    if len(used) == 1:
+        return DeviceChoice(chosen, split_mode, tensor_split, f"devices: {named} (--device chooses others)")
+    mode = split_mode or TENSOR
+    notice = f"devices: {named}, split by {mode} (--device, --split-mode and --tensor-split change it)"
+    is_by_memory = not is_split_given and any(free.values())
+    shares = [float(free[gpu]) for gpu in chosen] if is_by_memory else tensor_split
+    return DeviceChoice(chosen, mode, shares, notice)
+
+
+def _is_auto(devices: str | Sequence[str]) -> bool:
+    if isinstance(devices, str):
+        return devices.strip() == AUTO
+    return isinstance(devices, list | tuple) and list(devices) == [AUTO]
+
+
+def _free_memory(gpus: Sequence[str]) -> tuple[dict[str, int], dict[str, str]]:
+    """Free bytes by GPU, and why GPUs cannot be used, which have none. DeviceError if that is so for all of them."""
+    free, failed = dict.fromkeys(gpus, 0), {}
+    for gpu in gpus:
+        try:
+            free[gpu] = _free_bytes(gpu)
+        except RuntimeError as error:  # a GPU that is broken, or that another process has for itself
+            failed[gpu] = (str(error).splitlines() or ["it fails"])[0]
+    if len(failed) == len(gpus):
+        raise DeviceError(
+            f"{gpus[0]} cannot be used: {failed[gpus[0]]}", hint="--device cpu runs the model on the CPU"
+        )
+    return free, failed
 
 
 def _free_bytes(gpu: str) -> int:
@@ -83,7 +121,8 @@ def chosen_crew(
     backend: str = AUTO,
 ) -> tuple[Crew, str | None]:
     """The requested or default crew, and the sentence about the default: None if nothing was chosen."""
-    choice = choose_devices(devices, split_mode, tensor_split, backend=backend)
+    leaves_out = not device_memory  # these would be of all GPUs
+    choice = choose_devices(devices, split_mode, tensor_split, backend=backend, leaves_out=leaves_out)
     crew = make_crew(
         choice.devices,
         choice.split_mode,

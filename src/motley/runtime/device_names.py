@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -28,6 +28,9 @@ class NamedDevices:
 
 def parse_devices(devices: str | Sequence[str]) -> NamedDevices:
     """Devices, their hosts and their groups. Whether there are such devices is not checked here."""
+    given: object = devices  # of any type: it is a caller's
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise DeviceError(f"devices is {devices!r:.60}", hint='it must be text, or several: "cuda:0,cpu"')
     text = devices if isinstance(devices, str) else ",".join(map(str, devices))
     names: list[str] = []
     hosts: list[str | None] = []
