@@ -21,6 +21,7 @@ import torch
 
 import gguf
 from motley.bench.shapes import SHAPES, RandomTensor, Shape
+from motley.caches import cache_folder
 from motley.errors import ConfigError
 from motley.formats import Format, get_format
 
@@ -31,9 +32,8 @@ _PIECE_BYTES = 4 << 20  # that are written at a time
 def random_model_path(shape_name: str, weights: str, n_layers: int | None = None) -> Path:
     """The path where such a model is kept for reuse, in the user's cache folder."""
     _shape(shape_name, n_layers)
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     part = "" if n_layers is None else f"-{n_layers}-layers"
-    return Path(caches) / "motley" / f"random-{shape_name}{part}-{get_format(weights).name}.gguf"
+    return cache_folder() / f"random-{shape_name}{part}-{get_format(weights).name}.gguf"
 
 
 def write_random_model(

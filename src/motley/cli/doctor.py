@@ -18,8 +18,10 @@ from rich.text import Text
 
 from motley import __version__
 from motley.bundled import bundled_model_path
+from motley.caches import cache_folder
 from motley.cli import options
 from motley.cli.console import printable, reporting_errors, stdout
+from motley.errors import ConfigError
 from motley.units import show_bytes
 
 OK, MISSING, PROBLEM = "ok", "missing", "problem"
@@ -155,11 +157,15 @@ def _extra(module: str, extra: str, purpose: str) -> Finding:
 
 
 def _folders() -> Iterator[Finding]:
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    advice = "XDG_CACHE_HOME names another one"
+    try:
+        caches = cache_folder().parent
+    except ConfigError as error:
+        yield Finding("cache folder", PROBLEM, error.message, error.hint or advice)
+        return
     folder = caches
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    advice = "XDG_CACHE_HOME names another one"
     if not os.access(folder, os.W_OK):
         yield Finding("cache folder", PROBLEM, f"{caches} cannot be written", advice)
         return

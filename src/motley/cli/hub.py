@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from motley.caches import cache_folder
 from motley.cli.hub_download import (
     download_blob,
     is_sha256,
@@ -181,9 +182,9 @@ class Hub:
         if wanted is None:
             return
         is_checksum = is_sha256(wanted)  # it becomes the name of a file
-        status, mark = blob.stat(), _marks() / (wanted if is_checksum else "none")
+        status = blob.stat()
         state = f"{status.st_size} {status.st_mtime_ns}"
-        if is_checksum and mark.exists() and mark.read_text() == state:
+        if is_checksum and _mark_of(wanted) == state:
             return
         if sha256_of(blob) != wanted:
             path.unlink()
@@ -191,9 +192,10 @@ class Hub:
             raise ConfigError(
                 f"{file} does not have the hub's checksum, and was deleted", hint="download it again"
             )
-        with suppress(OSError):  # a folder that cannot be written: the file is compared again next time
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.write_text(state)
+        # Without a folder that can be written, the file is compared again next time.
+        with suppress(OSError, ConfigError):
+            _marks().mkdir(parents=True, exist_ok=True)
+            (_marks() / (wanted if is_checksum else "none")).write_text(state)
 
     def _require_room(self, name: HubName, model: HubModel, total: int, remote: _Remote) -> None:
         """ConfigError if the disk has too little room for what is not there yet."""
@@ -248,7 +250,14 @@ class Hub:
 
 def _marks() -> Path:
     """The folder with a file for each checksum that was compared."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "motley" / "verified"
+    return cache_folder() / "verified"
+
+
+def _mark_of(checksum: str) -> str | None:
+    """The state of the file that was compared with a checksum; None: not known."""
+    with suppress(OSError, ValueError, ConfigError):  # ValueError: no UTF-8
+        return (_marks() / checksum).read_text(encoding="utf-8")
+    return None
 
 
 class _UnreachableError(Exception):

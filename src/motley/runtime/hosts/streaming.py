@@ -22,6 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from motley.caches import cache_folder
 from motley.errors import DeviceError
 from motley.formats import get_format
 from motley.gguf import ModelSpec, read_spec
@@ -277,5 +278,4 @@ def _hash(data: bytes) -> str:
 
 
 def default_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "motley" / "parts"
+    return cache_folder() / "parts"
