@@ -119,8 +119,10 @@ def _gpus() -> Iterator[Finding]:
     memory = "unknown" if cpu.total is None else show_bytes(cpu.total)
     yield Finding("cpu", OK, f"{cpu.name}, {cpu.cores} cores, {cpu.instructions}, {memory}")
     for gpu in devices[1:]:
-        total = "unknown memory" if gpu.total is None else show_bytes(gpu.total)
-        yield Finding("gpu", OK, f"{gpu.device}: {gpu.name}, {total}")
+        if gpu.total is None:
+            yield Finding("gpu", PROBLEM, f"{gpu.device} {gpu.name}", "nvidia-smi shows what uses it")
+        else:
+            yield Finding("gpu", OK, f"{gpu.device}: {gpu.name}, {show_bytes(gpu.total)}")
     if len(devices) == 1:
         yield _missing_gpu()
 

@@ -37,7 +37,13 @@ def _cores_of_node(name: str, allowed: set[int]) -> tuple[int, ...]:
     nodes = {path.parent.name: path for path in sorted(NODES.glob("node*/cpulist"))}
     if name not in nodes:
         raise DeviceError(f"cpu:{name}: no such NUMA node", hint=f"there are: {', '.join(nodes) or 'none'}")
-    cores = [core for core in _numbers(nodes[name].read_text().strip().split(",")) if core in allowed]
+    try:
+        text = nodes[name].read_text(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise DeviceError(
+            f"cpu:{name}: {nodes[name]} cannot be read: {error.strerror}", hint="name cores: cpu:0-7"
+        ) from None
+    cores = [core for core in _numbers(text.strip().split(",")) if core in allowed]
     if not cores:
         raise DeviceError(
             f"cpu:{name}: this process may use none of the node's cores",

@@ -2,7 +2,7 @@
 
 from motley.backends.cpu.backend import CpuBackend, ExactCpuBackend
 from motley.backends.cpu.lookup import look_up, new_text_index
-from motley.backends.cpu.native import SharedGroup, is_available
+from motley.backends.cpu.native import SharedGroup, instruction_sets, is_available
 from motley.backends.cpu.sampler import NONE_LEFT, choose_rows, row_settings
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "ExactCpuBackend",
     "SharedGroup",
     "choose_rows",
+    "instruction_sets",
     "is_available",
     "look_up",
     "new_text_index",

@@ -21,6 +21,11 @@ def is_available() -> bool:
     return core is not None
 
 
+def instruction_sets() -> list[str]:
+    """The instruction sets with kernels that this machine can run, the best first; none without the module."""
+    return [] if core is None else core.instruction_sets()
+
+
 def _exported(name: str) -> dict[str, int]:
     """A table of the module, from names to its own numbers; empty without it, when no native backend can be made."""
     return {} if core is None else dict(getattr(core, name))
