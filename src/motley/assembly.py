@@ -479,7 +479,7 @@ def _efforts(params: DecoderParams, options: Options) -> Efforts:
     if experts is None:
         efforts = Efforts(params.n_layers)
     else:
-        efforts = Efforts(params.n_layers, experts.n_experts, experts.n_used)
+        efforts = Efforts(params.n_layers, experts.n_experts, experts.n_used, experts.n_usable)
     efforts.default = efforts.choose(options.n_expert_used, options.n_layer_exit)
     return efforts
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from hf_to_gguf import GGUFContent, to_gguf
-from tiny_models import GLM4MOE, GPT_OSS, QWEN3MOE
+from tiny_models import GLM4MOE, GLM_GROUPED, GPT_OSS, QWEN3MOE
 
-from motley.errors import ModelError
+from motley import LLM
+from motley.errors import ConfigError, ModelError, RequestError
 from motley.gguf import read_spec
 from motley.models import BatchShape, GraphOptions, build_graph, read_params
+from motley.quality import choose_efforts
 
 N_EXPERTS, N_FF, N_EMBD = 8, 32, 64
 
@@ -74,6 +76,7 @@ def test_a_tensor_of_another_shape_is_named_with_both(
         ({"expert_feed_forward_length": 48}, "'blk.0.ffn_gate_exps.weight' has shape (8, 32, 64)"),
         ({"expert_group_count": 3}, "1 of 3 groups of 8 experts"),
         ({"expert_group_count": 2, "expert_group_used_count": 3}, "3 of 2 groups"),
+        ({"expert_group_count": 8}, "is 2, but a token can use 1 at most: the experts of 1 of 8 groups"),
         ({"expert_gating_func": 7}, "expert_gating_func 7 is not supported"),
         ({"expert_weights_scale": math.nan}, "qwen3moe.expert_weights_scale is nan"),
         ({"expert_weights_scale": math.inf}, "qwen3moe.expert_weights_scale is inf"),
@@ -89,6 +92,19 @@ def test_numbers_that_contradict_each_other_are_refused(
         content.metadata["qwen3moe.expert_group_used_count"] = 1
     content.metadata.update({f"qwen3moe.{key}": value for key, value in changes.items()})
     assert message in refused(content, tmp_path)
+
+
+def test_no_more_experts_can_be_asked_for_than_the_groups_of_a_token_have(tmp_path: Path) -> None:
+    path = to_gguf(GLM_GROUPED.build()).write(tmp_path / "model.gguf")  # two of four groups of three experts
+    params = read_params(read_spec(path))
+    assert [choice.n_experts for choice in choose_efforts(params, [1, 6])] == [1, 6]
+    with pytest.raises(ConfigError, match="--experts 7 is not possible"):
+        choose_efforts(params, [7])
+    with LLM(path, n_ctx=32) as llm:
+        assert llm.logits([1, 2], n_expert_used=6).shape[0] == 2
+        with pytest.raises(RequestError, match="has 12 experts, of which a token can use 6") as caught:
+            llm.logits([1, 2], n_expert_used=7)
+    assert caught.value.hint == "n_expert_used must be an integer from 1 to 6"
 
 
 def test_a_model_that_has_one_bias_of_its_experts_needs_all(tmp_path: Path) -> None:

@@ -130,6 +130,8 @@ def test_missing_key_is_named(llama: GGUFContent, path: Path, key: str) -> None:
         ("attention.head_count", "four"),
         ("attention.head_count", 4.0),
         ("attention.head_count", [4, 2]),
+        ("attention.scale", math.nan),
+        ("attention.scale", -0.5),
         ("feed_forward_length", [96, 64]),
         ("attention.layer_norm_rms_epsilon", 0.0),
         ("attention.layer_norm_rms_epsilon", math.nan),

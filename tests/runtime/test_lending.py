@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -90,6 +91,19 @@ def test_memory_is_that_of_own_weights_and_of_copies() -> None:
 def test_other_crews_lend_nothing(options: dict[str, Any]) -> None:
     apart = settled(**options).apart
     assert apart is None or apart.borrower is None
+
+
+def test_layers_without_experts_lend_nothing(shared: Path) -> None:
+    """The first layer of GLM is dense."""
+    spec = read_spec(shared / "golden" / "glm4moe" / "model.gguf")
+    borrowers = []
+    for n_layers in (1, 2):
+        crew = make_crew("cpu,cpu", n_cpu_moe=n_layers)
+        split = ModelSplit(spec, read_params(spec), crew, GraphOptions(32))
+        apart = settle_lending(crew, [Borrower(), ReferenceBackend()], lambda split=split: split).apart  # type: ignore[misc]
+        assert apart is not None
+        borrowers.append(apart.borrower)
+    assert borrowers == [None, 0]
 
 
 def test_without_memory_for_the_files_pages_nothing_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,11 @@ class ExpertParams:
     n_groups: int
     n_groups_used: int
 
+    @property
+    def n_usable(self) -> int:
+        """The most experts that one token can use: those of its groups."""
+        return self.n_experts // self.n_groups * self.n_groups_used
+
 
 GROUPED, CYCLIC = "grouped", "cyclic"
 
@@ -135,6 +140,7 @@ class DecoderParams:
         if md.float(f"{arch}.attn_logit_softcapping", default=0.0):
             raise ModelError(f"{spec.path}: {arch!r} with soft-capped attention scores is not supported")
         softcap_key = f"{arch}.final_logit_softcapping"  # 0 also means none
+        scale_key = f"{arch}.attention.scale"  # 0 also means the usual one
         return DecoderParams(
             architecture=arch,
             n_layers=_n_layers(spec),
@@ -149,7 +155,9 @@ class DecoderParams:
             rope_dims=_rope_dims(spec, head_dim),
             rope_base=read_number(spec, f"{arch}.rope.freq_base", default=10000.0, above=1.0),
             rope_scaling=_rope_scaling(spec),
-            attention_scale=md.float(f"{arch}.attention.scale", default=0.0) or head_dim**-0.5,
+            attention_scale=read_number(spec, scale_key)
+            if md.float(scale_key, default=0.0)
+            else head_dim**-0.5,
             sliding_window=read_count(spec, window_key) if md.int(window_key, default=0) else None,
             logit_softcap=read_number(spec, softcap_key) if md.float(softcap_key, default=0.0) else None,
             experts=_experts(spec, score) if score else None,
@@ -208,7 +216,7 @@ def _experts(spec: ModelSpec, score: str) -> ExpertParams:
         raise ModelError(
             f"{spec.path}: {n_groups_used} of {n_groups} groups of {n_experts} experts cannot be chosen"
         )
-    return ExpertParams(
+    experts = ExpertParams(
         n_experts=n_experts,
         n_used=n_used,
         n_ff=n_ff,
@@ -220,6 +228,12 @@ def _experts(spec: ModelSpec, score: str) -> ExpertParams:
         n_groups=n_groups,
         n_groups_used=n_groups_used,
     )
+    if n_used > experts.n_usable:
+        raise ModelError(
+            f"{spec.path}: {prefix}_used_count is {n_used}, but a token can use {experts.n_usable} at most: the "
+            f"experts of {n_groups_used} of {n_groups} groups"
+        )
+    return experts
 
 
 def _delta(spec: ModelSpec, *, is_cyclic: bool) -> DeltaParams:

@@ -85,7 +85,7 @@ def choose_efforts(
     if experts is None and layers is None:
         experts, layers = _usual_experts(params), _usual_layers(params)
     experts, layers = experts or [], layers or []
-    n_experts = 0 if params.experts is None else params.experts.n_experts
+    n_experts = 0 if params.experts is None else params.experts.n_usable
     if experts and not n_experts:
         raise ConfigError("the model has no experts to choose from", hint="leave out --experts")
     _require("--experts", experts, n_experts)
@@ -201,7 +201,7 @@ def _arguments(choice: EffortChoice) -> dict[str, Any]:
 def _usual_experts(params: DecoderParams) -> list[int]:
     if params.experts is None:
         return []
-    most = min(2 * params.experts.n_used, params.experts.n_experts)
+    most = min(2 * params.experts.n_used, params.experts.n_usable)
     return [2**i for i in range(most.bit_length()) if 2**i <= most]
 
 

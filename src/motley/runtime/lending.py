@@ -60,7 +60,8 @@ def settle_lending(crew: Crew, backends: Sequence[Backend], split_of: Callable[[
         return crew
     borrower = backends[sharing[0]]
     experts = [weight for weight in owned if len(weight.shape) == 3]
-    if any(_is_cut(weight.op) or not borrower.can_borrow(weight) for weight in experts):
+    is_possible = all(not _is_cut(weight.op) and borrower.can_borrow(weight) for weight in experts)
+    if not experts or not is_possible:  # none: the first layers are dense
         return crew
     return replace(crew, apart=replace(apart, borrower=sharing[0], min_rows=n_rows))
 
