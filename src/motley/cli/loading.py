@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -15,6 +16,7 @@ from motley.units import show_bytes
 if TYPE_CHECKING:
     from motley.llm import LLM
     from motley.runtime.crew import Crew
+    from motley.runtime.warming import WarmUp
 
 _ALL_LAYERS = 2**31 - 1  # more than any model has
 _OWN = {
@@ -173,18 +175,15 @@ def load(path: Path, chosen: LoadOptions) -> LLM:
     with loading_bar(f"Loading {path.name}") as (progress, compiling):
         llm = LLM(path, progress=progress, compiling=compiling, **arguments)
     llm.allow_idle_tasks()
-    if llm.chosen_devices is not None:
-        say(llm.chosen_devices)
-    for notice in llm.notices:
-        say(f"note: {notice}")
+    say_choices(llm)
     if chosen.verbose:
         for detail in llm.details:
             say(detail)
     devices = llm.device_memory()
     total = sum(memory["weights"] for memory in devices.values())
     say(f"loaded {show_bytes(total)} in {llm.load_seconds:.2f} s")
-    if llm.warm_up.kernels:
-        say(str(llm.warm_up))
+    if llm.warm_up.kernels or llm.warm_up.failures:
+        say_kernels(llm.warm_up, is_verbose=chosen.verbose)
     if chosen.verbose:
         say("start: " + ", ".join(f"{seconds:.2f} s {name}" for name, seconds in since_start()))
     if len(devices) > 1:
@@ -193,3 +192,22 @@ def load(path: Path, chosen: LoadOptions) -> LLM:
         )
         say(f"weights: {', '.join(shares)}")
     return llm
+
+
+def say_choices(llm: LLM) -> None:
+    """Prints the devices, if they were left to Motley, and the notices."""
+    if llm.chosen_devices is not None:
+        say(llm.chosen_devices)
+    for notice in llm.notices:
+        say(f"note: {notice}")
+
+
+def say_kernels(warm_up: WarmUp, *, is_verbose: bool) -> None:
+    """Prints how many kernels were compiled and which failed; with `is_verbose` all of them, the slowest first."""
+    say(str(warm_up))
+    names = Counter(name for name, _ in warm_up.kernels)
+    seconds = {name: sum(s for other, s in warm_up.kernels if other == name) for name in names}
+    for name in sorted(names, key=lambda name: -seconds[name]) if is_verbose else ():
+        say(f"  {names[name]} × {name}, {seconds[name]:.2f} s")
+    for failure in warm_up.failures:
+        say(f"note: not compiled: {failure}")

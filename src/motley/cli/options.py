@@ -123,7 +123,7 @@ Verbose = Annotated[
     _flag(
         "-v",
         "--verbose",
-        text="Show which kernels were chosen and how weights are read, and statistics after each answer.",
+        text="Show which kernels were chosen and compiled, how weights are read, and statistics after each answer.",
         panel=_MODEL,
     ),
 ]

@@ -6,7 +6,7 @@ from motley.cli import options
 from motley.cli.console import loading_bar, reporting_errors, say
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions
-from motley.cli.loading import LoadOptions
+from motley.cli.loading import LoadOptions, say_choices, say_kernels
 from motley.llm import LLM
 
 
@@ -27,12 +27,17 @@ def warm(
         path = source.path()
         placed = chosen.placed(path)
         with loading_bar(f"Loading {path.name}") as (progress, compiling):
-            for n_parallel in dict.fromkeys((chosen.parallel, 1)):  # `motley run` has one request
+            for i, n_parallel in enumerate(
+                dict.fromkeys((chosen.parallel, 1))
+            ):  # `motley run` has one request
                 arguments = placed.arguments() | {"n_parallel": n_parallel}
                 with LLM(path, progress=progress, compiling=compiling, **arguments) as llm:
+                    if i == 0:
+                        say_choices(llm)
+                    if not all(name.startswith("cuda") for name in llm.device_memory()):
+                        say(
+                            "kernels: nothing is compiled ahead; that is done for models that run on GPUs alone"
+                        )
+                        return
                     llm.finish_compiling()
-                    say(str(llm.warm_up))
-                    for name, seconds in llm.warm_up.kernels if chosen.verbose else ():
-                        say(f"  {name} {seconds:.2f} s")
-                    for failure in llm.warm_up.failures:
-                        say(f"note: not compiled: {failure}")
+                    say_kernels(llm.warm_up, is_verbose=chosen.verbose)

@@ -156,6 +156,8 @@ async def _watch(engine: EngineClient, server: uvicorn.Server) -> None:
 def _say_ready(front: Front, listening: socket.socket) -> None:
     for notice in front.engine.info.get("notices", ()):
         _log.info("note: %s", notice)
+    for detail in front.engine.info.get("details", ()) if front.settings.is_verbose else ():
+        _log.info("%s", detail)
     _say(f"motley serves {front.settings.model_name} on {address_of(listening)}")
 
 
