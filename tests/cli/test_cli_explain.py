@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 from motley.cli import app
 from motley.gguf import ModelSpec
 
-LAYERS = {"llama": 4, "qwen2": 3, "qwen3": 3, "phi3": 2, "gemma3": 6}
+LAYERS = {
+    "llama": 4, "qwen2": 3, "qwen3": 3, "phi3": 2, "gemma3": 6,
+    "glm4moe": 3, "gpt-oss": 2, "qwen3moe": 3, "qwen3vlmoe": 2, "qwen3next": 4,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +35,7 @@ def explained(path: Path, *flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", LAYERS)
-def test_a_dense_layer_needs_two_all_reduces_and_the_model_one_gather(
+def test_a_layer_needs_two_all_reduces_and_the_model_one_gather_with_experts_and_without(
     shared: Path, architecture: str
 ) -> None:
     path = shared / "golden" / architecture / "model.gguf"

@@ -83,6 +83,9 @@ def test_quantized_weights_have_the_logits_of_their_exact_values(shared: Path, a
         assert _difference(long, golden["ref/quant_deq/f32-f32/pos"]) <= tolerance
         short = quantized.logits(golden["tokens_short"])
         assert _difference(short, golden["ref/quant_deq/f32-f32/short"]) <= tolerance
+        if architecture in WITH_EXPERTS:  # that golden's number of experts is 1
+            fewer = quantized.logits(golden["tokens"], n_expert_used=1)[golden["pos"]]
+            assert _difference(fewer, golden["ref/quant_deq/f32-f32/experts1/pos"]) <= tolerance
 
 
 def test_mxfp4_experts_have_the_logits_of_their_exact_values(shared: Path, tmp_path: Path) -> None:
