@@ -100,6 +100,7 @@ def test_a_long_prompt_is_fed_in_chunks_beside_running_requests() -> None:
 def test_steps_have_few_rows_until_the_limit_is_lifted() -> None:
     s, counts = scheduler(), []
     s.max_rows = 3
+    assert s.room_for_drafts() == 0
     requests = [request(range(50 * i, 51 * i + 4), max_tokens=12) for i in range(1, 7)]
     for r in requests:
         s.add(r)
@@ -114,6 +115,7 @@ def test_steps_have_few_rows_until_the_limit_is_lifted() -> None:
                 r.accept(r.sampler(None, r.tokens))
                 if r.is_finished:
                     s.remove(r)
+    assert s.room_for_drafts() == s.n_batch
     assert max(counts[:8]) <= (3, 3)
     assert max(n_running for _, n_running in counts[:8]) == 3
     assert max(n_running for _, n_running in counts[8:]) == 6

@@ -67,6 +67,14 @@ def test_an_idle_engine_compiles_one_tier_after_the_other() -> None:
     background.wait()
 
 
+def test_where_all_batches_are_recorded_there_is_no_pause() -> None:
+    said: list[str] = []
+    warmer = FakeWarmer(said)
+    warmer.waiting.clear()
+    warming(warmer, said).run()
+    assert said == ["wait", "limit None"]
+
+
 def test_requests_get_a_pause_after_each_batch() -> None:
     said: list[str] = []
     warming(FakeWarmer(said), said, is_busy=lambda: True).run()

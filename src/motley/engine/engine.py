@@ -253,7 +253,7 @@ class Engine:
     def set_limit(self, max_rows: int | None) -> None:
         """Sets the rows that a step may have. None: any number, as kernels for all steps are compiled.
 
-        While a step has a single row, tokens are chosen on the host: a GPU's samplers are not compiled yet, either.
+        While there is a limit, tokens are chosen on the host: a GPU's samplers are not compiled yet, either.
         """
         self.scheduler.max_rows = max_rows
         self._chooser = None
@@ -324,7 +324,7 @@ class Engine:
         if not ready:
             return step, [], NONE_CHOSEN
         if self._chooser is None:
-            self._chooser = chooser_for(logits.device, on_host=self.scheduler.max_rows == 1)
+            self._chooser = chooser_for(logits.device, on_host=self.scheduler.max_rows is not None)
         if step.drafts:
             self._verification = DraftVerification(self._chooser, step, ready, logits, self._drafts)
             self._verification.begin(self.speculator)

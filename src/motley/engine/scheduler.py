@@ -309,8 +309,11 @@ class Scheduler:
         return self.cache.move(request.sequence, *zip(*pairs, strict=True)) if pairs else []
 
     def room_for_drafts(self) -> int:
-        """How many drafted tokens the next step may have, in all. Half of the room is left to prompts, if any wait."""
-        if self._suspects:
+        """How many drafted tokens the next step may have, in all. Half of the room is left to prompts, if any wait.
+
+        0 while `max_rows` limits steps: a draft model's samplers are not compiled yet, either.
+        """
+        if self._suspects or self.max_rows is not None:
             return 0
         n_few, has_prompts = 0, bool(self.waiting)
         for request in self.running:

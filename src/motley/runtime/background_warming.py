@@ -53,7 +53,8 @@ class BackgroundWarming:
     def run(self) -> None:
         """The thread's work."""
         try:
-            self._pause(_FIRST_PAUSE)
+            if self._warmer.waiting:
+                self._pause(_FIRST_PAUSE)
             self._compile()
         except MotleyError:  # the model is closed
             pass

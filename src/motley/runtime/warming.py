@@ -4,10 +4,10 @@ Inert batches (`inert_batch`: nothing is stored, no context is read) go through 
 for each class of batch sizes for which kernels differ. The kernels that they would have compiled are compiled on all
 cores meanwhile. A manifest beside the compiled kernels records that this is done: later processes skip it.
 
-Loading waits only for the kernels of a single row, about a fifth of all. Those of a few rows and of samplers and then
-all others are compiled while requests run (`rehearsals.tiers`, `background_warming`). Until then, steps have no more
-rows than that (`KernelWarmer.max_rows`): a prompt is computed in small chunks, further requests wait in the queue, and
-tokens of single rows are chosen on the host.
+Loading waits only for the kernels of a single row, about a fifth of all. Those of a few rows and then all others,
+samplers among them, are compiled while requests run (`rehearsals.tiers`, `background_warming`). Until then, steps have
+no more rows than that (`KernelWarmer.max_rows`): a prompt is computed in small chunks, further requests wait in the
+queue, and tokens are chosen on the host.
 At last a decode of one request is run: its kernels are loaded, its plan is made and captured. Prompts of a whole batch,
 steps with drafts and decodes of several requests are prepared later, while the engine is idle.
 """
@@ -249,7 +249,7 @@ class KernelWarmer:
         some_layers = replace(shape, n_layers=self._n_layers)
         is_first = not self._n_recorded  # kernels of a first answer are compiled as soon as they are recorded
         with recording(self._jobs, (lambda job: compiler.submit([job])) if is_first else None):
-            self._run_inert(runner, some_layers, longest, samples=tier.max_rows != 1)
+            self._run_inert(runner, some_layers, longest, samples=tier.max_rows is None)
         del self.waiting[0]  # not before: what has failed is recorded again
         is_last = (shape, longest) == tier.shapes[-1]
         new = [] if is_first else list(self._jobs)[n_before:]
@@ -314,7 +314,7 @@ class KernelWarmer:
             return 0.0
         for thread in self._preparing:
             thread.join()
-        n_prompt, samples = min(self.max_rows or 1, self._n_batch), self.max_rows != 1
+        n_prompt, samples = min(self.max_rows or 1, self._n_batch), self.max_rows is None
         if n_prompt > 1:
             self._run_inert(runner, BatchShape(n_prompt, 1), n_prompt)
         self._run_inert(runner, BatchShape(1, 1), 1, samples=samples)

@@ -83,12 +83,14 @@ def rehearse(
     runner = Runner(split, backends, fit.plan)
     sampler = DeviceSampler(torch.device("cpu"))
     known: dict[Job, None] = {}
+    all_tiers = tiers(N_BATCH, n_parallel)
+    samples = n_tiers == len(all_tiers)  # before the last tier, tokens are chosen on the host
     with recording(known):
-        shapes = [each for tier in tiers(N_BATCH, n_parallel)[:n_tiers] for each in tier.shapes]
+        shapes = [each for tier in all_tiers[:n_tiers] for each in tier.shapes]
         for shape, longest in shapes:
             logits = runner.run(inert_batch(shape, longest, fit.plan), [0] * shape.n_tokens, ())
             n = len(logits)
-            if n_tiers > 1:  # tokens of the first tier are chosen on the host
+            if samples:
                 sampler.launch(logits, [RowSettings(0.8, 40)] * n, [0] * n, {0: [0]})
     print(f"{len(known)} kernels")
     unknown = 0
@@ -96,7 +98,7 @@ def rehearse(
         met: dict[Job, None] = {}
         with recording(met):
             logits = runner.run(placed(rows), [1] * sum(rows), ())
-            n = len(logits) if n_tiers > 1 else 0
+            n = len(logits) if samples else 0
             if n:
                 recent, biases = {i: [i] for i in range(n)}, {i: {i: 0.5} for i in range(n)}
                 sampler.launch(logits, [RowSettings(0.7, 0, 0.9)] * n, range(n), recent, biases)
