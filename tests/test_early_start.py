@@ -178,3 +178,17 @@ def test_a_model_that_comes_first_starts_its_own(processes: list[FakeProcess]) -
     assert compile_process.take(90, 232448) is None
     start_compiler()
     assert not processes
+
+
+def test_as_many_kernels_are_compiled_at_once_as_this_process_has_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(compile_process.subprocess, "Popen", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(os, "cpu_count", lambda: 192)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5}, raising=False)
+    compile_process.start(90, 1000)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    compile_process.start(90, 1000)
+    compile_process.start(90, 1000, 7)
+    assert [command[-1] for command in commands] == ["3", "192", "7"]

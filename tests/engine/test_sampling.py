@@ -309,6 +309,7 @@ def test_a_bias_outside_the_vocabulary_is_an_error() -> None:
         ("stop", 3, "a string"),
         ("stop_token_ids", {-3}, "token ids"),
         ("stop_token_ids", 3, "token ids"),
+        *((name, np.array(3), "") for name in ("stop", "stop_token_ids", "samplers", "grammar_triggers")),
     ],
 )
 def test_a_bad_parameter_is_named_with_what_is_allowed(name: str, value: Any, allowed: str) -> None:

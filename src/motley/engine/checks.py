@@ -64,18 +64,21 @@ def checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
 
 
 def checked_strings(name: str, given: str | Iterable[str]) -> tuple[str, ...]:
-    if not isinstance(given, Iterable):
-        raise rejected(name, given, "a string or several")
-    strings = (given,) if isinstance(given, str) else tuple(given)
+    try:
+        strings = (given,) if isinstance(given, str) else tuple(given)
+    except TypeError:  # an array of no dimension is an Iterable, too
+        raise rejected(name, given, "a string or several") from None
     if not all(isinstance(string, str) and string for string in strings):
         raise rejected(name, given, "a string or several, none of them empty")
     return strings
 
 
 def checked_ids(name: str, ids: Iterable[int]) -> frozenset[int]:
-    if not isinstance(ids, Iterable):
-        raise rejected(name, ids, "a collection of token ids")
-    return frozenset(_checked_id(name, token) for token in ids)
+    try:
+        tokens = iter(ids)
+    except TypeError:  # an array of no dimension is an Iterable, too
+        raise rejected(name, ids, "a collection of token ids") from None
+    return frozenset(_checked_id(name, token) for token in tokens)
 
 
 def _checked_id(name: str, token: object) -> int:

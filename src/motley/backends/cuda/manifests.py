@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
+import stat
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from triton import knobs
 
 from motley.compile_process import MANIFEST
 
+_MAX_FILE = 2**24  # bytes
 READY = "ready at "  # what the compile process writes when it takes jobs, followed by `time.monotonic()`
 
 
@@ -39,7 +42,15 @@ class Manifest:
 
     @property
     def exists(self) -> bool:
-        return self.path.exists()
+        """Whether the file is there and whole. Without it, kernels are compiled again, or found in Triton's cache."""
+        try:
+            about = self.path.stat()
+            if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_FILE:  # a pipe would never end
+                return False
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return False
+        return isinstance(content, dict) and isinstance(content.get("kernels"), list)
 
     def write(self, compiled: Iterable[Compiled]) -> None:
         write_manifest(self.path, compiled)
@@ -50,9 +61,16 @@ def write_manifest(path: Path, compiled: Iterable[Compiled]) -> None:
     kernels = [[each.name, round(each.seconds, 3)] for each in compiled]
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps({"written": time.time(), "kernels": kernels}))
-        unfinished.replace(path)
+        # A random name, because containers that share the folder have the same process ids; not that of a temporary
+        # file, which other users, who may share the folder, too, could not read.
+        unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            with unfinished.open("x", encoding="utf-8") as file:
+                json.dump({"written": time.time(), "kernels": kernels}, file)
+            os.replace(unfinished, path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
 
 
 class CompiledJobs:
