@@ -54,6 +54,22 @@ def test_a_cpu_alone_says_that_they_have_no_effect(motley: Motley) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--device cpu", "the CPU is the only device"),
+        ("--device cpu,cpu", "only --split-mode tensor cuts experts"),
+        ("--device cpu,cpu -sm tensor", ""),
+        ("--device (cpu,cpu)", ""),
+        ("--device cpu,cpu,cpu -ncmoe 2", ""),
+    ],
+)
+def test_a_way_to_split_experts_without_effect_is_noted(motley: Motley, flags: str, why: str) -> None:
+    said = motley("run", MODEL, *PROMPT, *flags.split(), "--split-experts", "whole").stderr
+    assert (f"note: no effect here: --split-experts ({why})" in said) == bool(why)
+    assert ("no effect here" in said) == bool(why)
+
+
+@pytest.mark.parametrize(
     ("model", "flags", "error", "hint"),
     [
         (MODEL, "--n-cpu-moe some", "--n-cpu-moe 'some' is not a number of layers", "for example 20"),

@@ -240,6 +240,21 @@ def test_impossible_wishes_are_refused(options: dict[str, Any], message: str) ->
         LLM(bundled_experts_path(), devices="cpu,cpu", **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_cpu_moe": -1}, "n_cpu_moe is -1"),
+        ({"n_cpu_moe": "some"}, "n_cpu_moe is 'some'"),
+        ({"expert_split": "1,2"}, "expert split '1,2' has 2 numbers, but the number of devices is 1"),
+        ({"expert_split": "a"}, "expert split 'a' is not a list of numbers"),
+    ],
+)
+def test_one_device_refuses_them_too(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_crew("cpu", **options)
+    assert make_crew("cpu", n_cpu_moe=3, expert_split="1").apart is None
+
+
 def test_a_dense_model_has_no_experts_to_place() -> None:
     with pytest.raises(ConfigError, match="the model has no experts"):
         LLM(bundled_model_path(), devices="cpu,cpu", n_cpu_moe=2)

@@ -97,15 +97,15 @@ class DeviceOptions:
             return replace(self, device=crew.devices, secret_file=crew.secret_file)
         from motley.cli.placement import (  # here for the same reason as in `load`
             Places,
-            experts_notice,
+            experts_notices,
             place_layers,
         )
 
         asked = Places(self.device, self.split_mode, self.tensor_split)
         places = place_layers(path, asked, self.gpu_layers, self.main_gpu)
-        for notice in (places.notice, experts_notice(places.device, self.layers_apart)):
-            if notice is not None:
-                say(f"note: {notice}")
+        notices = experts_notices(places, self.layers_apart, self.expert_split, self.split_experts)
+        for notice in ([] if places.notice is None else [places.notice]) + notices:
+            say(f"note: {notice}")
         return replace(
             self,
             device=places.device,

@@ -11,7 +11,7 @@ from motley.errors import ConfigError
 from motley.gguf import read_spec
 from motley.models import read_params
 from motley.runtime.crew import known_devices
-from motley.split.placement import LAYER, NONE
+from motley.split.placement import AUTO, COLUMNS_OF_EACH, LAYER, NONE, TENSOR, WHOLE_EXPERTS
 
 _ALL = ("all", "auto", "-1")
 
@@ -81,11 +81,23 @@ def _gpu_shares(asked: str | None, gpus: Sequence[str]) -> list[Fraction]:
     return shares
 
 
-def experts_notice(device: str, n_layers: int | str | None) -> str | None:
-    """The sentence about -ncmoe if the CPU is the only device anyway."""
-    if n_layers is None:
-        return None
+def experts_notices(
+    asked: Places, n_layers: int | str | None, expert_split: str | None, split_experts: str
+) -> list[str]:
+    """The sentences about flags for experts that have no effect: the CPU is the only device, or nothing is cut."""
+    device = asked.device
     is_alone = device.startswith("cpu") and "," not in device
-    if device == "auto":
+    if device == AUTO:
         is_alone = not any(name.startswith("cuda") for name in known_devices())
-    return "no effect here: --n-cpu-moe or --cpu-moe (the CPU is the only device)" if is_alone else None
+    is_apart = n_layers not in (None, 0) or expert_split is not None
+    notices = []
+    if is_alone and n_layers is not None:
+        notices.append("no effect here: --n-cpu-moe or --cpu-moe (the CPU is the only device)")
+    # Several devices of which the user says nothing more have whole layers; "auto" means tensors.
+    cuts = asked.split_mode == TENSOR or (
+        asked.split_mode is None and (is_apart or device == AUTO or "(" in device)
+    )
+    if split_experts in (COLUMNS_OF_EACH, WHOLE_EXPERTS) and (is_alone or not cuts):
+        why = "the CPU is the only device" if is_alone else "only --split-mode tensor cuts experts"
+        notices.append(f"no effect here: --split-experts ({why})")
+    return notices

@@ -185,11 +185,11 @@ def make_crew(
     named = parse_devices(devices)
     names, hosts = named.names, named.hosts
     _require_known(names, hosts)
-    is_apart = n_cpu_moe not in (None, 0) or expert_split is not None
-    if is_apart and len(names) == 1 and names[0].startswith("cuda"):
+    is_asked = n_cpu_moe not in (None, 0) or expert_split is not None
+    if is_asked and len(names) == 1 and names[0].startswith("cuda"):
         names.append("cpu")
         hosts.append(None)
-    is_apart = is_apart and len(names) > 1
+    is_apart = is_asked and len(names) > 1
     mode, groups = _grouped_mode(named.groups, split_mode)
     mode = mode or (NONE if len(names) == 1 else TENSOR if is_apart else LAYER)
     if mode not in SPLIT_MODES:
@@ -206,6 +206,8 @@ def make_crew(
     shares = _shares("tensor split", tensor_split, budgets, len(names))
     memory: Sequence[int | None] = budgets or [None] * len(names)
     crew = tuple(map(Device, names, memory, _cores(names, hosts), hosts))
+    holders = _expert_devices(names, groups)
+    apart = _apart(n_cpu_moe, expert_split, holders, len(names)) if is_asked else None
     if mode == NONE:
         if is_apart:
             raise ConfigError(
@@ -215,10 +217,8 @@ def make_crew(
         return _with_reader(Crew(crew[:1], mode, (Fraction(1),)))
     if not is_apart:
         return _with_reader(Crew(crew, mode, shares, split_experts, groups=groups))
-    holders = _expert_devices(names, groups)
     if not _listed(tensor_split):
         shares = tuple(Fraction(0) if device in holders else share for device, share in enumerate(shares))
-    apart = _apart(n_cpu_moe, expert_split, holders, len(names))
     return _with_reader(Crew(crew, mode, shares, split_experts, apart, groups))
 
 
