@@ -33,12 +33,16 @@ class RandomModel:
     keys: dict[str, Any]
     head_dim: int = 64
 
-    def write(self, path: Path, seed: int = 0, *, is_q8_0: bool = False) -> Path:
+    def write(self, path: Path, seed: int = 0, *, is_q8_0: bool = False, has_tokenizer: bool = True) -> Path:
         """The model as a file: the same bytes for the same seed. Matrices are F16, or Q8_0."""
         writer = GGUFWriter(path, self.architecture)
         for key, value in (self._sizes() | self.keys).items():
             _add(writer, f"{self.architecture}.{key}", value)
-        _add_vocabulary(writer)
+        if has_tokenizer:
+            _add_vocabulary(writer)
+        else:
+            writer.add_tokenizer_model("no_vocab")
+            writer.add_vocab_size(N_VOCAB)
         rng = np.random.default_rng(seed)
         for name, shape in self._shapes().items():
             if len(shape) == 1:

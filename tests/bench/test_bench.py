@@ -19,6 +19,7 @@ from motley.bundled import bundled_draft_path
 from motley.cli import app
 from motley.errors import ConfigError
 from motley.runtime import crew
+from random_models import LLAMA
 
 TINY = shapes.Shape(2, 64, 128, 4, 2, 32, 300, n_ctx=512)
 
@@ -50,6 +51,16 @@ def test_every_workload_is_timed_as_often_as_asked(path: Path) -> None:
         norms = 5 * 64 * 4
         assert results[1].bytes_per_token == matrices * 34 // 32 + norms + int(65.5 * per_token)
         assert llm.kv_stats().use.n_sequences == 0
+
+
+def test_a_file_without_a_tokenizer_is_measured(tmp_path: Path) -> None:
+    path = LLAMA.write(tmp_path / "ids.gguf", has_tokenizer=False)
+    flags = ["-p", "16", "-n", "3", "-r", "1", "-c", "512", "--device", "cpu", "--json"]
+    outcome = CliRunner().invoke(app, ["bench", str(path), *flags, "--spec", "lookup"])
+    assert outcome.exit_code == 0, outcome.output
+    report = json.loads(outcome.stdout)
+    assert [row["n_tokens"] for row in report["rows"]] == [16, 3]
+    assert [row["n_tokens"] for row in report["speculation"]] == [3]
 
 
 def test_what_depth_is_filled_with_is_found_by_nobody(path: Path) -> None:

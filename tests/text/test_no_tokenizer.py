@@ -15,3 +15,4 @@ def test_a_file_without_a_vocabulary_has_a_tokenizer_that_refuses_text() -> None
     assert tokenizer.eog_ids == frozenset()
     assert tokenizer.decode([1, 2, 3]) == ""
     assert tokenizer.token_id("<s>") is None
+    assert (tokenizer.token_text(1), tokenizer.token_bytes(1)) == ("", b"")

@@ -78,7 +78,7 @@ def _run(llm: LLM, workload: Workload) -> float:
         started = time.perf_counter()
         if workload.is_prompt:
             # Different tokens: equal tokens would all use the same experts.
-            n_vocab = llm.tokenizer.n_vocab
+            n_vocab = llm.engine.n_vocab  # a file may have no tokenizer
             sequence.feed([(token + 7919 * i) % n_vocab for i in range(workload.n_tokens)], n_outputs=1)
         else:
             sequence.follow(token, workload.n_tokens)

@@ -13,6 +13,7 @@ from motley.llm import LLM
 # Its second half repeats the first, as code that is changed or a text that is quoted does.
 _PART = "The name of the first file is notes.txt. It has 12 lines, and the last line is empty.\n"
 _PROMPT = f"{_PART}The name of the second file is list.txt. It has 30 lines.\n" * 2 + _PART
+_N_IDS = 97  # of a prompt without a tokenizer
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,13 @@ def measure_speculation(llm: LLM, drafters: str, n_tokens: int, repetitions: int
     """Greedy answers of `n_tokens` to a prompt that repeats itself, after one warm-up."""
     rates: dict[str, list[float]] = {drafters: [], "off": []}
     options: dict[str, Any] = {"temperature": 0, "max_tokens": n_tokens, "ignore_eos": True}
+    prompt = (
+        _PROMPT if llm.tokenizer.n_vocab else [i % _N_IDS % llm.engine.n_vocab for i in range(2 * _N_IDS)]
+    )
     latest = None
     for number in range(repetitions + 1):
         for spec in sorted(rates, reverse=bool(number % 2)):
-            answer = llm.generate(_PROMPT, speculative=spec, **options)
+            answer = llm.generate(prompt, speculative=spec, **options)
             if number:  # the first run makes plans
                 rates[spec].append(answer.timings.new_rate)
             if spec == drafters:

@@ -96,7 +96,7 @@ class FrontModel:
     def longest_token(self) -> int:
         """Characters of the longest token in the vocabulary: a text of n has at least n / longest_token tokens."""
         tokenizer = self.tokenizer
-        return max(len(tokenizer.token_text(token)) for token in range(tokenizer.n_vocab))
+        return max((len(tokenizer.token_text(token)) for token in range(tokenizer.n_vocab)), default=1)
 
     async def in_thread_if_long(self, n_chars: int, work: Callable[[], T]) -> T:
         """The result of `work` over so many characters (or tokens)."""

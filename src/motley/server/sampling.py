@@ -279,4 +279,5 @@ def _bias_tokens(token: Any, model: FrontModel) -> list[int]:
             return model.tokenizer.encode(token, add_special=False)
     if isinstance(token, bool) or not isinstance(token, int):
         raise invalid(f"logit_bias: {show(token)} is no token", param="logit_bias")
-    return [token] if 0 <= token < model.tokenizer.n_vocab else []
+    n_vocab = model.tokenizer.n_vocab  # 0: without a tokenizer, the engine checks the ids
+    return [token] if token >= 0 and (token < n_vocab or not n_vocab) else []

@@ -180,6 +180,12 @@ class NoTokenizer(Tokenizer):
     def adds_bos(self) -> bool:
         return False
 
+    def token_text(self, token: int) -> str:
+        return ""
+
+    def token_bytes(self, token: int) -> bytes:
+        return b""
+
     @cached_property
     def _ids_by_text(self) -> Mapping[str, int]:
         return {}

@@ -39,6 +39,8 @@ async def detokenize(front: Front, request: Request) -> Response:
     n_vocab = model.tokenizer.n_vocab
 
     def text() -> str:
+        if not n_vocab:
+            raise invalid("this model file has no tokenizer, so its tokens have no text")
         if not all(type(token) is int and 0 <= token < n_vocab for token in tokens):
             raise invalid(f"tokens must be numbers from 0 to {n_vocab - 1}", param="tokens")
         return model.show(tokens)
