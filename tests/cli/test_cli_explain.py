@@ -14,8 +14,16 @@ from motley.cli import app
 from motley.gguf import ModelSpec
 
 LAYERS = {
-    "llama": 4, "qwen2": 3, "qwen3": 3, "phi3": 2, "gemma3": 6,
-    "glm4moe": 3, "gpt-oss": 2, "qwen3moe": 3, "qwen3vlmoe": 2, "qwen3next": 4,
+    "llama": 4,
+    "qwen2": 3,
+    "qwen3": 3,
+    "phi3": 2,
+    "gemma3": 6,
+    "glm4moe": 3,
+    "gpt-oss": 2,
+    "qwen3moe": 3,
+    "qwen3vlmoe": 2,
+    "qwen3next": 4,
 }
 
 
