@@ -1,6 +1,6 @@
 """Llama-3-8B's shapes on one GPU, with random weights: the complete table of tokens per second, in one call.
 
-    python benchmarks/cuda_model.py [--out FILE.json] [--layers 32] [--only steps,engine]
+    python benchmarks/cuda_model.py [--out FILE.json] [--layers 32] [--only steps,engine] [--cases "depth 32768"]
 
 First a small model's logits are compared with the reference backend's, through prefill and captured decode steps.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -276,13 +277,18 @@ def cases(weights: str) -> list[dict[str, Any]]:
     return [case("f16", 0), case("q4_0", 0), *depths, *batches, *prompts, case("q8_0", 0, batch=4, new=512)]
 
 
+def describe_case(case: Mapping[str, Any]) -> str:
+    return "{weights} {cache} depth {depth} batch {batch} new {new}".format_map(case)
+
+
 def bench_steps(report: dict[str, Any], options: argparse.Namespace) -> None:
     """Add results to `report`, and save it after each."""
     for weights, output in (("Q4_K", "Q6_K"), ("Q8_0", "Q8_0")):
+        chosen = [case for case in cases(weights) if re.search(options.cases, describe_case(case))]
+        if not chosen:
+            continue
         model = Model(weights, output, options.layers)
-        for case in cases(weights):
-            if options.only_new not in (None, case["new"]):
-                continue
+        for case in chosen:
             try:
                 result = measure(model, case, options.layers, report["read_gbps"])
             except Exception as problem:  # the remaining cases still run
@@ -290,9 +296,8 @@ def bench_steps(report: dict[str, Any], options: argparse.Namespace) -> None:
                 continue
             report["results"].append(result)
             print(
-                f"{weights} {case['cache']:5} depth {case['depth']:6} batch {case['batch']:3} new {case['new']:4}: "
-                f"{result['ms']:8.3f} ms ({result['run_ms']:.3f} a run) {result['tokens_per_s']:8.0f} t/s "
-                f"{result['percent_of_roofline']:5.1f} %",
+                f"{describe_case(case):<45} {result['ms']:8.3f} ms ({result['run_ms']:.3f} a run) "
+                f"{result['tokens_per_s']:8.0f} t/s {result['percent_of_roofline']:5.1f} %",
                 flush=True,
             )
             save(report, options)
@@ -320,7 +325,9 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="choose the attention kernel's tuning first")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--only", default="steps,engine")
-    parser.add_argument("--only-new", type=int, help="only cases with that many new tokens")
+    parser.add_argument(
+        "--cases", default="", metavar="REGEX", help="only these, such as 'depth 544 batch 64'"
+    )
     parser.add_argument("--layers", type=int, default=SHAPE.n_layers)
     options = parser.parse_args()
     report: dict[str, Any] = {
