@@ -1,4 +1,4 @@
-"""A server of a model file without a tokenizer: prompts and answers are token ids, and text is refused with a reason."""
+"""A server of a model file without a tokenizer: prompts and answers are ids, and text is refused with a reason."""
 
 from __future__ import annotations
 
