@@ -145,9 +145,11 @@ void check_products(Pool& pool, const FormatShape& shape) {
 // Weights that are not repacked.
 void check_rows_of_files(Pool& pool) {
     const FormatShape shape{kQ8_0, 32, 34, {0}};
+    const std::string where = std::string(pool.kernels().name) + " rows of a file";
     const Matrix matrix(shape, 48, 19);  // more than a panel's columns
-    for (const bool is_exact : {false, true})
-        check_multiply(pool, matrix, matrix.bytes.data(), kQ8_0Rows, is_exact, std::string(pool.kernels().name) + " rows of a file");
+    for (const bool is_exact : {false, true}) check_multiply(pool, matrix, matrix.bytes.data(), kQ8_0Rows, is_exact, where);
+    const Matrix longer(shape, 16, 301);  // more than a run's columns
+    check_multiply(pool, longer, longer.bytes.data(), kQ8_0Rows, false, where + ", long");
 }
 
 }  // namespace motley

@@ -13,15 +13,12 @@
 namespace motley::MOTLEY_ISA {
 
 constexpr int64_t kVisit = 256;     // columns
-constexpr int kFarAhead = 4 << 10;  // bytes: prefetches from this distance on go to the second-level cache
 constexpr int kFewAhead = 8 << 10;  // bytes: with several tokens; the processor's own prefetching stops while they are multiplied
 
-template <int Bytes>
+// With several tokens, the first-level cache is for the activations.
+template <int Bytes, int Tokens>
 [[gnu::always_inline]] inline void fetch_at_distance(const uint8_t* p, int ahead) {
-    if (ahead >= kFarAhead)
-        fetch<2>(p + ahead, Bytes);
-    else if (ahead)
-        fetch<1>(p + ahead, Bytes);
+    if (ahead) fetch<(Tokens > 1 ? 2 : 1)>(p + ahead, Bytes);
 }
 
 template <class F, int Tokens>
@@ -33,7 +30,7 @@ template <class F, int Tokens>
         F::codes(block, s, codes);
         F::scales(block, s, w);
         constexpr int kBytes = F::kGroupBytes / F::kSteps;  // a few bytes at a time: a burst of prefetches would stall
-        fetch_at_distance<kBytes>(block + s * kBytes, ahead);
+        fetch_at_distance<kBytes, Tokens>(block + s * kBytes, ahead);
         dot_step<F>(codes, w, x, s, y);
     }
 }
@@ -62,7 +59,7 @@ template <class F, int Tokens, int First, int Count>
     int64_t c = 0;
     for (; c + kSums <= n; c += kSums) {
         constexpr int kBytes = kSums * kWordBytes / F::kColumnsPerWord;
-        if (!First) fetch_at_distance<kBytes>(words + c / kSums * kBytes, ahead);
+        if (!First) fetch_at_distance<kBytes, Tokens>(words + c / kSums * kBytes, ahead);
 #pragma GCC unroll 4
         for (int j = 0; j < kSums; j++) {
             const f32v w = F::column(words, c + j);
@@ -101,7 +98,7 @@ inline void matvec(const MatMulPart& part, int64_t first_group, int n, const Few
     const int ahead = Tokens > 1 ? kFewAhead : part.pattern.fetch_ahead;
     for (int i = 0; i < n * Tokens; i++) y[i] = f32v{};
     if (is_rows(part.format))
-        matvec_rows<Tokens>(groups, stride / kGroup, n, x, n_columns, y);
+        matvec_rows<Tokens>(groups, stride / kGroup, n, ahead, x, n_columns, y);
     else if (is_plain(part.format))
         with_plain(part.format, [&](auto f) { matvec_plain<decltype(f), Tokens>(groups, stride, n, ahead, x, n_columns, y); });
     else

@@ -21,6 +21,17 @@ inline void transpose_squares(u32v v[N]) {
     if constexpr (2 * S < N) transpose_squares<N, 2 * S>(v);
 }
 
+// v[0] becomes the sum of the N vectors that transpose_squares would give.
+template <int N, int S = 1>
+[[gnu::always_inline]] inline void sum_squares(u32v v[N]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i += 2 * S) {
+        exchange_lanes<S>(v[i], v[i + S], std::make_integer_sequence<int, kLanes>{});
+        v[i] += v[i + S];
+    }
+    if constexpr (2 * S < N) sum_squares<N, 2 * S>(v);
+}
+
 // A vector from pieces of 16 or 32 bytes: piece k begins at piece(k). (Through memory, the load would wait for stores.)
 template <int Bytes, class Piece>
 inline u32v load_pieces(Piece&& piece) {

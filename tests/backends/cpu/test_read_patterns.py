@@ -29,7 +29,9 @@ PATTERN = ReadPattern(2, 512, 40)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(patterns.VARIABLE, raising=False)
-    return patterns.cache_file()
+    path = patterns.cache_file()
+    assert path is not None
+    return path
 
 
 def chooser_of(n_bytes: int, form: str = "Q8_0") -> PatternChooser:
@@ -163,9 +165,15 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_memory(
     assert "cannot be written" in chooser_of(2**30).report[0]
 
 
-def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_cache_folder_measures_in_each_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
-    assert patterns.cache_file().is_absolute()
+    monkeypatch.setenv("HOME", "~")
+    monkeypatch.setattr(patterns, "measure", lambda *_: {PATTERN: 2e9})
+    assert "a cache folder cannot be written" in chooser_of(2**30).report[0]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_variable_overrides_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

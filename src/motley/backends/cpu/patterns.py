@@ -26,6 +26,7 @@ import torch
 
 from motley.backends.cpu.native import FORMATS, GROUP_ROWS, PLAIN_FORMATS, ROW_FORMATS, address, core
 from motley.backends.cpu.slabs import Slabs
+from motley.caches import cache_folder
 from motley.errors import ConfigError
 from motley.formats import FORMATS as LAYOUTS
 from motley.units import show_bytes
@@ -65,11 +66,10 @@ class ReadPattern(NamedTuple):
 
 
 DEFAULT = ReadPattern(1, 0, 75)
-# In order of preference, where they are about as fast. Far prefetches (8 KiB and more) are not among them: alone they
-# measure well, in a whole model they were a fifth slower.
+# In order of preference, where they are about as fast.
 CANDIDATES = (
     DEFAULT,
-    *(ReadPattern(1, ahead, 75) for ahead in (512, 1024)),
+    *(ReadPattern(1, ahead, 75) for ahead in (512, 1024, 4096, 8192)),
     *(ReadPattern(streams, ahead, 75) for streams in (2, 4, 8) for ahead in (0, 1024)),
     ReadPattern(8, 1024, 0),
 )
@@ -105,14 +105,16 @@ class PatternChooser:
     def _choose(self, form: str) -> None:
         key = f"{processor_name()} | {self._pool.n_threads} threads | {self._pool.instruction_set} | {form}"
         path = cache_file()
-        pattern = None if os.environ.get(VARIABLE) == _MEASURE_AGAIN else read_patterns(path).get(key)
+        pattern = None
+        if path is not None and os.environ.get(VARIABLE) != _MEASURE_AGAIN:
+            pattern = read_patterns(path).get(key)
         source = f"from {path}"
         if pattern is None:
             speeds = measure(self._pool, form)
             pattern = best_of(speeds)
-            was_kept = keep_pattern(path, key, pattern)
             source = f"measured now, {show_bytes(speeds[pattern])}/s"
-            source += "" if was_kept else f"; {path} cannot be written"
+            if path is None or not keep_pattern(path, key, pattern):
+                source += f"; {path or 'a cache folder'} cannot be written"
         self._use(form, pattern)
         self.report.append(f"{form} weights are read by {pattern} ({source})")
 
@@ -126,7 +128,7 @@ def measure(
     pool: Any, form: str, candidates: Sequence[ReadPattern] = CANDIDATES, n_bytes: int | None = None
 ) -> dict[ReadPattern, float]:
     """Bytes per second of one token's products, with weights that no cache holds. The pool's own pattern is lost."""
-    layout, number = LAYOUTS[form], FORMATS[form]
+    layout, number = LAYOUTS[form], ROW_FORMATS.get(form, FORMATS[form])
     row_bytes = _COLUMNS // max(layout.block_size, 1) * layout.block_bytes
     n_rows = _MATRIX_BYTES // row_bytes // GROUP_ROWS * GROUP_ROWS
     n_matrices = max((n_bytes or _measured_bytes()) // (n_rows * row_bytes), 1)
@@ -208,11 +210,11 @@ def processor_name() -> str:
     return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
-def cache_file() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(folder):  # the XDG standard ignores a relative path
-        return Path(folder) / "motley" / "read-patterns.json"
-    return Path(os.path.expanduser("~")) / ".cache" / "motley" / "read-patterns.json"
+def cache_file() -> Path | None:
+    """None for a user without a folder for caches, whose patterns are measured in each process."""
+    with suppress(ConfigError):
+        return cache_folder() / "read-patterns.json"
+    return None
 
 
 def read_patterns(path: Path) -> dict[str, ReadPattern]:
