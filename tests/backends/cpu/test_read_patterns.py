@@ -82,7 +82,7 @@ def test_a_measured_pattern_is_kept_and_used_again(own_cache: Path, monkeypatch:
     (said,) = chooser_of(2**30).report
     assert str(PATTERN) in said
     assert str(own_cache) in said
-    monkeypatch.setenv(patterns.VARIABLE, "measure")
+    monkeypatch.setenv(patterns.VARIABLE, " measure ")
     monkeypatch.setattr(patterns, "measure", lambda *_: {patterns.DEFAULT: 1e9})
     (said,) = chooser_of(2**30).report
     assert str(patterns.DEFAULT) in said

@@ -138,7 +138,7 @@ class PatternChooser:
         )
         path = cache_file()
         pattern = None
-        if path is not None and os.environ.get(VARIABLE) != _MEASURE_AGAIN:
+        if path is not None and _variable() != _MEASURE_AGAIN:
             pattern = read_patterns(path).get(key)
         source = f"from {path}"
         if pattern is None:
@@ -238,8 +238,12 @@ def _measured_bytes() -> int:
     return min(4 * max(sizes), _MAX_BYTES)
 
 
+def _variable() -> str:
+    return os.environ.get(VARIABLE, "").strip()
+
+
 def _given_pattern() -> ReadPattern | None:
-    text = os.environ.get(VARIABLE, "").strip()
+    text = _variable()
     if text in ("", _MEASURE_AGAIN):
         return None
     with suppress(ValueError, TypeError):
