@@ -15,6 +15,7 @@ steps with drafts and decodes of several requests are prepared later, while the 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -64,6 +65,19 @@ class WarmUp:
         total = sum(seconds for _, seconds in self.kernels)
         others = f"; {self.n_others} others are being compiled" if self.n_others else ""
         return f"kernels: {len(self.kernels)} compiled in {self.seconds:.1f} s ({total:.0f} s of one core){others}"
+
+    @property
+    def details(self) -> list[str]:
+        """A line for each name, the slowest first; none if nothing was compiled."""
+        names = Counter(name for name, _ in self.kernels)
+        seconds = {name: sum(s for other, s in self.kernels if other == name) for name in names}
+        slowest_first = sorted(names, key=lambda name: -seconds[name])
+        return [f"  {names[name]} × {name}, {seconds[name]:.2f} s" for name in slowest_first]
+
+    @property
+    def notices(self) -> list[str]:
+        """A sentence about each kernel that failed."""
+        return [f"not compiled: {failure}" for failure in self.failures]
 
 
 class KernelWarmer:
