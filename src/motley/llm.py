@@ -113,7 +113,8 @@ class LLM:
     ) -> None:
         """`model`: a GGUF file; None or "bundled": the small model that comes with Motley.
         `n_ctx`: tokens a sequence may have (default: as trained, cut to what fits). `n_batch`: tokens per step
-        (2048 on GPUs, 512 on a CPU). `n_parallel`: requests that run at the same time (128, 8).
+        (2048 on GPUs, 512 on a CPU). `n_parallel`: requests that run at the same time (128, 8). Both defaults are lower
+        where memory has no room for more.
 
         `progress(done, total)` is called with bytes while loading, `compiling(done, total)` with kernels, the first
         time that a model runs on a kind of GPU.

@@ -148,6 +148,27 @@ def test_batches_suit_the_devices(
     assert batch_sizes(*asked, devices) == expected
 
 
+def test_smaller_steps_are_chosen_where_the_usual_ones_do_not_fit(path: Path) -> None:
+    """The model takes 4.2 MiB, a step of 512 tokens 3 MiB, one of 128 tokens 0.75 MiB."""
+    with LLM(path, devices="cpu", device_memory="6MiB") as llm:
+        assert (llm.engine.scheduler.n_batch, llm.engine.scheduler.n_parallel) == (128, 8)
+        said = (
+            "at most 8 requests run at a time and a step has at most 128 tokens: there is no memory for more"
+        )
+        assert f"{said} (-np and -b ask for numbers)" in llm.notices
+    with LLM(path, devices="cpu", device_memory="6MiB", n_parallel=2) as llm:
+        assert (llm.engine.scheduler.n_batch, llm.engine.scheduler.n_parallel) == (128, 2)
+        assert (
+            "a step has at most 128 tokens: there is no memory for more (-b asks for a number)" in llm.notices
+        )
+    with LLM(path, devices="cpu", device_memory="12MiB") as llm:
+        assert (llm.engine.scheduler.n_batch, llm.engine.scheduler.n_parallel) == (512, 8)
+    with pytest.raises(DeviceError, match="are missing"):
+        LLM(path, devices="cpu", device_memory="6MiB", n_batch=512)
+    with pytest.raises(DeviceError, match=r"needs 4\.2 MiB for weights and 768\.0 KiB for activations"):
+        LLM(path, devices="cpu", device_memory="4MiB")
+
+
 # --- the context ---------------------------------------------------------------------------------------------
 
 

@@ -24,8 +24,12 @@ from motley.split.placement import NONE, TENSOR
 from motley.units import show_bytes
 
 AUTO = "auto"
-_GPU_BATCH, _GPU_PARALLEL = 2048, 128  # tokens of a step, requests: more is not faster on any GPU measured
-_CPU_BATCH, _CPU_PARALLEL = 512, 8
+_CPU_SIZES = (
+    (512, 8),
+    (128, 8),
+    (128, 1),
+)  # tokens of a step, requests; then what is chosen where these do not fit
+_GPU_SIZES = (2048, 128), (1024, 32), *_CPU_SIZES  # more is not faster on any GPU measured
 _REQUEST_TOKENS = 4096  # of each request: room in the cache by default
 _HOST_PART = 16  # by default the KV cache takes at most 1/16 of the machine's memory
 _MIN_FREE = 2**29  # of a GPU that is used by default: less is taken by torch, its libraries and activations
@@ -135,11 +139,24 @@ def chosen_crew(
     return crew, choice.notice
 
 
-def batch_sizes(n_batch: int | None, n_parallel: int | None, device_names: Sequence[str]) -> tuple[int, int]:
-    """(tokens of a step, requests at a time), with defaults for None: larger ones if all devices are GPUs."""
+def size_choices(
+    n_batch: int | None, n_parallel: int | None, device_names: Sequence[str]
+) -> list[tuple[int, int]]:
+    """(tokens of a step, requests at a time), with defaults for None: the best first, then what takes less memory."""
     is_gpu = all(name.startswith("cuda") for name in device_names)
-    batch, parallel = (_GPU_BATCH, _GPU_PARALLEL) if is_gpu else (_CPU_BATCH, _CPU_PARALLEL)
-    return n_batch or batch, n_parallel or parallel
+    defaults = _GPU_SIZES if is_gpu else _CPU_SIZES
+    return list(dict.fromkeys((n_batch or batch, n_parallel or parallel) for batch, parallel in defaults))
+
+
+def batch_sizes(n_batch: int | None, n_parallel: int | None, device_names: Sequence[str]) -> tuple[int, int]:
+    """The first of `size_choices`."""
+    return size_choices(n_batch, n_parallel, device_names)[0]
+
+
+def tokens_wanted(n_ctx: int | None, trained: int, cache: CacheConfig) -> int:
+    """Tokens that a cache should have room for, beside what each request takes."""
+    limit = _REQUEST_TOKENS if cache.max_tokens is None else min(_REQUEST_TOKENS, cache.max_tokens)
+    return min(n_ctx or trained, limit)
 
 
 @dataclass(frozen=True)
