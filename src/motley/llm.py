@@ -214,6 +214,11 @@ class LLM:
         """Kernels that were compiled for this model so far."""
         return self._loaded.warmer.warm_up
 
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether kernels are compiled before their first use: only on GPUs of one kind, without a CPU beside them."""
+        return self._loaded.warmer.compiles_ahead
+
     def finish_compiling(self) -> None:
         """Wait until all kernels are compiled. Until then, on a GPU that runs the model for the first time, steps have
         few rows: long prompts are slow, and only some requests run at the same time.

@@ -32,6 +32,7 @@ class FakeLLM:
     """Notes how it is made, and chooses its devices as a model would."""
 
     made: list[dict[str, Any]]
+    is_of_several_kinds = False  # its GPUs
     warm_up = COMPILED
     load_seconds = 0.5
     details = ("gpu: a detail",)
@@ -46,6 +47,10 @@ class FakeLLM:
         self._crew = make_crew(choice.devices, choice.split_mode, choice.tensor_split)
         if options["compiling"] is not None:
             options["compiling"](0, 3)
+
+    @property
+    def compiles_ahead(self) -> bool:
+        return not self.is_of_several_kinds and all(device.is_gpu for device in self._crew.devices)
 
     def device_memory(self) -> dict[str, dict[str, int]]:
         return {self._crew.label(i): {"weights": 1} for i in range(len(self._crew))}
@@ -150,10 +155,11 @@ def test_warm_compiles_for_one_request_and_for_the_usual_number(
     assert [(each["n_parallel"], each["cache_type_k"]) for each in made] == [(1, "q8_0")]
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cuda:0,cpu"])
+@pytest.mark.parametrize("devices", ["cpu", "cuda:0,cpu", "cuda:0,cuda:0"])
 def test_where_nothing_is_compiled_ahead_warm_says_so(
-    motley: Motley, made: list[dict[str, Any]], model: str, devices: str
+    motley: Motley, made: list[dict[str, Any]], model: str, devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(FakeLLM, "is_of_several_kinds", devices == "cuda:0,cuda:0")
     result = motley("warm", model, "--device", devices)
     assert result.exit_code == 0
     assert "nothing is compiled ahead" in result.stderr

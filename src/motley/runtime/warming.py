@@ -160,6 +160,11 @@ class KernelWarmer:
         return self._tiers[max(self._n_compiled, 1) - 1].max_rows if self.is_compiling else None
 
     @property
+    def compiles_ahead(self) -> bool:
+        """Whether kernels are compiled before their first use: only on GPUs of one kind, without a CPU beside them."""
+        return self._target is not None
+
+    @property
     def is_compiling(self) -> bool:
         """Whether kernels are not compiled yet, and will be before their first use."""
         return self._n_compiled < len(self._tiers)
