@@ -144,7 +144,7 @@ class DraftModel:
         return min(n, max_tokens)
 
     def _caught_up(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """The lanes that can have a draft now. Of the others, the first one takes a batch of the tokens that it lacks."""
+        """The lanes that can have a draft now. The first of the others takes a batch of the tokens that it lacks."""
         kept, room = [], self._n_batch
         for lane in sorted(lanes, key=lambda lane: len(lane.request.tokens) - lane.start):
             n_missing = len(lane.request.tokens) - lane.start
