@@ -59,6 +59,7 @@ struct ReadPattern {
     int streams = 1;       // groups of rows that a thread reads side by side, up to kMaxStreams
     int fetch_ahead = 0;   // bytes from the current read to the prefetch; 0: hardware prefetching only
     int first_share = 75;  // percent of its even share that a thread takes in one piece; the rest is in smaller pieces
+    bool is_once = false;  // prefetches are non-temporal: weights are read once a token, so caches need not keep them
 };
 
 constexpr int kMaxStreams = 8;

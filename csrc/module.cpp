@@ -384,11 +384,11 @@ NB_MODULE(_core, m) {
         .def(nb::init<int, const std::string&, std::vector<int>>(), "n_threads"_a, "instruction_set"_a = "", "cores"_a = std::vector<int>{})
         .def_prop_ro("n_threads", &Pool::n_threads)
         .def_prop_ro("instruction_set", [](const Pool& pool) { return std::string(pool.kernels().name); })
-        .def("set_pattern", [](Pool& pool, int format, int streams, int fetch_ahead, int first_share) {
-            if (format < 0 || format >= kNumFormats || streams < 1 || streams > kMaxStreams || fetch_ahead < 0 || first_share < 0 || first_share > 100)
+        .def("set_pattern", [](Pool& pool, int format, int streams, int fetch_ahead, int first_share, int is_once) {
+            if (format < 0 || format >= kNumFormats || streams < 1 || streams > kMaxStreams || fetch_ahead < 0 || first_share < 0 || first_share > 100 || is_once < 0 || is_once > 1)
                 throw std::invalid_argument("no such reading pattern");
-            pool.patterns[format] = {streams, fetch_ahead, first_share};
-        }, "format"_a, "streams"_a, "fetch_ahead"_a, "first_share"_a, "How programs that are made from now on read weights of a format.")
+            pool.patterns[format] = {streams, fetch_ahead, first_share, is_once == 1};
+        }, "format"_a, "streams"_a, "fetch_ahead"_a, "first_share"_a, "is_once"_a = 0, "How programs that are made from now on read weights of a format.")
         .def("repack", &repack, nb::call_guard<nb::gil_scoped_release>())
         .def("unpack", &unpack, nb::call_guard<nb::gil_scoped_release>());
     m.attr("MAX_TOP_K") = kMaxTopK;

@@ -8,6 +8,24 @@ namespace motley::MOTLEY_ISA {
 // Tokens whose sums stay in registers, beside the codes of a step.
 constexpr int kFewTokens = kVectorBytes == 64 ? 8 : 4;
 
+// Where weights are prefetched: `bytes` ahead of the current read, 0: nowhere.
+struct Ahead {
+    int bytes;
+    bool is_once;  // see ReadPattern
+};
+
+// With several tokens, the first-level cache is for the activations.
+template <int Bytes, int Tokens>
+[[gnu::always_inline]] inline void prefetch_weights(const uint8_t* p, Ahead ahead) {
+    if (!ahead.bytes) return;
+    if constexpr (Tokens > 1)
+        fetch<2>(p + ahead.bytes, Bytes);
+    else if (ahead.is_once)
+        fetch<kOnce>(p + ahead.bytes, Bytes);
+    else
+        fetch<1>(p + ahead.bytes, Bytes);
+}
+
 struct FewRows {
     const float* values;     // (column, token); null if they are not needed
     const int8_t* codes;     // (step, token, column of the step); null if they are not needed
@@ -82,7 +100,7 @@ struct FewSteps {
 
 // y[token] += Σ over step s of x: a group's decoded weights times all tokens.
 template <class F, int Tokens>
-[[gnu::always_inline]] inline void dot_step(const u8v (&codes)[8], const Scales& w, const FewSteps<F, Tokens>& x, int s, f32v (&y)[Tokens]) {
+[[gnu::always_inline]] inline void dot_step(const u8v (&codes)[8], const Scales& w, const FewSteps<F, Tokens>& x, int64_t s, f32v (&y)[Tokens]) {
     constexpr int kVectors = 8 / F::kHalves;
     for (int h = 0; h < F::kHalves; h++) {
         i32v acc[1][Tokens];

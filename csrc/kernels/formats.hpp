@@ -25,8 +25,8 @@ struct Scales {
     f32v scale[2], minimum[2];  // of the first and second 16 columns; only [0] is used where kHalves is 1
 };
 
-inline u8v word(const uint8_t* words, int i) { return load<u8v>(words + kWordBytes * i); }
-inline u32v word32(const uint8_t* words, int i) { return load<u32v>(words + kWordBytes * i); }
+inline u8v word(const uint8_t* words, int64_t i) { return load<u8v>(words + kWordBytes * i); }
+inline u32v word32(const uint8_t* words, int64_t i) { return load<u32v>(words + kWordBytes * i); }
 
 // Sizes of a format: kColumns and kBytes of one row's block, where its lone scale is (-1: none), kHalves, kMaxCode. A
 // lone scale is a float16, or one byte.
@@ -105,7 +105,7 @@ struct Q5_1 : Layout<32, 24, -1, 1, 31> {
         nibbles(block + 2 * kWordBytes, out);
         add_fifth_bits(block + kWordBytes, out);
     }
-    static void scales(const uint8_t* block, int step, Scales& s) { Q4_1::scales(block, step, s); }
+    static void scales(const uint8_t* block, int64_t step, Scales& s) { Q4_1::scales(block, step, s); }
 };
 
 // The levels of IQ4_NL and IQ4_XS, plus 128; and the same as full codes.
@@ -117,7 +117,7 @@ struct IQ4_NL : Layout<32, 18, 0, 1, kMaxFull> {
         nibbles(words(block), out);
         for (int j = 0; j < 8; j++) out[j] = look_up(kIq4Codes, out[j]);
     }
-    static void scales(const uint8_t* block, int step, Scales& s) { Q8_0::scales(block, step, s); }
+    static void scales(const uint8_t* block, int64_t step, Scales& s) { Q8_0::scales(block, step, s); }
 };
 
 // The levels of MXFP4 in half units, plus 12.
@@ -137,12 +137,12 @@ struct MXFP4 : Layout<32, 17, 0, 1, 24, 1> {
 };
 
 struct IQ4_XS : Layout<256, 136, -1, 1, kMaxFull> {
-    static void codes(const uint8_t* block, int step, u8v out[8]) {
+    static void codes(const uint8_t* block, int64_t step, u8v out[8]) {
         nibbles(block + (2 + 4 * step) * kWordBytes, out);
         for (int j = 0; j < 8; j++) out[j] = look_up(kIq4Codes, out[j]);
     }
     // word 0: float16 d, then two upper bits of each step's scale; word 1: four lower bits of each
-    static void scales(const uint8_t* block, int step, Scales& s) {
+    static void scales(const uint8_t* block, int64_t step, Scales& s) {
         const u32v first = word32(block, 0), low = word32(block, 1);
         const u32v six = ((low >> (4 * step)) & splat(uint32_t{15})) |
                            ((first >> (16 + 2 * step)) & splat(uint32_t{3})) << 4;
@@ -154,7 +154,7 @@ struct IQ4_XS : Layout<256, 136, -1, 1, kMaxFull> {
 // Q4_K and Q5_K: word 0 is float16 d and dmin; words 1-3 hold eight 6-bit scales a and minima b:
 //   word 1   bytes a[0-3], with the upper two bits of a[4-7] on top;   word 2   the same of b
 //   word 3   bytes with the lower four bits of a[4-7], and of b[4-7] above them
-inline void six_bit_scales(const uint8_t* block, int step, Scales& s) {
+inline void six_bit_scales(const uint8_t* block, int64_t step, Scales& s) {
     const u32v pair = word32(block, 0), a = word32(block, 1), b = word32(block, 2), rest = word32(block, 3);
     const int i = step % 4;
     u32v scale = byte_of(a, i), minimum = byte_of(b, i);
@@ -171,40 +171,40 @@ inline void six_bit_scales(const uint8_t* block, int step, Scales& s) {
 }
 
 // 4-bit codes: eight words for two steps, the first in the low halves.
-inline void nibble_pairs(const uint8_t* words, int step, u8v codes[8]) {
+inline void nibble_pairs(const uint8_t* words, int64_t step, u8v codes[8]) {
     for (int j = 0; j < 8; j++)
         codes[j] = shift_right(word(words, step / 2 * 8 + j), step % 2 * 4) & splat(uint8_t{15});
 }
 
 struct Q4_K : Layout<256, 144, -1, 1, 15> {
-    static void codes(const uint8_t* block, int step, u8v out[8]) { nibble_pairs(block + 4 * kWordBytes, step, out); }
-    static void scales(const uint8_t* block, int step, Scales& s) { six_bit_scales(block, step, s); }
+    static void codes(const uint8_t* block, int64_t step, u8v out[8]) { nibble_pairs(block + 4 * kWordBytes, step, out); }
+    static void scales(const uint8_t* block, int64_t step, Scales& s) { six_bit_scales(block, step, s); }
 };
 
 struct Q5_K : Layout<256, 176, -1, 1, 31> {
-    static void codes(const uint8_t* block, int step, u8v out[8]) {
+    static void codes(const uint8_t* block, int64_t step, u8v out[8]) {
         nibble_pairs(block + 12 * kWordBytes, step, out);
         for (int j = 0; j < 8; j++)  // bit `step` of each byte
             out[j] |= shift_left(shift_right(word(block, 4 + j), step) & splat(uint8_t{1}), 4);
     }
-    static void scales(const uint8_t* block, int step, Scales& s) { six_bit_scales(block, step, s); }
+    static void scales(const uint8_t* block, int64_t step, Scales& s) { six_bit_scales(block, step, s); }
 };
 
 // 2-bit codes: eight words for four steps.
-inline u8v two_bits(const uint8_t* words, int step, int j) {
+inline u8v two_bits(const uint8_t* words, int64_t step, int j) {
     return shift_right(word(words, step / 4 * 8 + j), step % 4 * 2) & splat(uint8_t{3});
 }
 
 struct Q6_K : Layout<256, 210, 208, 2, 63> {
     // words 0-31: lower four bits, 16 words for four steps; words 32-47: upper two; words 48-51: sixteen int8 scales
-    static void codes(const uint8_t* block, int step, u8v out[8]) {
+    static void codes(const uint8_t* block, int64_t step, u8v out[8]) {
         const uint8_t* low = words(block) + (step / 4 * 16 + step % 2 * 8) * kWordBytes;
         for (int j = 0; j < 8; j++) {
             const u8v four = shift_right(word(low, j), step % 4 / 2 * 4) & splat(uint8_t{15});
             out[j] = four | shift_left(two_bits(words(block) + 32 * kWordBytes, step, j), 4);
         }
     }
-    static void scales(const uint8_t* block, int step, Scales& s) {
+    static void scales(const uint8_t* block, int64_t step, Scales& s) {
         const i32v four = reinterpret_cast<i32v>(word32(words(block), 48 + step / 2));
         const f32v d = lone_half(block);
         for (int h = 0; h < 2; h++) {
@@ -217,13 +217,13 @@ struct Q6_K : Layout<256, 210, 208, 2, 63> {
 
 struct Q3_K : Layout<256, 110, 108, 2, 7> {
     // words 0-7: third bits; words 8-23: lower two; words 24-26: sixteen 6-bit scales, less 32
-    static void codes(const uint8_t* block, int step, u8v out[8]) {
+    static void codes(const uint8_t* block, int64_t step, u8v out[8]) {
         for (int j = 0; j < 8; j++) {
             const u8v third = shift_right(word(words(block), j), step) & splat(uint8_t{1});
             out[j] = two_bits(words(block) + 8 * kWordBytes, step, j) | shift_left(third, 2);
         }
     }
-    static void scales(const uint8_t* block, int step, Scales& s) {
+    static void scales(const uint8_t* block, int64_t step, Scales& s) {
         const f32v d = lone_half(block);
         const u32v upper = word32(words(block), 26);
         for (int h = 0; h < 2; h++) {
@@ -239,10 +239,10 @@ struct Q3_K : Layout<256, 110, 108, 2, 7> {
 
 struct Q2_K : Layout<256, 84, -1, 2, 3> {
     // words 0-3: sixteen bytes of 4-bit scale and 4-bit minimum; words 4-19: codes; word 20: float16 d and dmin
-    static void codes(const uint8_t* block, int step, u8v out[8]) {
+    static void codes(const uint8_t* block, int64_t step, u8v out[8]) {
         for (int j = 0; j < 8; j++) out[j] = two_bits(block + 4 * kWordBytes, step, j);
     }
-    static void scales(const uint8_t* block, int step, Scales& s) {
+    static void scales(const uint8_t* block, int64_t step, Scales& s) {
         const u32v pair = word32(block, 20);
         for (int h = 0; h < 2; h++) {
             const u32v byte = byte_of(word32(block, step / 2), step % 2 * 2 + h);

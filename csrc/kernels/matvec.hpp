@@ -15,29 +15,35 @@ namespace motley::MOTLEY_ISA {
 constexpr int64_t kVisit = 256;     // columns
 constexpr int kFewAhead = 8 << 10;  // bytes: with several tokens; the processor's own prefetching stops while they are multiplied
 
-// With several tokens, the first-level cache is for the activations.
-template <int Bytes, int Tokens>
-[[gnu::always_inline]] inline void fetch_at_distance(const uint8_t* p, int ahead) {
-    if (ahead) fetch<(Tokens > 1 ? 2 : 1)>(p + ahead, Bytes);
-}
-
+// With one token and wide vectors, steps are taken in pairs by a loop: each load of codes then moves on by 512 bytes or less
+// from one round to the next, which the processor's own prefetching follows. Unrolled over a block of 256 columns it moves by
+// more than 2,000, and memory is read a quarter more slowly (Zen 5), although the computation alone is faster.
 template <class F, int Tokens>
-[[gnu::always_inline]] inline void dot_block(const uint8_t* block, const FewSteps<F, Tokens>& x, int ahead, f32v (&y)[Tokens]) {
+[[gnu::always_inline]] inline void dot_block(const uint8_t* block, const FewSteps<F, Tokens>& x, Ahead ahead, f32v (&y)[Tokens]) {
+    constexpr int kBytes = F::kGroupBytes / F::kSteps;  // a few bytes at a time: a burst of prefetches would stall
+    constexpr bool kInPairs = Tokens == 1 && kVectorBytes == 64 && F::kSteps > 2;
+    constexpr int kTogether = kInPairs ? 2 : F::kSteps;
+    Scales w[F::kSteps];
+    if constexpr (kInPairs) {
 #pragma GCC unroll 8
-    for (int s = 0; s < F::kSteps; s++) {
-        u8v codes[8];
-        Scales w;
-        F::codes(block, s, codes);
-        F::scales(block, s, w);
-        constexpr int kBytes = F::kGroupBytes / F::kSteps;  // a few bytes at a time: a burst of prefetches would stall
-        fetch_at_distance<kBytes, Tokens>(block + s * kBytes, ahead);
-        dot_step<F>(codes, w, x, s, y);
+        for (int s = 0; s < F::kSteps; s++) F::scales(block, s, w[s]);
+    }
+#pragma GCC unroll 1
+    for (int64_t first = 0; first < F::kSteps; first += kTogether) {
+#pragma GCC unroll 8
+        for (int64_t s = first; s < first + kTogether; s++) {
+            u8v codes[8];
+            F::codes(block, s, codes);
+            if constexpr (!kInPairs) F::scales(block, s, w[s]);
+            prefetch_weights<kBytes, Tokens>(block + s * kBytes, ahead);
+            dot_step<F>(codes, w[s], x, s, y);
+        }
     }
 }
 
 // `groups` is the first of n groups that follow each other; y is (group, token).
 template <class F, int Tokens>
-inline void matvec_quantized(const uint8_t* groups, int64_t stride, int n, int ahead, const FewRows& x, int64_t n_columns, f32v* y) {
+inline void matvec_quantized(const uint8_t* groups, int64_t stride, int n, Ahead ahead, const FewRows& x, int64_t n_columns, f32v* y) {
     for (int64_t first = 0; first < n_columns; first += kVisit) {
         const int64_t stop = n_columns - first < kVisit ? n_columns : first + kVisit;
         for (int i = 0; i < n; i++) {
@@ -53,13 +59,13 @@ inline void matvec_quantized(const uint8_t* groups, int64_t stride, int n, int a
 
 // One group, First … First + Count of the tokens: the kSums sums of n columns run side by side (panel.hpp).
 template <class F, int Tokens, int First, int Count>
-[[gnu::always_inline]] inline void dot_visit(const uint8_t* words, const float* values, int64_t n, int ahead, f32v* y) {
+[[gnu::always_inline]] inline void dot_visit(const uint8_t* words, const float* values, int64_t n, Ahead ahead, f32v* y) {
     f32v acc[kSums][Count] = {};
     for (int t = 0; t < Count; t++) acc[0][t] = y[First + t];
     int64_t c = 0;
     for (; c + kSums <= n; c += kSums) {
         constexpr int kBytes = kSums * kWordBytes / F::kColumnsPerWord;
-        if (!First) fetch_at_distance<kBytes, Tokens>(words + c / kSums * kBytes, ahead);
+        if (!First) prefetch_weights<kBytes, Tokens>(words + c / kSums * kBytes, ahead);
 #pragma GCC unroll 4
         for (int j = 0; j < kSums; j++) {
             const f32v w = F::column(words, c + j);
@@ -73,14 +79,14 @@ template <class F, int Tokens, int First, int Count>
 }
 
 template <class F, int Tokens, int First = 0>
-[[gnu::always_inline]] inline void dot_visits(const uint8_t* words, const float* values, int64_t n, int ahead, f32v* y) {
+[[gnu::always_inline]] inline void dot_visits(const uint8_t* words, const float* values, int64_t n, Ahead ahead, f32v* y) {
     constexpr int kMost = kVectorBytes == 64 ? 4 : 2, kCount = Tokens - First < kMost ? Tokens - First : kMost;
     dot_visit<F, Tokens, First, kCount>(words, values, n, ahead, y);
     if constexpr (First + kCount < Tokens) dot_visits<F, Tokens, First + kCount>(words, values, n, ahead, y);
 }
 
 template <class F, int Tokens>
-[[gnu::noinline]] void matvec_plain(const uint8_t* groups, int64_t stride, int n, int ahead, const FewRows& x, int64_t n_columns, f32v* y) {
+[[gnu::noinline]] void matvec_plain(const uint8_t* groups, int64_t stride, int n, Ahead ahead, const FewRows& x, int64_t n_columns, f32v* y) {
     for (int64_t first = 0; first < n_columns; first += kPlainVisit) {
         const int64_t count = n_columns - first < kPlainVisit ? n_columns - first : kPlainVisit;
         for (int i = 0; i < n; i++) {
@@ -95,7 +101,7 @@ template <int Tokens>
 inline void matvec(const MatMulPart& part, int64_t first_group, int n, const FewRows& x, int64_t n_columns, f32v* y) {
     const int64_t stride = group_bytes(part.format, n_columns);
     const uint8_t* groups = part.weight + first_group * stride;
-    const int ahead = Tokens > 1 ? kFewAhead : part.pattern.fetch_ahead;
+    const Ahead ahead = Tokens > 1 ? Ahead{kFewAhead, false} : Ahead{part.pattern.fetch_ahead, part.pattern.is_once};
     for (int i = 0; i < n * Tokens; i++) y[i] = f32v{};
     if (is_rows(part.format))
         matvec_rows<Tokens>(groups, stride / kGroup, n, ahead, x, n_columns, y);

@@ -105,7 +105,7 @@ struct RowTile {
 }
 
 // One token: the results of n groups of rows, which begin at `group`.
-[[gnu::noinline]] inline void matvec_row_by_row(const uint8_t* group, int64_t row_bytes, int n, int ahead, const FewRows& x, int64_t n_columns, f32v* y) {
+[[gnu::noinline]] inline void matvec_row_by_row(const uint8_t* group, int64_t row_bytes, int n, Ahead ahead, const FewRows& x, int64_t n_columns, f32v* y) {
     const int64_t n_steps = n_columns / kStep, n_tiles = n_steps / kLanes, n_runs = (n_tiles + kRunTiles - 1) / kRunTiles;
     RowTile tiles[kRunTiles];
     for (int i = 0; i < n; i++, group += kGroup * row_bytes) {
@@ -115,7 +115,7 @@ struct RowTile {
             for (int r = 0; r < kGroup; r++) {
                 const uint8_t* blocks = group + r * row_bytes + first * kLanes * kRowBlockBytes;
                 for (int64_t t = first; t < stop; t++, blocks += kLanes * kRowBlockBytes) {
-                    if (ahead) fetch<1>(blocks + ahead, kLanes * kRowBlockBytes);
+                    prefetch_weights<kLanes * kRowBlockBytes, 1>(blocks, ahead);
                     tiles[t - first].products[r] = products_of_row(blocks, x.codes + t * kLanes * kStep);
                     tiles[t - first].scales[r] = as<u32v>(scales_of_row(blocks));
                 }
@@ -129,7 +129,7 @@ struct RowTile {
 
 // The results of n groups of rows, which begin at `rows`; y is (group, token).
 template <int Tokens>
-inline void matvec_rows(const uint8_t* rows, int64_t row_bytes, int n, int ahead, const FewRows& x, int64_t n_columns, f32v* y) {
+inline void matvec_rows(const uint8_t* rows, int64_t row_bytes, int n, Ahead ahead, const FewRows& x, int64_t n_columns, f32v* y) {
     if constexpr (Tokens == 1) return matvec_row_by_row(rows, row_bytes, n, ahead, x, n_columns, y);
     for (int i = 0; i < n; i++) {
         const uint8_t* block = rows + i * kGroup * row_bytes;

@@ -52,11 +52,13 @@ inline To as(From v) {
     return reinterpret_cast<To>(v);
 }
 
-// Prefetches memory into the first-level cache, or only into the second. Always inlined: GCC treats a function that
-// only prefetches as one without effects, and removes the call.
+// Prefetches memory into the first-level cache, only into the second, or for a single use (non-temporal: other levels do
+// not keep it). Always inlined: GCC treats a function that only prefetches as one without effects, and removes the call.
+constexpr int kOnce = 0;
 template <int Level = 1>
 [[gnu::always_inline]] inline void fetch(const void* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i, 0, Level == 1 ? 3 : 2);
+    constexpr int kLocality = Level == kOnce ? 0 : Level == 1 ? 3 : 2;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i, 0, kLocality);
 }
 
 template <class V>

@@ -139,9 +139,9 @@ def test_products_of_mapped_weights_are_those_of_repacked_ones(
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("n_blocks", [1, 15, 17, 100, 255, 300, 513])  # also more than a run (rows.hpp)
-@pytest.mark.parametrize("pattern", [(1, 0, 75), (3, 64, 0), (1, 8192, 100)])
+@pytest.mark.parametrize("pattern", [(1, 0, 75), (3, 64, 0), (1, 8192, 100), (1, 8192, 75, 1)])
 def test_mapped_weights_give_the_bits_of_repacked_ones_by_every_pattern(
-    instruction_set: str, n_blocks: int, pattern: tuple[int, int, int]
+    instruction_set: str, n_blocks: int, pattern: tuple[int, ...]
 ) -> None:
     weight = draw_weight("Q8_0", 48, n_blocks)
     mapped = mapping_backend(instruction_set)

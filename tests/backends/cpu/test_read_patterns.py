@@ -44,7 +44,9 @@ def chooser_of(n_bytes: int, form: str = "Q8_0", is_mapped: bool = False) -> Pat
     name=st.sampled_from(list(NATIVE_FORMATS)),
     n_rows=st.integers(1, 400),
     n_threads=st.integers(1, 5),
-    pattern=st.builds(ReadPattern, st.integers(1, 8), st.sampled_from([0, 64, 4096]), st.integers(0, 100)),
+    pattern=st.builds(
+        ReadPattern, st.integers(1, 8), st.sampled_from([0, 64, 4096]), st.integers(0, 100), st.integers(0, 1)
+    ),
 )
 @settings(max_examples=examples(60), deadline=None)
 def test_every_pattern_reads_every_row_once(
@@ -103,10 +105,10 @@ def test_each_format_has_a_pattern_of_its_own(own_cache: Path, monkeypatch: pyte
         b"{",
         b"\xff\xfe",
         b"[1]",
-        b'{"version": 3, "patterns": {"a": [1, 0, 0]}}',
-        b'{"version": 4}',
-        b'{"version": 4, "patterns": [3]}',
-        b'{"version": 4, "patterns": {"a": [1, 0], "b": "x", "c": [99, 0, 0], "d": [1, true, 0]}}',
+        b'{"version": 4, "patterns": {"a": [1, 0, 0, 0]}}',
+        b'{"version": 5}',
+        b'{"version": 5, "patterns": [3]}',
+        b'{"version": 5, "patterns": {"a": [1, 0, 0], "b": "x", "c": [99, 0, 0, 0], "d": [1, true, 0, 0], "e": [1, 0, 0, 2]}}',
         b"[" * 100_000,
     ],
 )
@@ -176,15 +178,22 @@ def test_a_user_without_a_cache_folder_measures_in_each_process(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_variable_overrides_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(patterns.VARIABLE, "2,512,40")
+@pytest.mark.parametrize(
+    ("given", "pattern"), [("2,512,40", PATTERN), ("1,8192,75,1", ReadPattern(1, 8192, 75, is_once=1))]
+)
+def test_the_variable_overrides_the_choice(
+    given: str, pattern: ReadPattern, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(patterns.VARIABLE, given)
     monkeypatch.setattr(patterns, "measure", lambda *_: pytest.fail("measured"))
     (said,) = chooser_of(2**30).report
     assert patterns.VARIABLE in said
-    assert str(PATTERN) in said
+    assert str(pattern) in said
 
 
-@pytest.mark.parametrize("text", ["x", "1", "1,2", "1,0,0,0", "0,0,0", "1,0,101", "9,0,0", "1.5,0,0"])
+@pytest.mark.parametrize(
+    "text", ["x", "1", "1,2", "1,0,0,2", "1,0,0,0,0", "0,0,0", "1,0,101", "9,0,0", "1.5,0,0"]
+)
 def test_a_variable_that_is_no_pattern_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(patterns.VARIABLE, text)
     with pytest.raises(ConfigError, match=patterns.VARIABLE):
@@ -277,7 +286,7 @@ def test_threads_that_lose_a_fifth_of_their_time_are_not_alone(
 def test_the_file_is_readable(own_cache: Path) -> None:
     keep_pattern(own_cache, "some processor | 2 threads | avx2 | Q8_0", PATTERN)
     content = json.loads(own_cache.read_text())
-    assert content["patterns"] == {"some processor | 2 threads | avx2 | Q8_0": [2, 512, 40]}
+    assert content["patterns"] == {"some processor | 2 threads | avx2 | Q8_0": [2, 512, 40, 0]}
 
 
 def test_the_instruction_set_can_be_chosen_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
