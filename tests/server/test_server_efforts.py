@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from serving import RunningServer
 
@@ -39,6 +40,34 @@ def test_requests_answer_as_those_of_the_library(server: RunningServer) -> None:
         for kind in KINDS:
             expected = llm.generate(PROMPT, max_tokens=8, temperature=0, **kind).text
             assert server.ok("/completion", {**GREEDY, **kind})["content"] == expected
+
+
+def test_embeddings_are_those_of_the_library(server: RunningServer) -> None:
+    vectors = []
+    with LLM(bundled_experts_path(), n_ctx=512) as llm:
+        for kind in KINDS[:-1]:
+            vectors.append(llm.embed(PROMPT, **kind))
+            (found,) = server.ok("/v1/embeddings", {"input": PROMPT, **kind})["data"]
+            np.testing.assert_allclose(found["embedding"], vectors[-1], atol=1e-4)
+            (found,) = server.ok("/embedding", {"content": PROMPT, **kind})
+            np.testing.assert_allclose(found["embedding"][0], vectors[-1], atol=1e-4)
+    assert all(np.abs(vectors[0] - other).max() > 1e-2 for other in vectors[1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ({"n_expert_used": 17}, "n_expert_used must be an integer from 1 to 16"),
+        ({"n_layer_exit": 0}, "n_layer_exit must be an integer from 1 to 6"),
+        ({"n_layer_exit": "2"}, "n_layer_exit must be an integer"),
+    ],
+)
+def test_embeddings_of_impossible_numbers_are_refused(
+    server: RunningServer, kind: dict[str, Any], message: str
+) -> None:
+    reply = server.post("/v1/embeddings", {"input": PROMPT, **kind})
+    assert reply.status_code == 400
+    assert message in reply.json()["error"]["message"]
 
 
 def test_an_erased_slot_leaves_nothing_of_its_last_request(server: RunningServer) -> None:
