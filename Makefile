@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SANITIZE_SETS ?= avx2;avx512_vnni
-# Compare kernels of one instruction set only: avx2 or avx512; each has a llama.cpp of its own.
+# Compare kernels of one instruction set only: avx2, avx_vnni or avx512; each has a llama.cpp of its own.
 ISA ?=
 PEERS_FOLDER := build/peers$(addprefix -,$(ISA))
 PEERS_FLAGS_avx2 := -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_AVX512=OFF
-PEERS_FLAGS_avx512 := $(PEERS_FLAGS_avx2:-DGGML_AVX512=OFF=-DGGML_AVX512=ON)
+PEERS_FLAGS_avx_vnni := $(PEERS_FLAGS_avx2) -DGGML_AVX_VNNI=ON
+PEERS_FLAGS_avx512 := $(subst AVX512=OFF,AVX512=ON,$(PEERS_FLAGS_avx2))
 # Give an interpreter that has llama-cpp-python already, and none is built.
 PEERS_PYTHON ?= $(PEERS_FOLDER)/bin/python
 PEERS_STAMP := $(if $(filter $(PEERS_FOLDER)/bin/python,$(PEERS_PYTHON)),$(PEERS_FOLDER)/.installed)

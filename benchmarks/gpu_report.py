@@ -31,25 +31,34 @@ class Measurement(NamedTuple):
 
 
 _8B = "--shape llama-8b --weights Q4_K --cache-type q8_0"
+_TESTS = "-m pytest -q -n 4 tests/gpu/test_on_gpu_"
 MEASUREMENTS = (
-    Measurement("drafts_texts", 120, "-m pytest -q tests/gpu/test_on_gpu_drafts.py"),
-    Measurement("first_process", 60, "-m benchmarks user_path --only run --out {out}/first_process.json"),
-    Measurement("standstill", 120, "-m benchmarks user_path --only cold --out {out}/standstill.json"),
-    Measurement("experts_beside_cpu", 120, "-m benchmarks cuda_experts --only beside"),
-    Measurement("experts_requests", 120, "-m benchmarks cuda_experts --requests 8,64 --depths 0"),
-    Measurement("products", 120, "-m pytest -q -n 4 tests/gpu/test_on_gpu_products.py"),
+    Measurement(
+        "defaults", 100, "-m benchmarks user_path --only import --only defaults --out {out}/defaults.json"
+    ),
+    Measurement("products", 180, f"{_TESTS}products.py"),
+    Measurement("sampling", 120, f"{_TESTS}sampling.py"),
+    Measurement("memory", 120, "-m pytest -q tests/gpu/test_on_gpu_memory.py"),
+    Measurement("crews", 120, "-m pytest -q tests/gpu/test_on_gpu_beside_cpu.py"),
+    Measurement("models", 180, f"{_TESTS}models.py"),
+    Measurement("cli", 120, "-m pytest -q tests/gpu/test_on_gpu_cli.py"),
+    Measurement("experts", 120, f"{_TESTS}experts.py"),
+    Measurement("states", 120, f"{_TESTS}states.py"),
+    Measurement("bundles", 120, f"{_TESTS}bundles.py"),
     Measurement(
         "user_path", 240, "-m benchmarks user_path --only warm --only long --out {out}/user_path.json"
     ),
+    Measurement("experts_beside_cpu", 120, "-m benchmarks cuda_experts --only beside"),
+    Measurement("experts_requests", 120, "-m benchmarks cuda_experts --requests 8,64 --depths 0"),
+    Measurement("first_process", 60, "-m benchmarks user_path --only run --out {out}/first_process.json"),
+    Measurement("standstill", 120, "-m benchmarks user_path --only cold --out {out}/standstill.json"),
     Measurement("kernel_steps", 120, "benchmarks/cuda_model.py --only steps --out {out}/kernel_steps.json"),
     Measurement(
         "drafts_deep",
         100,
         f"-m benchmarks speculation --device cuda:0 {_8B} --right 0.8 --depth 0,122880 --tokens 512 --rounds 2",
     ),
-    Measurement("crews", 120, "-m pytest -q tests/gpu/test_on_gpu_beside_cpu.py"),
-    Measurement("memory", 120, "-m pytest -q tests/gpu/test_on_gpu_memory.py"),
-    Measurement("cli", 120, "-m pytest -q tests/gpu/test_on_gpu_cli.py"),
+    Measurement("drafts_texts", 120, "-m pytest -q tests/gpu/test_on_gpu_drafts.py"),
     Measurement("experts_all", 180, "-m benchmarks cuda_experts"),
 )
 

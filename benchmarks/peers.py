@@ -205,18 +205,26 @@ def started(args: argparse.Namespace, model: Path) -> Iterator[list[Engine]]:
         yield engines
 
 
+# What llama.cpp says of a build for an instruction set, and what it must not say: wider instructions.
+_BUILDS = {
+    "avx2": ("AVX2 = 1", ("AVX_VNNI = 1", "AVX512 = 1")),
+    "avx_vnni": ("AVX_VNNI = 1", ("AVX512 = 1",)),
+    "avx512": ("AVX512 = 1", ("AVX512_VNNI = 1",)),
+}
+
+
 def require_set(isa: str, about: str) -> None:
-    """Ends the program if llama.cpp was built for wider instructions than `isa` ("": no limit)."""
-    wider = {
-        "avx2": ("AVX_VNNI = 1", "AVX512 = 1"),
-        "avx_vnni": ("AVX512 = 1",),
-        "avx512": ("AVX512_VNNI = 1",),
-    }
-    if found := [name for name in wider.get(isa, ()) if name in about]:
+    """Ends the program if llama.cpp was built for other instructions than `isa` ("": any)."""
+    if isa not in _BUILDS:
+        return
+    needed, wider = _BUILDS[isa]
+    hint = f"`make bench-peers ISA={isa}` builds one for {isa}"
+    if found := [name for name in wider if name in about]:
         raise SystemExit(
-            f"llama.cpp was built with {found[0].partition(' ')[0]}, which {isa} does not have; "
-            f"`make bench-peers ISA={isa}` builds one without"
+            f"llama.cpp was built with {found[0].partition(' ')[0]}, which {isa} does not have; {hint}"
         )
+    if needed not in about:
+        raise SystemExit(f"llama.cpp was built without {needed.partition(' ')[0]}; {hint}")
 
 
 def transformers_config(shape_name: str, n_layers: int | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from motley import compile_process
@@ -48,7 +48,14 @@ from motley.runtime import (
 )
 from motley.runtime.budget import require_host_memory
 from motley.runtime.crew import Crew
-from motley.runtime.defaults import ContextChoice, batch_sizes, choose_context, chosen_crew
+from motley.runtime.defaults import (
+    ContextChoice,
+    batch_sizes,
+    choose_context,
+    chosen_crew,
+    size_choices,
+    tokens_wanted,
+)
 from motley.runtime.device_names import is_loopback, parse_address
 from motley.runtime.expert_fitting import experts_notice, settle_experts, with_cpu_experts
 from motley.runtime.hosts.offers import with_offers
@@ -192,7 +199,7 @@ def load_model(
     companions = [nextn_companion(spec, params, crew)] if wants_nextn else []
     if options.draft_model is not None:
         companions.append(draft_companion(options.draft_model, spec))
-    planned = _plan_beside(companions, crew, spec, params, options)
+    planned = _plan_with_sizes(companions, crew, spec, params, options)
     crew, backends, context = planned.crew, planned.backends, planned.context
     n_batch, n_parallel = planned.n_batch, planned.n_parallel
     n_ctx, split, fit = context.n_ctx, context.split, context.fit
@@ -435,6 +442,51 @@ def _plan_beside(
         raise DeviceError(
             f"too little memory for the model beside its {beside}: {error.message}", hint=error.hint
         ) from error
+
+
+def _plan_with_sizes(
+    companions: Sequence[Companion], crew: Crew, spec: ModelSpec, params: DecoderParams, options: Options
+) -> _Planned:
+    """The plan with the largest default sizes of steps with which the model fits, and some context beside it."""
+    names = [device.name for device in crew.sharing]
+    first, *_ = choices = size_choices(options.n_batch, options.n_parallel, names)
+    wanted = tokens_wanted(options.n_ctx, params.n_ctx_train, options.cache)
+    fallback: _Planned | None = None
+    for sizes in choices:
+        sized = replace(options, n_batch=sizes[0], n_parallel=sizes[1])
+        try:
+            planned = _plan_beside(companions, crew, spec, params, sized)
+        except (DeviceError, CacheError):
+            if sizes == choices[-1] and fallback is None:
+                raise
+            continue
+        if sizes != first:
+            planned = replace(planned, notices=(*planned.notices, _of_sizes(options, sizes)))
+        if _has_room(planned.context.fit, wanted):
+            return planned
+        fallback = fallback or planned
+    assert fallback is not None
+    return fallback
+
+
+def _has_room(fit: CacheFit, n_tokens: int) -> bool:
+    """Whether what each request takes, states and windows, leaves room for `n_tokens`."""
+    first, *windows = fit.plan.groups
+    takes_room = bool(windows) or fit.plan.states is not None
+    return not takes_room or first.n_blocks * fit.plan.config.block_size >= n_tokens
+
+
+def _of_sizes(options: Options, sizes: tuple[int, int]) -> str:
+    """A notice about sizes that are smaller than usual."""
+    (n_batch, n_parallel), said, flags = sizes, [], []
+    if options.n_parallel is None:
+        said.append(f"at most {n_parallel} {'request runs' if n_parallel == 1 else 'requests run'} at a time")
+        flags.append("-np")
+    if options.n_batch is None:
+        said.append(f"a step has at most {n_batch} tokens")
+        flags.append("-b")
+    asks = "ask for numbers" if len(flags) > 1 else "asks for a number"
+    return f"{' and '.join(said)}: there is no memory for more ({' and '.join(flags)} {asks})"
 
 
 def _draft_options(options: Options, planned: _Planned) -> DraftOptions:

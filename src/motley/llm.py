@@ -113,7 +113,8 @@ class LLM:
     ) -> None:
         """`model`: a GGUF file; None or "bundled": the small model that comes with Motley.
         `n_ctx`: tokens a sequence may have (default: as trained, cut to what fits). `n_batch`: tokens per step
-        (2048 on GPUs, 512 on a CPU). `n_parallel`: requests that run at the same time (128, 8).
+        (2048 on GPUs, 512 on a CPU). `n_parallel`: requests that run at the same time (128, 8). Both defaults are lower
+        where memory has no room for more.
 
         `progress(done, total)` is called with bytes while loading, `compiling(done, total)` with kernels, the first
         time that a model runs on a kind of GPU.
@@ -212,6 +213,11 @@ class LLM:
     def warm_up(self) -> WarmUp:
         """Kernels that were compiled for this model so far."""
         return self._loaded.warmer.warm_up
+
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether kernels are compiled before their first use: only on GPUs of one kind, without a CPU beside them."""
+        return self._loaded.warmer.compiles_ahead
 
     def finish_compiling(self) -> None:
         """Wait until all kernels are compiled. Until then, on a GPU that runs the model for the first time, steps have

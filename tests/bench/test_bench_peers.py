@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
+import subprocess
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -129,3 +131,33 @@ def test_amx_is_not_suspected_where_the_processor_has_none(monkeypatch: pytest.M
     monkeypatch.setattr(amx.subprocess, "run", lambda *a, **k: pytest.fail("nothing needs to be tried"))
     assert amx.amx_is_broken() is False
     amx.amx_is_broken.cache_clear()
+
+
+AVX2 = "CPU : AVX = 1 | AVX2 = 1 | FMA = 1 | "
+BUILDS = {"avx2": AVX2, "avx_vnni": f"{AVX2}AVX_VNNI = 1 | ", "avx512": f"{AVX2}AVX512 = 1 | "}
+
+
+@pytest.mark.parametrize("isa", BUILDS)
+def test_kernels_are_compared_with_a_build_for_the_same_instructions(isa: str) -> None:
+    require_set = benchmark("peers").require_set
+    for built, about in {**BUILDS, "avx512_vnni": f"{BUILDS['avx512']}AVX512_VNNI = 1 | "}.items():
+        require_set("", about)
+        if built == isa:
+            require_set(isa, about)
+        else:
+            with pytest.raises(SystemExit, match=f"ISA={isa}"):
+                require_set(isa, about)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+@pytest.mark.parametrize(
+    ("isa", "flag"),
+    [("avx2", "-DGGML_AVX512=OFF"), ("avx_vnni", "-DGGML_AVX_VNNI=ON"), ("avx512", "-DGGML_AVX512=ON")],
+)
+def test_make_builds_llama_cpp_for_one_instruction_set(isa: str, flag: str, tmp_path: Path) -> None:
+    folder = tmp_path / "peers"  # where none is built yet
+    call = ["make", "-n", f"{folder}/.installed", f"ISA={isa}", f"PEERS_FOLDER={folder}", "STAMP="]
+    done = subprocess.run(call, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    flags = done.stdout.split()
+    assert "-DGGML_NATIVE=OFF" in flags
+    assert flag in [each.strip('"') for each in flags]

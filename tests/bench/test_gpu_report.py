@@ -49,6 +49,14 @@ def test_measurements_for_which_there_is_no_time_are_named(report: Any, tmp_path
     assert report.run_all([report.Measurement("late", 9, "-c 0")], tmp_path, 1) == ["late: no time left"]
 
 
+def test_all_tests_of_gpus_and_all_parts_of_the_users_path_are_in_it(report: Any) -> None:
+    commands = " ".join(each.command for each in report.MEASUREMENTS)
+    files = [path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")]
+    parts = [f"--only {part} " for part in import_module("benchmarks.user_path").PARTS]
+    assert len(files) >= 10
+    assert [name for name in (*files, *parts) if name not in commands] == []
+
+
 def test_every_command_is_understood(report: Any, tmp_path: Path) -> None:
     """Their flags, without a GPU: benchmarks print their help, and test files exist."""
     for each in report.MEASUREMENTS:

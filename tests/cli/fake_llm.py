@@ -12,6 +12,7 @@ import numpy as np
 
 from motley.engine import Completion, SamplingParams, Timings
 from motley.errors import MotleyError
+from motley.runtime.warming import WarmUp
 
 TIMINGS = Timings(prompt_tokens=5, cached_tokens=1, prompt_seconds=0.5, new_tokens=4, new_seconds=0.25)
 CHAT_SPEC = SimpleNamespace(metadata={"tokenizer.chat_template": "…"})
@@ -70,6 +71,7 @@ class FakeLLM:
     spec: Any = field(default_factory=lambda: SimpleNamespace(metadata={}))
     n_ctx: int = 4096
     load_seconds: float = 1.5
+    warm_up: WarmUp = field(default_factory=WarmUp)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     chat_template: FakeTemplate = field(default_factory=FakeTemplate)
     before_piece: Callable[[int], None] = lambda index: None

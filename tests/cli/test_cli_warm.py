@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_llm import FakeLLM as OtherFakeLLM
 from rich.console import Console
 from typer.testing import Result
 
@@ -24,12 +25,14 @@ Motley = Callable[..., Result]
 COMPILED = WarmUp(
     (("_matmul", 2.0), ("_norm", 0.5), ("_matmul", 1.25)), 1.5, ("_gate: no memory",), n_others=3
 )
+ALL_COMPILED = WarmUp((("_norm", 0.5), ("_choose", 2.5)), 4.0)
 
 
 class FakeLLM:
     """Notes how it is made, and chooses its devices as a model would."""
 
     made: list[dict[str, Any]]
+    is_of_several_kinds = False  # its GPUs
     warm_up = COMPILED
     load_seconds = 0.5
     details = ("gpu: a detail",)
@@ -44,6 +47,10 @@ class FakeLLM:
         self._crew = make_crew(choice.devices, choice.split_mode, choice.tensor_split)
         if options["compiling"] is not None:
             options["compiling"](0, 3)
+
+    @property
+    def compiles_ahead(self) -> bool:
+        return not self.is_of_several_kinds and all(device.is_gpu for device in self._crew.devices)
 
     def device_memory(self) -> dict[str, dict[str, int]]:
         return {self._crew.label(i): {"weights": 1} for i in range(len(self._crew))}
@@ -97,6 +104,44 @@ def test_verbose_says_which_kernels_were_compiled_and_how_long_it_took(
     assert "gpu: a detail" in said
 
 
+@pytest.mark.parametrize(("flags", "is_listed"), [([], False), (["--verbose"], True)])
+def test_kernels_that_were_compiled_beside_the_answer_are_listed_after_it(
+    motley: Motley, llm: OtherFakeLLM, model: str, flags: list[str], is_listed: bool
+) -> None:
+    def compile_others(piece: int) -> None:
+        llm.warm_up = ALL_COMPILED
+
+    llm.before_piece = compile_others
+    said = motley("run", model, "-p", "Once", *flags).stderr
+    assert ("kernels: 2 compiled in 4.0 s (3 s of one core)\n  1 × _choose, 2.50 s" in said) == is_listed
+    assert "4 tokens, 12.0 tokens/s" in said
+    llm.before_piece = lambda piece: None
+    assert "kernels:" not in motley("run", model, "-p", "Once", *flags).stderr  # nothing new
+
+
+def test_kernels_that_fail_beside_the_answer_are_named_without_verbose(
+    motley: Motley, llm: OtherFakeLLM, model: str
+) -> None:
+    def fail(piece: int) -> None:
+        llm.warm_up = COMPILED
+
+    llm.before_piece = fail
+    said = motley("run", model, "-p", "Once").stderr
+    assert "note: not compiled: _gate: no memory" in said
+    assert "× _matmul" not in said
+
+
+def test_bench_says_what_was_compiled(motley: Motley, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module.LLM, "warm_up", COMPILED)
+    flags = ["-p", "4", "-n", "2", "-r", "1", "--device", "cpu"]
+    said = motley("bench", *flags, "--verbose").stderr
+    assert (
+        "kernels: 3 compiled in 1.5 s (4 s of one core); 3 others are being compiled\n  2 × _matmul" in said
+    )
+    monkeypatch.setattr(llm_module.LLM, "warm_up", ALL_COMPILED)
+    assert "kernels" not in motley("bench", *flags).stderr
+
+
 def test_warm_compiles_for_one_request_and_for_the_usual_number(
     motley: Motley, made: list[dict[str, Any]], model: str
 ) -> None:
@@ -110,10 +155,11 @@ def test_warm_compiles_for_one_request_and_for_the_usual_number(
     assert [(each["n_parallel"], each["cache_type_k"]) for each in made] == [(1, "q8_0")]
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cuda:0,cpu"])
+@pytest.mark.parametrize("devices", ["cpu", "cuda:0,cpu", "cuda:0,cuda:0"])
 def test_where_nothing_is_compiled_ahead_warm_says_so(
-    motley: Motley, made: list[dict[str, Any]], model: str, devices: str
+    motley: Motley, made: list[dict[str, Any]], model: str, devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(FakeLLM, "is_of_several_kinds", devices == "cuda:0,cuda:0")
     result = motley("warm", model, "--device", devices)
     assert result.exit_code == 0
     assert "nothing is compiled ahead" in result.stderr

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
+from by_hand import stepped_by_hand
+from drafters import Knowing, right, serve
 
-from motley.engine.drafting.control import AdaptiveControl
+from motley import LLM
+from motley.bundled import bundled_draft_path
+from motley.engine import SamplingParams
+from motley.engine.drafting import Speculator
+from motley.engine.drafting.control import AdaptiveControl, FixedControl
 from motley.engine.drafting.costs import PlanAccount, StepCosts
-from motley.engine.drafting.draft import Draft
+from motley.engine.drafting.draft import Draft, DraftRequest
 from motley.engine.request import Request, Speculation
 
 DRAFT_MAX = 15
@@ -187,6 +194,57 @@ def test_a_drafter_that_takes_time_is_asked_as_long_as_it_pays(p_right: float, l
 
 def test_a_drafter_as_slow_as_the_model_is_not_used() -> None:
     assert speed_up(0.99, small_cpu, per_round=1.0) > 0.93
+
+
+def test_what_a_drafter_takes_is_no_part_of_what_a_steps_rows_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be paid twice, and drafters that take time would draft less than pays."""
+    now = 0.0
+    steps: list[tuple[int, float]] = []
+    rounds: list[float] = []
+
+    class Slow(Knowing):
+        is_free = False
+
+        def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
+            nonlocal now
+            now += 5
+            return super().draft(asks)
+
+    class Noting(FixedControl):
+        def note_step(self, n_rows: int, seconds: float, **_more: Any) -> None:
+            steps.append((n_rows, seconds))
+
+        def note_plan(self, n_rows: int, seconds: float, **_more: Any) -> None:
+            steps.append((n_rows, seconds))
+
+        def note_drafting(self, drafter: str, n_rounds: int, seconds: float) -> None:
+            rounds.append(seconds)
+
+    with LLM(bundled_draft_path(), n_ctx=96, devices="cpu") as llm, stepped_by_hand(llm):
+        engine, prompt = llm._loaded.engine, (5, 9, 9, 7)
+        params = SamplingParams(temperature=0, max_tokens=17, ignore_eos=True)
+        drafter = Slow(right, engine.n_vocab)
+        drafter.answers[prompt] = tuple(serve(engine, [prompt], [params])[0].generated)
+        run = engine.runner.run
+
+        def timed(*given: Any) -> Any:
+            nonlocal now
+            now += 1
+            return run(*given)
+
+        monkeypatch.setattr(engine.runner, "run", timed)
+        engine._clock = lambda: now
+        engine.speculator = Speculator(
+            [drafter],
+            spec="lookup",
+            draft_max=3,
+            n_vocab=engine.n_vocab,
+            control=Noting(),
+            clock=lambda: now,
+        )
+        serve(engine, [prompt], [params])
+    assert rounds == [5.0] * 4
+    assert [step for step in steps if step[0] == 4] == [(4, 1.0)] * 4
 
 
 def test_rows_go_to_the_requests_whose_drafts_survive() -> None:

@@ -272,6 +272,24 @@ def test_a_draft_model_computes_only_what_is_new_in_a_turn_of_a_chat(
             assert len(given) < 30  # of 73
 
 
+def test_a_long_prompt_gets_drafts_beside_a_request_that_has_them(bundled: Path) -> None:
+    """The draft model takes it in portions, in steps in which the other request has drafts."""
+    with load(bundled, draft_model=bundled_draft_path(), draft_max=3) as llm:
+        engine, prompt = llm._loaded.engine, prompts_of(llm)[0]
+        shared: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "speculative": "draft"}
+        first = engine.add(prompt, SamplingParams(max_tokens=100, **shared))
+        while not first.drafts:
+            engine.step()
+        late = engine.add(list(range(100, 180)), SamplingParams(max_tokens=20, **shared))  # 2.5 batches
+        while engine.has_work:
+            engine.step()
+            if not late.is_finished:
+                assert not first.is_finished
+        assert late.drafts["draft"].drafted > 6
+        (draft,) = llm._loaded.companions
+        draft._cache.check_integrity()
+
+
 def test_a_block_of_rejected_tokens_that_another_sequence_has_found_is_not_overwritten(bundled: Path) -> None:
     with load(bundled, draft_model=bundled_draft_path(), draft_max=7, kv_block_size=4) as llm:
         engine = llm._loaded.engine

@@ -147,6 +147,13 @@ def test_dry_is_its_definition(history: list[int], allowed: int, breakers: set[i
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("multiplier", "base"), [(1.0, 1e200), (1e30, 1e300), (0.8, 50.0)])
+def test_dry_costs_stay_numbers_however_long_a_repetition_is(multiplier: float, base: float) -> None:
+    history = [1, 2] * 300
+    costs = samplers.dry_penalties(history, multiplier=multiplier, base=base, allowed=2, breakers=set())
+    assert costs == {1: 1e30}
+
+
 def test_dry_ends_a_repetition_even_of_greedy_choices() -> None:
     params = SamplingParams(temperature=0, dry_multiplier=5.0)
     assert needs_chain_sampler(params)

@@ -212,6 +212,25 @@ def test_a_context_is_shifted_at_the_same_tokens(small: Path, windowed: Path, wi
             assert max(drafter.n_accepted) > 4
 
 
+@pytest.mark.parametrize("n_keep", [2, 28])
+def test_windows_drop_the_same_tokens_before_a_context_is_shifted(windowed: Path, n_keep: int) -> None:
+    """Whether tokens are moved or computed again depends on what windows have dropped; logits differ slightly then."""
+    prompt = list(range(5, 33))
+    params = SamplingParams(
+        seed=3, max_tokens=50, ignore_eos=True, context_shift=True, n_keep=n_keep, logprobs=0
+    )
+    with by_hand(windowed, n_ctx=48, cache_type_k="f32", cache_type_v="f32") as llm:
+        engine = llm._loaded.engine
+        give(llm, right)
+        (without,) = serve(engine, [prompt], [params])
+        for draft_max in (2, 4, 7):
+            drafter = give(llm, right, draft_max=draft_max)
+            drafter.answers[tuple(prompt)] = tuple(without.generated)
+            (found,) = serve(engine, [prompt], [params])
+            assert found.logprobs == without.logprobs
+            assert max(drafter.n_accepted) == draft_max
+
+
 def test_an_answer_stops_inside_a_draft(bundled: Path) -> None:
     """Stop strings, stop tokens and max_tokens end it where they end it without drafts; the text is the same."""
     with load(bundled) as llm:

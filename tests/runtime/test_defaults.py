@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from motley.kvcache.types import get_cache_type
 from motley.models import read_params
 from motley.runtime import CacheConfig, defaults, make_crew, split_model
 from motley.runtime.defaults import ContextChoice, batch_sizes, choose_context, choose_devices
-from random_models import LLAMA
+from random_models import GEMMA3, LLAMA
 
 GIB = 2**30
 
@@ -147,6 +148,27 @@ def test_batches_suit_the_devices(
     assert batch_sizes(*asked, devices) == expected
 
 
+def test_smaller_steps_are_chosen_where_the_usual_ones_do_not_fit(path: Path) -> None:
+    """The model takes 4.2 MiB, a step of 512 tokens 3 MiB, one of 128 tokens 0.75 MiB."""
+    with LLM(path, devices="cpu", device_memory="6MiB") as llm:
+        assert (llm.engine.scheduler.n_batch, llm.engine.scheduler.n_parallel) == (128, 8)
+        said = (
+            "at most 8 requests run at a time and a step has at most 128 tokens: there is no memory for more"
+        )
+        assert f"{said} (-np and -b ask for numbers)" in llm.notices
+    with LLM(path, devices="cpu", device_memory="6MiB", n_parallel=2) as llm:
+        assert (llm.engine.scheduler.n_batch, llm.engine.scheduler.n_parallel) == (128, 2)
+        assert (
+            "a step has at most 128 tokens: there is no memory for more (-b asks for a number)" in llm.notices
+        )
+    with LLM(path, devices="cpu", device_memory="12MiB") as llm:
+        assert (llm.engine.scheduler.n_batch, llm.engine.scheduler.n_parallel) == (512, 8)
+    with pytest.raises(DeviceError, match="are missing"):
+        LLM(path, devices="cpu", device_memory="6MiB", n_batch=512)
+    with pytest.raises(DeviceError, match=r"needs 4\.2 MiB for weights and 768\.0 KiB for activations"):
+        LLM(path, devices="cpu", device_memory="4MiB")
+
+
 # --- the context ---------------------------------------------------------------------------------------------
 
 
@@ -226,6 +248,40 @@ def test_limits_of_the_cache_cut_the_context(path: Path) -> None:
     choice = context(path, None, max_tokens=640)
     assert choice.n_ctx == 640
     assert tokens_held(choice) == 640
+
+
+def test_no_cache_type_is_named_where_the_tokens_themselves_are_limited(path: Path) -> None:
+    assert "-ctk" not in (context(path, None, max_tokens=640).notice or "-ctk")
+    by_bytes = context(path, None, max_bytes=bytes_of(context(path, 512, n_parallel=1)))
+    assert "-ctk q8_0" in (by_bytes.notice or "")
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return GEMMA3.write(tmp_path_factory.mktemp("windowed") / "gemma3.gguf")
+
+
+def test_layers_with_windows_do_not_cut_the_context(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer of six holds the whole context, the others windows of 32 tokens."""
+    whole = context(windowed, None)
+    assert whole.n_ctx == 2048
+    monkeypatch.setattr(defaults, "host_bytes", lambda: 16 * bytes_of(whole))
+    assert context(windowed, None).fit == whole.fit
+    cut = context(windowed, None, kind="f32")
+    assert bytes_of(whole) * 3 / 4 < bytes_of(cut) <= bytes_of(whole)
+    assert f"-ctv q8_0 it would be {whole.n_ctx}" in (cut.notice or "")
+
+
+@pytest.mark.parametrize("n_parallel", [1, 3])
+def test_a_model_of_windows_alone_has_its_whole_context(tmp_path: Path, n_parallel: int) -> None:
+    keys = GEMMA3.keys | {"attention.sliding_window_pattern": GEMMA3.n_layers + 1}
+    path = replace(GEMMA3, keys=keys).write(tmp_path / "windows.gguf")
+    choice = context(path, None, n_parallel=n_parallel)
+    assert (choice.n_ctx, choice.notice) == (2048, None)
+    assert [group.window for group in choice.fit.plan.groups] == [32]
+    assert (
+        tokens_held(choice) == n_parallel * 96
+    )  # a window, a batch, and a block where they begin within one
 
 
 def test_an_llm_with_defaults_says_what_it_chose(path: Path) -> None:

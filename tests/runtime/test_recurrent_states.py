@@ -176,3 +176,13 @@ def test_context_shift_is_refused_with_the_reason(shared: Path) -> None:
         pytest.raises(CacheError, match="recurrent state, which cannot forget"),
     ):
         llm.generate([1, 2, 3], max_tokens=4, context_shift=True)
+
+
+def test_fewer_requests_run_by_default_where_states_of_more_have_no_room(shared: Path) -> None:
+    path, limit = shared / "golden" / "qwen3next" / "model.gguf", "9MiB"
+    with pytest.raises(CacheError, match="states of 8 sequences"):
+        LLM(path, devices="cpu", device_memory=limit, n_batch=128, n_parallel=8)
+    with LLM(path, devices="cpu", device_memory=limit) as llm:
+        assert (llm.engine.scheduler.n_parallel, llm.engine.scheduler.n_batch) == (1, 128)
+        assert any("at most 1 request runs at a time" in notice for notice in llm.notices)
+        assert llm.generate([1, 2, 3], max_tokens=4, ignore_eos=True).finish_reason == "length"

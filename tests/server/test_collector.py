@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from motley import LLM
+from motley.runtime.warming import WarmUp
 from motley.server import collector as module
 from motley.server.collector import Collector
+from motley.server.engine_process import Worker
 
 
 class _Engine:
@@ -72,3 +75,13 @@ def test_an_idle_engine_holds_nothing_back(monkeypatch: pytest.MonkeyPatch) -> N
     engine.step(request)
     engine.has_work = engine.can_step = False
     assert engine.step(request) == [[1, "1 ", [1]]]
+
+
+def test_the_description_of_the_model_names_its_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up = WarmUp((("_matmul", 2.0), ("_norm", 0.5)), 1.5, ("_gate: no memory",), n_others=3)
+    monkeypatch.setattr(LLM, "warm_up", warm_up)
+    channel: Any = SimpleNamespace(send=lambda message: None)
+    with LLM(n_ctx=64, devices="cpu") as llm:
+        info = Worker(llm, channel, hold=0.0).info()
+    assert info["details"][-3:] == [str(warm_up), "  1 × _matmul, 2.00 s", "  1 × _norm, 0.50 s"]
+    assert "not compiled: _gate: no memory" in info["notices"]

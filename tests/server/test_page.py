@@ -292,7 +292,7 @@ def test_settings_are_sent_and_kept(server: PageServer, open_page: Opener) -> No
     page.fill("#set-system", "Be brief.")
     page.fill("#set-stop", "END\nSTOP")
     page.select_option("#set-thinking", "off")
-    page.select_option("#set-speculate", "on")
+    page.select_option("#set-speculative", "auto")
     page.fill("#set-tools", '[{"type": "function", "function": {"name": "f"}}]')
     page.keyboard.press("Escape")
     page.reload()
@@ -301,14 +301,14 @@ def test_settings_are_sent_and_kept(server: PageServer, open_page: Opener) -> No
     answered(page)
     body = server.bodies[0]
     assert {
-        key: body[key] for key in ("temperature", "top_k", "seed", "dry_multiplier", "stop", "speculate")
+        key: body[key] for key in ("temperature", "top_k", "seed", "dry_multiplier", "stop", "speculative")
     } == {
         "temperature": 0.3,
         "top_k": 7,
         "seed": 5,
         "dry_multiplier": 0.8,
         "stop": ["END", "STOP"],
-        "speculate": True,
+        "speculative": "auto",
     }
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     assert body["chat_template_kwargs"] == {"enable_thinking": False}

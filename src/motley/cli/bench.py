@@ -31,7 +31,7 @@ from motley.cli.bench_plot import Series, draw
 from motley.cli.console import reporting_errors, say, stdout, steps_bar
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions, check_writable, write_file
-from motley.cli.loading import CrewOptions
+from motley.cli.loading import CrewOptions, say_kernels
 from motley.cli.svg import COLOURS
 from motley.errors import ConfigError
 from motley.formats import get_format
@@ -291,6 +291,8 @@ def _measure(
                         for n in {w.n_tokens for w in trial.workloads if not w.is_prompt}:
                             found = measure_speculation(llm, trial.spec, n, trial.repetitions)
                             drafted.append(DraftedRow(weights, row.cache, found))
+                    if (chosen.verbose and llm.warm_up.kernels) or llm.warm_up.failures:
+                        say_kernels(llm.warm_up, is_verbose=chosen.verbose)
     return rows, drafted
 
 

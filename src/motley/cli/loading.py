@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -205,9 +204,14 @@ def say_choices(llm: LLM) -> None:
 def say_kernels(warm_up: WarmUp, *, is_verbose: bool) -> None:
     """Prints how many kernels were compiled and which failed; with `is_verbose` all of them, the slowest first."""
     say(str(warm_up))
-    names = Counter(name for name, _ in warm_up.kernels)
-    seconds = {name: sum(s for other, s in warm_up.kernels if other == name) for name in names}
-    for name in sorted(names, key=lambda name: -seconds[name]) if is_verbose else ():
-        say(f"  {names[name]} × {name}, {seconds[name]:.2f} s")
-    for failure in warm_up.failures:
-        say(f"note: not compiled: {failure}")
+    for line in warm_up.details if is_verbose else ():
+        say(line)
+    for notice in warm_up.notices:
+        say(f"note: {notice}")
+
+
+def say_later_kernels(llm: LLM, before: WarmUp, *, is_verbose: bool) -> None:
+    """Prints the kernels again if others were compiled since `before`; without `is_verbose` only if more failed."""
+    now = llm.warm_up
+    if (is_verbose and now != before) or now.failures != before.failures:
+        say_kernels(now, is_verbose=is_verbose)

@@ -11,7 +11,7 @@ from motley.cli import options
 from motley.cli.console import reporting_errors, steps_bar
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions, resolve_text
-from motley.cli.loading import LoadOptions, load
+from motley.cli.loading import LoadOptions, load, say_later_kernels
 from motley.errors import ConfigError
 from motley.llm import LLM
 from motley.quality import Score, read_chunks, second_half_nll
@@ -48,7 +48,9 @@ def perplexity(
         path = source.path()
         n_ctx = chosen.ctx_size or _N_CTX
         with load(path, replace(chosen, ctx_size=n_ctx)) as llm:
+            compiled = llm.warm_up
             score, n_chunks = measure(llm, text, n_ctx, chunks)
+            say_later_kernels(llm, compiled, is_verbose=chosen.verbose)
     if as_json:
         result = {
             "model": path.name,

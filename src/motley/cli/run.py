@@ -15,7 +15,7 @@ from motley.cli.conversation import Conversation
 from motley.cli.figures import show_figures, show_speed
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions, resolve_text, unescape
-from motley.cli.loading import LoadOptions, load
+from motley.cli.loading import LoadOptions, load, say_later_kernels
 from motley.cli.prompt_cache import PromptCacheOptions
 from motley.cli.sampling import SamplingOptions
 from motley.cli.templates import TemplateOptions, resolve_template
@@ -85,6 +85,7 @@ def run(
         path = source.path()
         other = None if template is None else resolve_template(read_spec(path).metadata, template)
         with load(path, chosen) as llm:
+            compiled = llm.warm_up
             if other is not None:
                 llm.chat_template = other
             talk = Conversation(
@@ -99,6 +100,7 @@ def run(
                 _print_once(talk, text, display_prompt, is_verbose=chosen.verbose)
             prompt_cache.save(talk, is_chat=is_talk)
             mark("answered")
+            say_later_kernels(llm, compiled, is_verbose=chosen.verbose)
         if chosen.verbose:
             mark("closed")
             say(f"end: {', '.join(f'{seconds:.2f} s {name}' for name, seconds in since_start()[-2:])}")

@@ -34,9 +34,9 @@ def warm(
                 with LLM(path, progress=progress, compiling=compiling, **arguments) as llm:
                     if i == 0:
                         say_choices(llm)
-                    if not all(name.startswith("cuda") for name in llm.device_memory()):
+                    if not llm.compiles_ahead:
                         say(
-                            "kernels: nothing is compiled ahead; that is done for models that run on GPUs alone"
+                            "kernels: nothing is compiled ahead; that is done for GPUs of one kind, without a CPU"
                         )
                         return
                     llm.finish_compiling()

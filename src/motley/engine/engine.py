@@ -197,11 +197,13 @@ class Engine:
             took = (self._clock() - started) / n_rounds
             if steady is not None:
                 steady.seconds = took
-            self._note_time(step, len(ready), took, n_plans)
+            self._note_time(step, len(ready), took - self.speculator.take_drafting_seconds(), n_plans)
         self.give_back()
 
     def _note_time(self, step: Step, n_ready: int, seconds: float, n_plans: int) -> None:
-        """Tells the speculator what a step took, if all its rows are those of requests that got a token."""
+        """Tells the speculator what a step took, drafting excepted, if all its rows are those of requests that got a
+        token.
+        """
         drafted = [len(draft) for draft in step.drafts.values()] if step.drafts else ()
         n_rows = step.n_tokens
         if n_ready + sum(drafted) != n_rows or not n_rows:

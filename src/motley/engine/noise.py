@@ -1,6 +1,7 @@
 """Random numbers without a state: each is a function of (seed, index of the token in its answer, token id).
 
-So a seeded answer does not depend on the other requests of the batch, on preemption, or on the device.
+So a seeded draw from the same logits does not depend on the other requests of the batch, on preemption, or on the
+device. (Logits themselves may: a GPU rounds activations differently for one row and for several.)
 The numbers are those of Philox4x32-10 (Salmon et al. 2011): key = the seed's two words, counter = (id // 4, index's two
 words, 0), and a token takes word id % 4 of the result. `backends.cuda.kernels.noise` computes the same on a GPU.
 """

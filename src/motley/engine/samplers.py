@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from motley.engine.checks import MAX_BIAS
 from motley.engine.noise import words
 from motley.engine.params import SAMPLERS, SamplingParams
 from motley.engine.sampling import (
@@ -121,7 +122,15 @@ def dry_penalties(
             n = min(n_equal, n_free)
             longest[backwards[i - 1]] = max(n, longest.get(backwards[i - 1], 0))
     found = {token: n for token, n in longest.items() if n >= max(1, allowed)}
-    return {token: min(multiplier * base ** min(n - allowed, 200), 1e30) for token, n in found.items()}
+    return {token: _dry_cost(multiplier, base, n - allowed) for token, n in found.items()}
+
+
+def _dry_cost(multiplier: float, base: float, n_beyond: int) -> float:
+    try:
+        cost = multiplier * base ** min(n_beyond, 200)
+    except OverflowError:  # Python's floats raise it for powers alone; a product is inf, or NaN for 0 * inf
+        return MAX_BIAS
+    return min(cost, MAX_BIAS)
 
 
 def _common_prefixes(tokens: Sequence[int]) -> list[int]:

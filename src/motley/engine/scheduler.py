@@ -159,6 +159,9 @@ class Scheduler:
         for request in [request for request in self.running if request.is_full]:
             assert request.sequence is not None
             self._touched[request] = None
+            # As before a step with the latest token only. A step with drafts began earlier, so that windows have more
+            # tokens left, and what they have decides whether tokens are moved or computed again.
+            self.cache.advance(request.sequence, request.n_computed - 1)
             n_keep, n_drop = _dropped(request)
             moved = self.cache.shift(request.sequence, n_keep, n_drop)
             request.drop(n_keep, n_drop)

@@ -190,7 +190,7 @@ def plan_cache(
         most = max(most, config.max_bytes // max(1, _bytes_of_a_block(plan, len(shares))))
 
     def sized(n_blocks: int, n_checkpoints: int) -> CachePlan:
-        return _sized(plan, n_blocks, n_batch, n_parallel, n_checkpoints)
+        return sized_plan(plan, n_blocks, n_batch, n_parallel, n_checkpoints)
 
     def fits(candidate: CachePlan) -> bool:
         each = [candidate.n_bytes(device) for device in range(len(shares))]
@@ -235,10 +235,13 @@ def plan_layout(graph: Graph, shares: Sequence[LocalGraph], config: CacheConfig)
 
 def plan_for_one(plan: CachePlan, n_tokens: int, n_batch: int) -> CachePlan:
     """The same layout with just the blocks that one sequence of `n_tokens` needs."""
-    return _sized(plan, -(-n_tokens // plan.config.block_size), n_batch, n_parallel=1, n_checkpoints=0)
+    n_blocks = -(-n_tokens // plan.config.block_size)
+    return sized_plan(plan, n_blocks, n_batch, n_parallel=1, n_checkpoints=0)
 
 
-def _sized(plan: CachePlan, n_blocks: int, n_batch: int, n_parallel: int, n_checkpoints: int) -> CachePlan:
+def sized_plan(
+    plan: CachePlan, n_blocks: int, n_batch: int, n_parallel: int, n_checkpoints: int
+) -> CachePlan:
     """The plan with `n_blocks` for full attention, and for windows the blocks that `n_parallel` sequences need."""
     size = plan.config.block_size
     counts = (

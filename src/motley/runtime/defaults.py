@@ -16,7 +16,7 @@ from motley.errors import DeviceError
 from motley.kvcache.types import get_cache_type
 from motley.models import DecoderParams
 from motley.runtime.budget import host_bytes
-from motley.runtime.caching import CacheConfig, CachePlan
+from motley.runtime.caching import CacheConfig, CachePlan, largest, sized_plan
 from motley.runtime.crew import Crew, known_devices, make_crew
 from motley.runtime.fitting import CacheFit, fit_cache
 from motley.runtime.splitting import ModelSplit
@@ -24,8 +24,12 @@ from motley.split.placement import NONE, TENSOR
 from motley.units import show_bytes
 
 AUTO = "auto"
-_GPU_BATCH, _GPU_PARALLEL = 2048, 128  # tokens of a step, requests: more is not faster on any GPU measured
-_CPU_BATCH, _CPU_PARALLEL = 512, 8
+_CPU_SIZES = (
+    (512, 8),
+    (128, 8),
+    (128, 1),
+)  # tokens of a step, requests; then what is chosen where these do not fit
+_GPU_SIZES = (2048, 128), (1024, 32), *_CPU_SIZES  # more is not faster on any GPU measured
 _REQUEST_TOKENS = 4096  # of each request: room in the cache by default
 _HOST_PART = 16  # by default the KV cache takes at most 1/16 of the machine's memory
 _MIN_FREE = 2**29  # of a GPU that is used by default: less is taken by torch, its libraries and activations
@@ -135,11 +139,24 @@ def chosen_crew(
     return crew, choice.notice
 
 
-def batch_sizes(n_batch: int | None, n_parallel: int | None, device_names: Sequence[str]) -> tuple[int, int]:
-    """(tokens of a step, requests at a time), with defaults for None: larger ones if all devices are GPUs."""
+def size_choices(
+    n_batch: int | None, n_parallel: int | None, device_names: Sequence[str]
+) -> list[tuple[int, int]]:
+    """(tokens of a step, requests at a time), with defaults for None: the best first, then what takes less memory."""
     is_gpu = all(name.startswith("cuda") for name in device_names)
-    batch, parallel = (_GPU_BATCH, _GPU_PARALLEL) if is_gpu else (_CPU_BATCH, _CPU_PARALLEL)
-    return n_batch or batch, n_parallel or parallel
+    defaults = _GPU_SIZES if is_gpu else _CPU_SIZES
+    return list(dict.fromkeys((n_batch or batch, n_parallel or parallel) for batch, parallel in defaults))
+
+
+def batch_sizes(n_batch: int | None, n_parallel: int | None, device_names: Sequence[str]) -> tuple[int, int]:
+    """The first of `size_choices`."""
+    return size_choices(n_batch, n_parallel, device_names)[0]
+
+
+def tokens_wanted(n_ctx: int | None, trained: int, cache: CacheConfig) -> int:
+    """Tokens that a cache should have room for, beside what each request takes."""
+    limit = _REQUEST_TOKENS if cache.max_tokens is None else min(_REQUEST_TOKENS, cache.max_tokens)
+    return min(n_ctx or trained, limit)
 
 
 @dataclass(frozen=True)
@@ -175,13 +192,13 @@ def choose_context(
     trained, is_limited = params.n_ctx_train, cache.max_tokens is not None or cache.max_bytes is not None
     split = split_for(trained)
     whole = fit_cache(split, backends, cache, **sizes)  # as much as the GPUs and the limits have room for
-    n_fit = min(whole.plan.groups[0].n_blocks * cache.block_size, _host_tokens(whole.plan, split, is_limited))
+    n_fit = _tokens_that_fit(whole.plan, split, is_limited=is_limited, **sizes)
     n_ctx = min(trained, max(n_fit, cache.block_size))
     if n_ctx < trained:
         split = split_for(n_ctx)
     n_held = max(_blocks(n_ctx, cache), n_parallel * min(_blocks(n_ctx, cache), _REQUEST_TOKENS))
     held = cache if is_limited else replace(cache, max_tokens=min(n_held, max(n_fit, cache.block_size)))
-    notice = _context_notice(whole.plan, n_ctx, trained) if n_ctx < trained else None
+    notice = _context_notice(whole.plan, n_ctx, trained, **sizes) if n_ctx < trained else None
     return ContextChoice(n_ctx, split, fit_cache(split, backends, held, **sizes), notice)
 
 
@@ -190,35 +207,60 @@ def _blocks(n_tokens: int, cache: CacheConfig) -> int:
     return -(-n_tokens // cache.block_size) * cache.block_size
 
 
-def _host_tokens(plan: CachePlan, split: ModelSplit, is_limited: bool) -> int:
-    """The most tokens that the default cache of the CPU devices may hold; a limit set by the user is kept as it is.
+def _tokens_that_fit(
+    plan: CachePlan, split: ModelSplit, *, is_limited: bool, n_batch: int, n_parallel: int
+) -> int:
+    """The most tokens of `plan` that the default cache may hold; windows of all requests are counted.
 
-    A host that was not asked is taken to have as much memory as this one.
+    Unless the user has set a limit, the CPU devices of a host take at most a part of its memory. A host that was not
+    asked is taken to have as much memory as this one.
     """
     here = host_bytes()
-    n_bytes: dict[str | None, int] = {}  # of a block, by host
-    memory: dict[str | None, int | None] = {}
+    members: dict[str | None, list[int]] = {}
+    limits: dict[str | None, int] = {}
     for index, device in enumerate(split.crew.devices):
-        if not device.is_gpu:
-            own = sum(plan.block_bytes(index, group) for group in plan.groups)
-            n_bytes[device.host] = n_bytes.get(device.host, 0) + own
-            memory[device.host] = here if device.offer is None else device.offer.memory
-    counts = [
-        known // _HOST_PART // n_bytes[host]
-        for host, known in memory.items()
-        if known is not None and n_bytes[host]
+        memory = here if device.offer is None else device.offer.memory
+        if memory is not None and not device.is_gpu and not is_limited:
+            members.setdefault(device.host, []).append(index)
+            limits[device.host] = memory // _HOST_PART
+
+    def fits(n_blocks: int) -> bool:
+        sized = sized_plan(plan, n_blocks, n_batch, n_parallel, 0)
+        if any(new.n_blocks > old.n_blocks for new, old in zip(sized.groups, plan.groups, strict=True)):
+            return False
+        n_bytes = _bytes_of_blocks(sized)
+        return all(sum(n_bytes[i] for i in own) <= limits[host] for host, own in members.items())
+
+    # Not the blocks of the first group: if all layers have windows, it has as many as these need, for any context.
+    most = n_parallel * -(-split.options.n_ctx // plan.config.block_size)
+    return largest(max(most, plan.groups[0].n_blocks), fits) * plan.config.block_size
+
+
+def _bytes_of_blocks(plan: CachePlan) -> list[int]:
+    """Bytes of the blocks on each device, without recurrent states."""
+    return [
+        sum(group.n_blocks * plan.block_bytes(device, group) for group in plan.groups)
+        for device in range(len(plan.heads))
     ]
-    return 2**62 if is_limited or not counts else min(counts) * plan.config.block_size
 
 
-def _context_notice(plan: CachePlan, chosen: int, trained: int) -> str:
+def _context_notice(plan: CachePlan, chosen: int, trained: int, *, n_batch: int, n_parallel: int) -> str:
     config, dim = plan.config, plan.head_dim
     now = config.k_type.head_bytes(dim) + config.v_type.head_bytes(dim)
+    most = trained if config.max_tokens is None else min(trained, config.max_tokens)
+    taken = _bytes_of_blocks(sized_plan(plan, chosen // config.block_size, n_batch, n_parallel, 0))
     more = ""
-    for name in _SMALLER_TYPES:
-        other = 2 * get_cache_type(name).head_bytes(dim)
-        if other < now:
-            n_tokens = min(trained, chosen * now // other // config.block_size * config.block_size)
-            more = f"; with -ctk {name} -ctv {name} it would be {n_tokens}"
-            break
+    for kind in map(get_cache_type, _SMALLER_TYPES):
+        if 2 * kind.head_bytes(dim) >= now:
+            continue
+        other = replace(plan, config=replace(config, k_type=kind, v_type=kind))
+
+        def fits(n_blocks: int, other: CachePlan = other) -> bool:
+            needed = _bytes_of_blocks(sized_plan(other, n_blocks, n_batch, n_parallel, 0))
+            return all(n <= have for n, have in zip(needed, taken, strict=True))
+
+        n_tokens = min(trained, largest(most // config.block_size, fits) * config.block_size)
+        if n_tokens > chosen:  # not where the user limits the tokens themselves
+            more = f"; with -ctk {kind.name} -ctv {kind.name} it would be {n_tokens}"
+        break
     return f"the context is {chosen} tokens: the model's {trained} do not fit{more} (-c asks for a size)"

@@ -15,6 +15,7 @@ steps with drafts and decodes of several requests are prepared later, while the 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -64,6 +65,19 @@ class WarmUp:
         total = sum(seconds for _, seconds in self.kernels)
         others = f"; {self.n_others} others are being compiled" if self.n_others else ""
         return f"kernels: {len(self.kernels)} compiled in {self.seconds:.1f} s ({total:.0f} s of one core){others}"
+
+    @property
+    def details(self) -> list[str]:
+        """A line for each name, the slowest first; none if nothing was compiled."""
+        names = Counter(name for name, _ in self.kernels)
+        seconds = {name: sum(s for other, s in self.kernels if other == name) for name in names}
+        slowest_first = sorted(names, key=lambda name: -seconds[name])
+        return [f"  {names[name]} × {name}, {seconds[name]:.2f} s" for name in slowest_first]
+
+    @property
+    def notices(self) -> list[str]:
+        """A sentence about each kernel that failed."""
+        return [f"not compiled: {failure}" for failure in self.failures]
 
 
 class KernelWarmer:
@@ -144,6 +158,11 @@ class KernelWarmer:
     def max_rows(self) -> int | None:
         """Rows of the batches whose kernels are compiled; None: all are, or are compiled at their first use."""
         return self._tiers[max(self._n_compiled, 1) - 1].max_rows if self.is_compiling else None
+
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether kernels are compiled before their first use: only on GPUs of one kind, without a CPU beside them."""
+        return self._target is not None
 
     @property
     def is_compiling(self) -> bool:

@@ -101,6 +101,7 @@ class Worker:
         """The description of the model that the front gives clients."""
         llm = self._llm
         memory = llm.memory()
+        kernels = [str(llm.warm_up), *llm.warm_up.details] if llm.warm_up.kernels else []
         return {
             "n_ctx": llm.n_ctx,
             "n_parallel": llm.engine.scheduler.n_parallel,
@@ -111,8 +112,8 @@ class Worker:
             "memory": memory,
             "devices": llm.device_memory(),
             "load_seconds": llm.load_seconds,
-            "notices": [*filter(None, [llm.chosen_devices]), *llm.notices],
-            "details": list(llm.details),
+            "notices": [*filter(None, [llm.chosen_devices]), *llm.notices, *llm.warm_up.notices],
+            "details": [*llm.details, *kernels],
             "stats": self._collector.stats(),
         }
 

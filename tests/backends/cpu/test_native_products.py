@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from native_driver import INSTRUCTION_SETS, CpuBackend, ExactCpuBackend, run_op
 
 from motley.backends.cpu.native import FORMATS as NATIVE_FORMATS
-from motley.backends.cpu.native import PLAIN_FORMATS
+from motley.backends.cpu.native import PLAIN_FORMATS, ROW_FORMATS
 from motley.backends.cpu.weights import MappedTensor, RepackedTensor
 from motley.formats import FORMATS, PackedTensor
 from motley.graph import I32, Graph
@@ -135,6 +135,22 @@ def test_products_of_mapped_weights_are_those_of_repacked_ones(
     mapped = run_op(mapping_backend(instruction_set), MatMul(), [x, weight])
     room = 1e-5 * (x.abs() @ weight.unpack().abs().T)
     assert ((mapped - repacked).abs() <= room).all()
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("n_blocks", [1, 15, 17, 100, 255, 300, 513])  # also more than a run (rows.hpp)
+@pytest.mark.parametrize("pattern", [(1, 0, 75), (3, 64, 0), (1, 8192, 100)])
+def test_mapped_weights_give_the_bits_of_repacked_ones_by_every_pattern(
+    instruction_set: str, n_blocks: int, pattern: tuple[int, int, int]
+) -> None:
+    weight = draw_weight("Q8_0", 48, n_blocks)
+    mapped = mapping_backend(instruction_set)
+    assert mapped._patterns.report == []  # chooses when it is made
+    mapped._pool.set_pattern(ROW_FORMATS["Q8_0"], *pattern)
+    for n_tokens in (1, 2, 5):
+        x = torch.randn(n_tokens, weight.shape[1], generator=torch.Generator().manual_seed(n_blocks))
+        repacked = run_op(CpuBackend(instruction_set), MatMul(), [x, weight])
+        assert torch.equal(run_op(mapped, MatMul(), [x, weight]), repacked)
 
 
 def test_weights_of_large_models_are_not_copied() -> None:

@@ -15,7 +15,7 @@ from native_driver import CpuBackend, run_op
 
 from motley.backends.cpu import patterns
 from motley.backends.cpu.native import FORMATS as NATIVE_FORMATS
-from motley.backends.cpu.native import core
+from motley.backends.cpu.native import ROW_FORMATS, core
 from motley.backends.cpu.patterns import PatternChooser, ReadPattern, keep_pattern, read_patterns
 from motley.errors import ConfigError
 from motley.formats import FORMATS, PackedTensor
@@ -34,9 +34,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def chooser_of(n_bytes: int, form: str = "Q8_0") -> PatternChooser:
+def chooser_of(n_bytes: int, form: str = "Q8_0", is_mapped: bool = False) -> PatternChooser:
     chooser = PatternChooser(core.Pool(2))
-    chooser.add(form, n_bytes)
+    chooser.add(form, n_bytes, is_mapped)
     return chooser
 
 
@@ -82,7 +82,7 @@ def test_a_measured_pattern_is_kept_and_used_again(own_cache: Path, monkeypatch:
     (said,) = chooser_of(2**30).report
     assert str(PATTERN) in said
     assert str(own_cache) in said
-    monkeypatch.setenv(patterns.VARIABLE, "measure")
+    monkeypatch.setenv(patterns.VARIABLE, " measure ")
     monkeypatch.setattr(patterns, "measure", lambda *_: {patterns.DEFAULT: 1e9})
     (said,) = chooser_of(2**30).report
     assert str(patterns.DEFAULT) in said
@@ -103,10 +103,10 @@ def test_each_format_has_a_pattern_of_its_own(own_cache: Path, monkeypatch: pyte
         b"{",
         b"\xff\xfe",
         b"[1]",
-        b'{"version": 2, "patterns": {"a": [1, 0, 0]}}',
-        b'{"version": 3}',
-        b'{"version": 3, "patterns": [3]}',
-        b'{"version": 3, "patterns": {"a": [1, 0], "b": "x", "c": [99, 0, 0], "d": [1, true, 0]}}',
+        b'{"version": 3, "patterns": {"a": [1, 0, 0]}}',
+        b'{"version": 4}',
+        b'{"version": 4, "patterns": [3]}',
+        b'{"version": 4, "patterns": {"a": [1, 0], "b": "x", "c": [99, 0, 0], "d": [1, true, 0]}}',
         b"[" * 100_000,
     ],
 )
@@ -214,9 +214,64 @@ def test_memory_that_changes_its_speed_does_not_change_the_choice(change_at: int
 def test_the_real_kernel_is_measured() -> None:
     candidates = (patterns.DEFAULT, PATTERN)
     for form in ("F16", "Q4_K"):
-        speeds = patterns.measure(core.Pool(2), form, candidates, n_bytes=2**24)
+        speeds = patterns.measure(core.Pool(2), form, False, candidates, n_bytes=2**24)
         assert set(speeds) == set(candidates)
         assert all(speed > 0 for speed in speeds.values())
+
+
+def test_a_mapped_files_layout_is_measured_with_its_own_kernel() -> None:
+    measured: list[int] = []
+
+    class Pool:
+        def set_pattern(self, number: int, *_: int) -> None:
+            measured.append(number)
+            raise InterruptedError
+
+    for is_mapped, numbers in ((False, NATIVE_FORMATS), (True, ROW_FORMATS)):
+        with pytest.raises(InterruptedError):
+            patterns.measure(Pool(), "Q8_0", is_mapped, n_bytes=2**22)
+        assert measured.pop() == numbers["Q8_0"]
+    speeds = patterns.measure(core.Pool(2), "Q8_0", True, (patterns.DEFAULT, PATTERN), n_bytes=2**24)
+    assert set(speeds) == {patterns.DEFAULT}  # the only one with one stream
+
+
+def test_mapped_weights_have_a_pattern_of_their_own(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = PackedTensor(torch.zeros(32 * 2**10, 64 * 34, dtype=torch.uint8), FORMATS["Q8_0"])  # 68 MiB
+    monkeypatch.setattr(patterns, "measure", lambda *given: {ReadPattern(1, 512 << given[2], 75): 2e9})
+    for n_bytes, expected in ((2**30, 1024), (2**20, 512)):
+        backend = CpuBackend()
+        backend.expect_weights(n_bytes)
+        backend.load(weight)
+        (said,) = backend._patterns.report
+        assert str(ReadPattern(1, expected, 75)) in said
+        assert said.startswith("mapped") == (n_bytes == 2**30)
+    assert len(read_patterns(own_cache)) == 2
+
+
+def test_beside_other_programs_nothing_is_measured_or_kept(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patterns, "_MIN_SECONDS", 0.0)
+    monkeypatch.setattr(patterns, "_measured_bytes", lambda: 2**24)
+    monkeypatch.setattr("time.process_time", lambda: 0.0)  # the threads do not run
+    (said,) = chooser_of(2**30).report
+    assert str(patterns.DEFAULT) in said
+    assert "other programs" in said
+    assert not own_cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("cpu_seconds", "is_alone"), [(0.2, True), (0.17, True), (0.15, False), (0.1, False)]
+)
+def test_threads_that_lose_a_fifth_of_their_time_are_not_alone(
+    cpu_seconds: float, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patterns, "_n_own_cores", lambda: 2)
+    watch = patterns.CoreWatch(8)  # more threads than cores use all of the cores
+    watch.add(0.05, 0.0)
+    assert watch.is_alone  # too early to tell
+    watch.add(0.05, cpu_seconds)
+    assert watch.is_alone == is_alone
 
 
 def test_the_file_is_readable(own_cache: Path) -> None:

@@ -314,12 +314,31 @@ def test_several_devices_and_models_with_drafts_record_after_loading(on_a_gpu: N
         warmer.abort()
 
 
+def test_kernels_of_gpus_of_several_kinds_are_compiled_at_their_first_use(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmer, _ = make_warmer()
+    assert warmer.compiles_ahead
+    warmer.abort()
+    kinds = iter([80, 90])
+    monkeypatch.setattr(gpu.Target, "of", staticmethod(lambda _: gpu.Target(next(kinds), 227 << 10)))
+    spec, kind = read_spec(MODEL), get_cache_type("f16")
+    config = CacheConfig(kind, kind)
+    split = split_model(spec, read_params(spec), make_crew("cpu,cpu"), config, n_ctx=64, rotate=True)
+    fit = fit_cache(split, [get_backend("auto")] * 2, config, n_batch=N_BATCH, n_parallel=N_PARALLEL)
+    backends = [FakeGpu("cuda:0"), FakeGpu("cuda:1")]
+    mixed = KernelWarmer(split, backends, fit.plan, n_batch=N_BATCH, n_parallel=N_PARALLEL)
+    assert not mixed.compiles_ahead
+    mixed.abort()
+
+
 def test_a_cpu_records_nothing() -> None:
     spec, kind = read_spec(MODEL), get_cache_type("f16")
     config, backends = CacheConfig(kind, kind), [get_backend("auto")]
     split = split_model(spec, read_params(spec), make_crew("cpu"), config, n_ctx=64, rotate=True)
     fit = fit_cache(split, backends, config, n_batch=N_BATCH, n_parallel=N_PARALLEL)
     warmer = KernelWarmer(split, backends, fit.plan, n_batch=N_BATCH, n_parallel=N_PARALLEL)
+    assert not warmer.compiles_ahead
     warmer.record_early(backends, None)
     assert warmer._early is None
     assert stand_in_runner(split, backends, fit.plan, None) is None

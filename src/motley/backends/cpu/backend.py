@@ -115,6 +115,7 @@ class CpuBackend(Backend):
 
     def load(self, weight: PackedTensor) -> CpuWeight:
         if self._is_mapping and can_map(weight):
+            self._patterns.add(weight.format.name, weight.nbytes, is_mapped=True)
             return MappedTensor(weight.data, weight.format)
         weight = narrowed(weight)
         if can_repack(weight):

@@ -2,9 +2,9 @@
 
 Decode is bound by memory, and processors differ in how they like to be read: one stream or several side by side, with
 or without software prefetch, in long or short pieces for each thread. So the real kernel is timed for some tenths of a
-second, once for each processor, number of threads, instruction set and weight format. MOTLEY_READ_PATTERN overrides the
-choice ("1,0,75": streams, bytes of prefetch distance, percent of a thread's share that it reads in one piece), or asks
-to measure again ("measure").
+second, once for each processor, number of threads, instruction set, weight format and layout (repacked, or the file's).
+MOTLEY_READ_PATTERN overrides the choice ("1,0,75": streams, bytes of prefetch distance, percent of a thread's share
+that it reads in one piece), or asks to measure again ("measure").
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VARIABLE = "MOTLEY_READ_PATTERN"
 _MEASURE_AGAIN = "measure"
 _MAX_STREAMS, _MAX_AHEAD = 8, 2**20
 _WORTH_MEASURING = 64 * 2**20  # bytes of a format's weights; below, a step is not bound by memory
-_VERSION = 3  # of the file; another one's patterns are measured again
+_VERSION = 4  # of the file; another one's patterns are measured again
 _NUMBERS = ("cpu family", "model", "CPU implementer", "CPU part")  # of /proc/cpuinfo: x86, ARM
 _MAX_FILE = 2**20  # bytes
 _REPETITIONS = 5
@@ -74,6 +74,8 @@ CANDIDATES = (
     ReadPattern(8, 1024, 0),
 )
 _ABOUT_AS_FAST = 0.97
+_LOSS, _LOSS_SHARE = 0.35, 0.05  # in cores: one busy program takes half of one; all cores lose a little
+_MIN_SECONDS = 0.1  # of a loss that counts
 
 
 def best_of(speeds: Mapping[ReadPattern, float]) -> ReadPattern:
@@ -82,53 +84,97 @@ def best_of(speeds: Mapping[ReadPattern, float]) -> ReadPattern:
     return next(pattern for pattern, speed in speeds.items() if speed >= enough)
 
 
+class NotAloneError(Exception):
+    """Other programs use the cores, so that times say nothing about memory."""
+
+
+class CoreWatch:
+    """Whether the threads of a pool had their cores for themselves. They never sleep for long, so they use all of their
+    time, unless another program does.
+    """
+
+    def __init__(self, n_threads: int) -> None:
+        self._n_cores = min(n_threads, _n_own_cores())
+        self._seconds = self._cpu_seconds = 0.0
+
+    def add(self, seconds: float, cpu_seconds: float) -> None:
+        self._seconds += seconds
+        self._cpu_seconds += cpu_seconds
+
+    @property
+    def is_alone(self) -> bool:
+        """True while there is too little to tell."""
+        lost = self._n_cores * self._seconds - self._cpu_seconds
+        return self._seconds < _MIN_SECONDS or lost <= max(_LOSS, _LOSS_SHARE * self._n_cores) * self._seconds
+
+
 class PatternChooser:
     """Gives a pool the pattern for each format, as soon as enough weights of that format are loaded."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self._n_bytes: Counter[str] = Counter()
+        self._n_bytes: Counter[tuple[str, bool]] = Counter()
         self.report: list[str] = []  # sentences about what was chosen
         self._given = _given_pattern()
-        for form in FORMATS:
-            self._use(form, self._given or DEFAULT)
+        for number in (*FORMATS.values(), *ROW_FORMATS.values()):
+            pool.set_pattern(number, *(self._given or DEFAULT))
         if self._given is not None:
             self.report.append(f"weights are read by {VARIABLE}: {self._given}")
 
-    def add(self, form: str, n_bytes: int) -> None:
-        """Count a weight; the format's pattern is chosen when its weights no longer fit into caches."""
-        had = self._n_bytes[form]
-        self._n_bytes[form] += n_bytes
-        if self._given is None and form in FORMATS and had < _WORTH_MEASURING <= had + n_bytes:
-            self._choose(form)
+    def add(self, form: str, n_bytes: int, is_mapped: bool = False) -> None:
+        """Count a weight; the format's pattern is chosen when its weights no longer fit into caches.
 
-    def _choose(self, form: str) -> None:
-        key = f"{processor_name()} | {self._pool.n_threads} threads | {self._pool.instruction_set} | {form}"
+        `is_mapped`: it stays in the file's layout, which another kernel reads.
+        """
+        had = self._n_bytes[form, is_mapped]
+        self._n_bytes[form, is_mapped] += n_bytes
+        if self._given is None and form in FORMATS and had < _WORTH_MEASURING <= had + n_bytes:
+            self._choose(form, is_mapped)
+
+    def _choose(self, form: str, is_mapped: bool) -> None:
+        weights = f"mapped {form}" if is_mapped else form
+        key = (
+            f"{processor_name()} | {self._pool.n_threads} threads | {self._pool.instruction_set} | {weights}"
+        )
         path = cache_file()
         pattern = None
-        if path is not None and os.environ.get(VARIABLE) != _MEASURE_AGAIN:
+        if path is not None and _variable() != _MEASURE_AGAIN:
             pattern = read_patterns(path).get(key)
         source = f"from {path}"
         if pattern is None:
-            speeds = measure(self._pool, form)
-            pattern = best_of(speeds)
-            source = f"measured now, {show_bytes(speeds[pattern])}/s"
-            if path is None or not keep_pattern(path, key, pattern):
-                source += f"; {path or 'a cache folder'} cannot be written"
-        self._use(form, pattern)
-        self.report.append(f"{form} weights are read by {pattern} ({source})")
+            pattern, source = self._measured(form, is_mapped, path, key)
+        numbers = ROW_FORMATS if is_mapped else FORMATS
+        self._pool.set_pattern(numbers[form], *pattern)
+        self.report.append(f"{weights} weights are read by {pattern} ({source})")
 
-    def _use(self, form: str, pattern: ReadPattern) -> None:
-        for numbers in (FORMATS, ROW_FORMATS):
-            if form in numbers:
-                self._pool.set_pattern(numbers[form], *pattern)
+    def _measured(self, form: str, is_mapped: bool, path: Path | None, key: str) -> tuple[ReadPattern, str]:
+        """The pattern and where it is from. Nothing is kept that was measured beside other programs."""
+        try:
+            speeds = measure(self._pool, form, is_mapped, CANDIDATES, None, True)
+        except NotAloneError:
+            return DEFAULT, "not measured, because other programs use the cores"
+        pattern = best_of(speeds)
+        source = f"measured now, {show_bytes(speeds[pattern])}/s"
+        if path is None or not keep_pattern(path, key, pattern):
+            source += f"; {path or 'a cache folder'} cannot be written"
+        return pattern, source
 
 
 def measure(
-    pool: Any, form: str, candidates: Sequence[ReadPattern] = CANDIDATES, n_bytes: int | None = None
+    pool: Any,
+    form: str,
+    is_mapped: bool = False,
+    candidates: Sequence[ReadPattern] = CANDIDATES,
+    n_bytes: int | None = None,
+    is_alone_only: bool = False,
 ) -> dict[ReadPattern, float]:
-    """Bytes per second of one token's products, with weights that no cache holds. The pool's own pattern is lost."""
-    layout, number = LAYOUTS[form], ROW_FORMATS.get(form, FORMATS[form])
+    """Bytes per second of one token's products, with weights that no cache holds. The pool's own pattern is lost.
+
+    `is_alone_only`: NotAloneError as soon as other programs take the cores.
+    """
+    layout, number = LAYOUTS[form], (ROW_FORMATS if is_mapped else FORMATS)[form]
+    if is_mapped:  # its kernel reads one stream in any case
+        candidates = [pattern for pattern in candidates if pattern.streams == 1]
     row_bytes = _COLUMNS // max(layout.block_size, 1) * layout.block_bytes
     n_rows = _MATRIX_BYTES // row_bytes // GROUP_ROWS * GROUP_ROWS
     n_matrices = max((n_bytes or _measured_bytes()) // (n_rows * row_bytes), 1)
@@ -146,10 +192,16 @@ def measure(
             program.matmul(address(x), _COLUMNS, quantized, 1, _COLUMNS, [part], 0, False)
         programs.append(program)
 
+    watch = CoreWatch(pool.n_threads)
+
     def seconds_of(i: int) -> float:
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         programs[i].run()
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        watch.add(seconds, time.process_time() - cpu_started)
+        if is_alone_only and not watch.is_alone:
+            raise NotAloneError
+        return seconds
 
     seconds = paired_seconds(seconds_of, len(programs))
     return {pattern: weights.numel() / s for pattern, s in zip(candidates, seconds, strict=True)}
@@ -172,6 +224,11 @@ def paired_seconds(
     return [best * median(each) for each in ratios]
 
 
+def _n_own_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _measured_bytes() -> int:
     """Four times the largest cache: with twice, a part of it was still there in the next pass (Zen 4)."""
     sizes = [_MIN_BYTES // 4]
@@ -181,8 +238,12 @@ def _measured_bytes() -> int:
     return min(4 * max(sizes), _MAX_BYTES)
 
 
+def _variable() -> str:
+    return os.environ.get(VARIABLE, "").strip()
+
+
 def _given_pattern() -> ReadPattern | None:
-    text = os.environ.get(VARIABLE, "").strip()
+    text = _variable()
     if text in ("", _MEASURE_AGAIN):
         return None
     with suppress(ValueError, TypeError):

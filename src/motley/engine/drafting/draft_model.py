@@ -51,8 +51,9 @@ class DraftModel:
     def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         n_plans = self.runner.n_plans
         self._free_ended()
-        lanes = self._caught_up([lane for ask in asks if (lane := self._lane(ask)) is not None])
-        is_prompt = any(len(lane.pending) > lane.n_max + 1 for lane in lanes)
+        asked = [lane for ask in asks if (lane := self._lane(ask)) is not None]
+        lanes = self._caught_up(asked)
+        is_prompt = len(lanes) < len(asked) or any(len(lane.pending) > lane.n_max + 1 for lane in lanes)
         self._rounds.draft(lanes, self._run, self._run_rounds)
         self.is_usual = self.runner.n_plans == n_plans and not is_prompt
         drafted = {lane.request: tuple(lane.drafted) for lane in lanes}
@@ -143,14 +144,14 @@ class DraftModel:
         return min(n, max_tokens)
 
     def _caught_up(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """The lanes that can have a draft now. Others first take a batch of the tokens that they lack."""
+        """The lanes that can have a draft now. The first of the others takes a batch of the tokens that it lacks."""
         kept, room = [], self._n_batch
         for lane in sorted(lanes, key=lambda lane: len(lane.request.tokens) - lane.start):
             n_missing = len(lane.request.tokens) - lane.start
             if n_missing <= room:
                 room -= n_missing
                 kept.append(lane)
-            elif not kept:
+            else:  # also beside lanes that have drafts: a long prompt would wait until these end
                 self._run([lane], n_outputs=0)
                 break
         return kept

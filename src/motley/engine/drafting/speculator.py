@@ -71,6 +71,7 @@ class Speculator:
         self._max_rows = max_rows
         self._clock = clock
         self.n_quiet = 0  # how many steps after the next one need no drafts
+        self._drafting_seconds = 0.0  # that drafters took for the step that is being planned
         self.default = Speculation(read_choice(spec, self.names), draft_max, draft_min)
 
     def choose(
@@ -86,6 +87,7 @@ class Speculator:
     def propose(self, scheduler: Scheduler) -> dict[Request, Draft]:
         """Drafts for requests that wait for their next token, as long as they make tokens come faster."""
         running = scheduler.running
+        self._drafting_seconds = 0.0
         if self._watchers:
             for watcher in tuple(self._watchers.values()):
                 self._catch_up(watcher, running)
@@ -274,6 +276,13 @@ class Speculator:
             self._lookup.note_use()
         self._control.note_draft(request, draft, n_right, is_rejected)
 
+    def take_drafting_seconds(self) -> float:
+        """The seconds that drafters took for the present step; 0.0 when it is asked again. They are a price of their
+        own (`Control.note_drafting`), not a part of what the step's rows cost.
+        """
+        seconds, self._drafting_seconds = self._drafting_seconds, 0.0
+        return seconds
+
     def note_step(
         self, n_rows: int, seconds: float, *, is_late: bool = False, n_requests: int = 0, most_rows: int = 1
     ) -> None:
@@ -316,9 +325,11 @@ class Speculator:
                 raise
             return {}
         if not drafter.is_free:
+            seconds = self._clock() - started
+            self._drafting_seconds += seconds
             n_rounds = max(len(draft.tokens) for draft in found)
             if n_rounds and drafter.is_usual:
-                self._control.note_drafting(drafter.name, n_rounds, self._clock() - started)
+                self._control.note_drafting(drafter.name, n_rounds, seconds)
         kept = {}
         for (request, n, _), draft in zip(asks, found, strict=True):
             tokens = draft.tokens

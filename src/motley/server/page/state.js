@@ -54,7 +54,7 @@ export const FIELDS = [
   ["Motley", [
     number("n_expert_used", "Experts of a token", "of models with experts", { min: 1, step: 1 }),
     number("n_layer_exit", "Layers", "leave the model early", { min: 1, step: 1 }),
-    { name: "speculate", label: "Speculation", kind: "choice", choices: ["", "on", "off"], hint: "drafts, checked by the model" },
+    { name: "speculative", label: "Speculation", kind: "choice", choices: ["", "auto", "off"], hint: "drafts, checked by the model" },
     { name: "cache_salt", label: "Cache salt", kind: "line", hint: "shares the cache only with the same salt" },
   ]],
   ["Tools and form", [
@@ -93,7 +93,6 @@ export function requestFields() {
       if (value === undefined || local) continue;
       if (kind === "json") fields[name] = parsed(label, value);
       else if (kind === "list") fields[name] = value.split("\n").filter(Boolean);
-      else if (name === "speculate") fields[name] = value === "on";
       else fields[name] = value;
     }
   }
