@@ -142,6 +142,10 @@ void run_group(const std::vector<std::shared_ptr<Group>>& groups, int64_t n_valu
 void check_group() {
     const auto local = std::make_shared<LocalGroup>(3);
     run_group({local, local, local}, 20000);
+    float nothing = 0;
+    local->abort();  // by a device that failed before the others came
+    require(!local->receive(0, 1, &nothing, 1), "nothing was sent", "group");
+    require(!local->send(1, 0, &nothing, 1), "nobody receives", "group");
 #if defined(__linux__)
     // As in three processes, each of which has mapped the memory. The second time, values do not fit into a slot.
     for (const int64_t n_values : {int64_t{20000}, SharedGroup::kSlotValues + 5}) {

@@ -332,12 +332,20 @@ class LLM:
             return result
 
     def embed(
-        self, texts: Any, *, pooling: str | None = None, normalize: bool = True, parse_special: bool = True
+        self,
+        texts: Any,
+        *,
+        pooling: str | None = None,
+        normalize: bool = True,
+        parse_special: bool = True,
+        n_expert_used: int | None = None,
+        n_layer_exit: int | None = None,
     ) -> Any:
         """The embedding of a text (or token ids): its hidden states after the final norm, pooled. (embd,) float32
 
         Of a list of texts: (texts, embd). `pooling`: "mean", "last", "cls" (the first token) or "none", which gives
         (tokens, embd), of a list a list of these. Default: the model file's, or "mean". `normalize`: to length 1.
+        `n_expert_used`, `n_layer_exit`: see SamplingParams.
         """
         kind = choose_pooling(pooling, self.spec.metadata, self.spec.architecture)
         is_list = is_list_of_prompts(texts)
@@ -348,9 +356,13 @@ class LLM:
         ]
         for i, ids in enumerate(all_ids):
             at_index("texts", i, partial(engine.check_length, ids))
+        effort = engine.efforts.choose(n_expert_used, n_layer_exit)
         found = []
         for ids in all_ids:
-            with self._scoring_lock, RawSequence(self._service, engine, is_internal=True) as sequence:
+            with (
+                self._scoring_lock,
+                RawSequence(self._service, engine, is_internal=True, effort=effort) as sequence,
+            ):
                 found.append(pooled(sequence.embed(ids).numpy(), kind, normalize))
         if not is_list:
             return found[0]

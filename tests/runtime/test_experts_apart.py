@@ -34,6 +34,9 @@ CREWS: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({"devices": "cpu,cpu", "n_cpu_moe": 3, "tensor_split": (0, 1), "expert_split": (1, 0)}, {"send": 6}),
     ({"devices": "cpu,cpu", "n_cpu_moe": 6, "expert_split": (1, 3)}, {"broadcast": 6, "all_reduce": 6}),
     ({"devices": "cpu,cpu", "n_cpu_moe": 1, "expert_split": "1,1"}, {"broadcast": 1, "all_reduce": 1}),
+    # Shares of less than one expert of a layer: one device has all of them, and the router.
+    ({"devices": "cpu,cpu", "n_cpu_moe": 2, "expert_split": (1, 99)}, {"send": 4}),
+    ({"devices": "cpu,cpu", "expert_split": (1, 30)}, {"send": 6, "broadcast": 3, "all_reduce": 3}),
     ({"devices": "cpu,cpu,cpu", "n_cpu_moe": 4}, {"all_reduce": 12}),
     ({"devices": "cpu,cpu,cpu", "n_cpu_moe": 6, "expert_split": (1, 1, 2)}, {"all_reduce": 12}),
     # One more between layers: three of them are on the first device, three on the second.
@@ -66,6 +69,18 @@ def test_logits_are_those_of_one_device(
         logits = logits_of(bundled_experts_path(), backend, **options)
         assert np.abs(logits - alone[backend]).max() <= 1e-3
         assert logits.argmax(-1).tolist() == alone[backend].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("shares", [(1, 99), (0, 1)])
+def test_a_device_with_nothing_but_experts_computes_fewer_rows_than_its_plan_has(
+    shares: tuple[int, int],
+) -> None:
+    """It got the ids of experts for rows that the batch did not have: any numbers."""
+    options: dict[str, Any] = {"backend": "cpu-exact", "n_ctx": 32, "n_parallel": 1}
+    crew: dict[str, Any] = {"devices": "cpu,cpu", "n_cpu_moe": 2, "expert_split": shares}
+    with LLM(bundled_experts_path(), **options) as one, LLM(bundled_experts_path(), **options, **crew) as two:
+        for n_tokens in (1, 3, 5, 13):
+            np.testing.assert_array_equal(two.logits(TOKENS[:n_tokens]), one.logits(TOKENS[:n_tokens]))
 
 
 def test_with_whole_tensors_handed_over_not_a_bit_changes(alone: dict[str, npt.NDArray[np.float32]]) -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from motley.formats import get_format
 from motley.graph import Tensor
 from motley.graph.ops import Weight
-from motley.graph.roles import COLUMNS, EXPERTS, FFN, HEADS, KEYS, QUERIES, VOCABULARY, Role
+from motley.graph.roles import COLUMNS, EXPERTS, FFN, HEADS, KEYS, QUERIES, ROUTER, VOCABULARY, Role
 from motley.models import DecoderParams
 from motley.models.params import RopeScaling
-from motley.ownership import Split, State, Word
+from motley.ownership import Split, State, Word, sole_owner
 from motley.split.placement import LAYER, TENSOR, choose_kv_repeat, place
 
 MODEL = DecoderParams(
@@ -241,6 +241,23 @@ def test_experts_are_cut_alike_and_near_the_shares(
             got = sum(Fraction(word.count(device), len(word)) for word in words)
             assert abs(got - 4 * share / total) <= unit
             assert share or not got
+
+
+@settings(SETTINGS)
+@given(SHARES, st.sampled_from([1, 2, 4]), st.sampled_from(["ffn", "whole"]))
+def test_a_router_is_with_the_experts_if_one_device_has_them_all(
+    shares: list[Fraction], n_experts: int, way: str
+) -> None:
+    experts = experts_of("Q4_K", n_experts, 256)
+    routers = [
+        Weight((n_experts, 512), "F32", "router", (), Role(ROUTER, layer))(name=f"{layer}.router")
+        for layer in range(4)
+    ]
+    placement = place(TENSOR, [*experts, *routers], replace(MODEL, n_layers=4), shares, experts=way)
+    for layer in range(4):
+        owner = sole_owner(placement.states[f"{layer}.down"])
+        expected = None if owner is None else Split(0, Word.of(owner, n_experts))
+        assert placement.states.get(f"{layer}.router") == expected
 
 
 def test_columns_are_preferred_where_they_come_near() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from motley.errors import RequestError
 
 if TYPE_CHECKING:
     from motley.llm import LLM
@@ -23,15 +26,19 @@ def restore(llm: LLM, *, path: str) -> dict[str, Any]:
     return {"tokens": tokens, "seconds": time.perf_counter() - started}
 
 
-def erase(llm: LLM, *, tokens: list[int]) -> dict[str, Any]:
-    llm.forget(tokens)
+def erase(llm: LLM, *, tokens: list[int], prefix: dict[str, Any]) -> dict[str, Any]:
+    """`prefix`: the salt and the numbers of experts and layers of the request that computed them."""
+    with suppress(
+        RequestError
+    ):  # the model does not allow these numbers: the request failed, and left nothing
+        llm.forget(tokens, **prefix)
     return {"n_tokens": len(tokens)}
 
 
-def embed(llm: LLM, *, tokens: list[int], pooling: str | None, normalize: bool) -> dict[str, Any]:
-    """The vector as base64 of float32: JSON numbers would be four times as long."""
+def embed(llm: LLM, *, tokens: list[int], **options: Any) -> dict[str, Any]:
+    """The vector as base64 of float32: JSON numbers would be four times as long. `options`: as for `LLM.embed`."""
     started = time.perf_counter()
-    rows = llm.embed(tokens, pooling=pooling, normalize=normalize)
+    rows = llm.embed(tokens, **options)
     data = base64.b64encode(rows.astype("<f4").tobytes()).decode()
     return {"data": data, "shape": list(rows.shape), "seconds": time.perf_counter() - started}
 

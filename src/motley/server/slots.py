@@ -7,8 +7,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from motley.server.jobs import Job
+
+# Fields of `SamplingParams` and arguments of `LLM.forget`.
+_PREFIX = ("cache_salt", "n_expert_used", "n_layer_exit")
 
 
 @dataclass
@@ -19,11 +23,17 @@ class Slot:
     request: int | None = None  # the number of its ticket
     job: Job | None = None
     tokens: list[int] = field(default_factory=list)  # whose cache `save` writes
+    prefix: dict[str, Any] = field(default_factory=dict)  # what its cache is found by, besides tokens
     generated: Sequence[int] = ()  # by the request in it
 
     @property
     def n_decoded(self) -> int:
         return len(self.generated)
+
+    def remember(self, tokens: list[int], job: Job | None = None) -> None:
+        """Take the tokens of the latest request. `job`: the request; None: they came from a file."""
+        self.tokens = tokens
+        self.prefix = {} if job is None else {name: getattr(job.params, name) for name in _PREFIX}
 
 
 class Slots:
@@ -68,7 +78,7 @@ class Slots:
         slot = self._slot_of.pop(request, None)
         if slot is None:
             return
-        slot.tokens = tokens
+        slot.remember(tokens, slot.job)
         slot.request, slot.job, slot.generated = None, None, ()
         if self._deferred:
             number, waiting = self._deferred.popitem(last=False)

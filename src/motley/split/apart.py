@@ -69,11 +69,13 @@ def place_apart(weights: Sequence[Tensor], apart: ExpertsApart) -> dict[str, Sta
     for _, group in sorted(by_layer.items()):
         experts = [w for w in group if isinstance(w.op, Weight) and w.op.role.group == EXPERTS]
         counts = apportioner.share_out(experts[0].shape[0]) if experts else ()
+        # A small share can be less than one expert of a layer: then one device has them all, although several share.
+        holders = [device for device, count in enumerate(counts) if count]
         for weight in group:
             if weight in experts:
                 states[weight.name] = Split(0, Word.run(counts))
-            elif apart.owner is not None:
-                states[weight.name] = Split(0, Word.of(apart.owner, weight.shape[0]))
+            elif len(holders) == 1:
+                states[weight.name] = Split(0, Word.of(holders[0], weight.shape[0]))
     return states
 
 

@@ -32,12 +32,13 @@ from motley.graph.roles import (
     OUTPUT,
     QUERIES,
     QUERY_HEADS,
+    ROUTER,
     SHARED_FFN,
     VOCABULARY,
     Role,
 )
 from motley.models import DecoderParams
-from motley.ownership import Split, State, Word
+from motley.ownership import Split, State, Word, sole_owner
 from motley.split.apart import ExpertsApart, is_apart, place_apart
 from motley.split.apportion import Apportioner, DeadlineApportioner
 
@@ -187,7 +188,7 @@ class _TensorPlacement:
             self._place_delta(layer)
             for group in (FFN, SHARED_FFN):
                 self._place_columns(self._groups.get((group, layer), []))
-            self._place_experts(self._groups.get((EXPERTS, layer), []))
+            self._place_experts(self._groups.get((EXPERTS, layer), []), self._groups.get((ROUTER, layer), []))
         for output in self._groups.get((VOCABULARY, None), []):
             n_vocab = output.shape[0]
             counts = self._bytes.share_out(*_units(n_vocab, _LANES, [output]))
@@ -250,7 +251,8 @@ class _TensorPlacement:
             for weight in weights:
                 self._cut(weight, {COLUMNS: _word(counts, unit, n_columns)})
 
-    def _place_experts(self, weights: Sequence[Tensor]) -> None:
+    def _place_experts(self, weights: Sequence[Tensor], routers: Sequence[Tensor]) -> None:
+        """Place a layer's experts. If one device has them all, its router is there, too: see `apart`."""
         if self._experts is None or self._experts.way == COLUMNS_OF_EACH:
             self._place_columns(weights)
         elif weights:
@@ -258,6 +260,10 @@ class _TensorPlacement:
             word = _word(self._bytes.share_out(*_units(n_experts, 1, weights)), 1, n_experts)
             for weight in weights:
                 self._states[weight.name] = Split(0, word)
+        owners = {sole_owner(self._states[weight.name]) for weight in weights}
+        if len(owners) == 1 and (owner := owners.pop()) is not None:
+            for router in routers:
+                self._states[router.name] = Split(0, Word.of(owner, router.shape[0]))
 
     def _choose_expert_split(self, asked: str) -> ExpertSplit | None:
         """The split that is closer to the shares. Columns of every expert are preferred if they are close enough: then

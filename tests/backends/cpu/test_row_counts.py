@@ -16,6 +16,8 @@ from motley.gguf import read_spec
 from motley.graph import CACHE, F32, I32, Graph
 from motley.graph.ops import Add, GetRows, Input, MatMul, Permute, Reshape, Slice, Weight
 from motley.models import BatchShape, GraphOptions, build_graph, read_params
+from motley.ownership import Word
+from motley.split.collectives import ReduceScatter
 
 if not is_available():
     pytest.skip("the native module is not built", allow_module_level=True)
@@ -97,6 +99,32 @@ def test_what_moves_rows_about_is_not_by_rows() -> None:
     known = rows_of_tensors(Graph.of(turned, cut, mixed, product))
     assert known[x] == Rows(TOKENS, 6)
     assert not {turned, cut, mixed, product} & set(known)
+
+
+def test_a_sum_that_one_device_needs_alone_is_by_rows() -> None:
+    x = GetRows()(Weight((10, 8), "F32")(name="table"), Input((6,), I32)(name="tokens"))
+    whole, parts = (ReduceScatter(0, word, 0)(x) for word in (Word.of(0, 6), Word.run((4, 2))))
+    known = rows_of_tensors(Graph.of(whole, parts))
+    assert known[whole] == Rows(TOKENS, 6)
+    assert parts not in known
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-exact"])
+def test_a_shared_expert_apart_from_its_gate_computes_any_number_of_rows(shared: Path, backend: str) -> None:
+    """The first device has a shared expert alone, the second one its gate: sums go to single devices."""
+    (path,) = (shared / "golden" / "qwen3next").glob("model-*.gguf")
+    options: dict[str, Any] = {"backend": backend, "n_ctx": 64, "n_parallel": 1}
+    crew: dict[str, Any] = {
+        "devices": "cpu,cpu",
+        "split_mode": "tensor",
+        "tensor_split": (1, 10),
+        "split_experts": "ffn",
+        "n_cpu_moe": 1,
+    }
+    with LLM(path, **options) as one, LLM(path, **options, **crew) as two:
+        for n in (1, 9):
+            difference = one.logits(range(3, 3 + n)) - two.logits(range(3, 3 + n))
+            assert abs(difference).max() < 0.05
 
 
 def test_rows_of_a_tensor_are_pieces_of_its_first_axis() -> None:

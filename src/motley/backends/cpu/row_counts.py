@@ -151,6 +151,12 @@ def _permuted(node: Tensor, known: Known) -> Rows | None:
     return rows if rows and node.op.axes[0] == 0 and node.shape[0] % rows.n_planned == 0 else None
 
 
+def _scattered(node: Tensor, known: Known) -> Rows | None:
+    """A sum by columns, or all of its rows on this device: where one device alone needs the sum."""
+    rows = known.get(node.inputs[0])
+    return rows if _axis(node.op) == 0 and node.shape == node.inputs[0].shape else _inside(_axis)(node, known)
+
+
 def _axis(op: Op) -> int:
     assert isinstance(op, Slice | Concat | Repeat | AllGather | ReduceScatter | Shard | Place)
     return op.axis
@@ -162,7 +168,8 @@ _RULES: dict[type[Op], Callable[[Tensor, Known], Rows | None]] = {
     Add: _binary,
     Mul: _binary,
     Permute: _permuted,
-    **{kind: _inside(_axis) for kind in (Slice, Concat, Repeat, AllGather, ReduceScatter, Shard, Place)},
+    **{kind: _inside(_axis) for kind in (Slice, Concat, Repeat, AllGather, Shard, Place)},
+    ReduceScatter: _scattered,
     **dict.fromkeys(
         (Activation, AllReduce, Attention, LocalIds, Reshape, RmsNorm, Rope, Scale, Softmax), _as_first
     ),

@@ -29,6 +29,10 @@ def _described(schema: Schema, text: str) -> Schema:
     return schema | {"description": text}
 
 
+_EFFORT: Schema = {
+    "n_expert_used": _described(_INT, "experts for each token"),
+    "n_layer_exit": _described(_INT, "layers to run"),
+}
 _SAMPLING: Schema = {
     "temperature": _described(_NUMBER, "0: always the likeliest token"),
     "top_k": _INT,
@@ -47,8 +51,7 @@ _SAMPLING: Schema = {
     "min_tokens": _INT,
     "ignore_eos": _FLAG,
     "speculative": _described(_TEXT, "off, auto, or drafters separated by commas"),
-    "n_expert_used": _described(_INT, "experts for each token"),
-    "n_layer_exit": _described(_INT, "layers to run"),
+    **_EFFORT,
     "cache_prompt": _FLAG,
     "cache_salt": _described(_TEXT, "prefixes are shared only with requests of the same salt"),
     "t_max_predict_ms": _described(_NUMBER, "the answer ends after so long"),
@@ -111,7 +114,7 @@ _OPERATIONS: dict[str, tuple[str, str, Schema, tuple[str, ...]]] = {
     "/v1/embeddings": (
         "OpenAI",
         "Embeddings of texts, of length 1",
-        {"input": _PROMPT, "encoding_format": _described(_TEXT, "float or base64")},
+        {"input": _PROMPT, "encoding_format": _described(_TEXT, "float or base64"), **_EFFORT},
         ("input",),
     ),
     "/v1/models": ("OpenAI", "The model", {}, ()),
@@ -163,7 +166,7 @@ _OPERATIONS: dict[str, tuple[str, str, Schema, tuple[str, ...]]] = {
     "/embedding": (
         "llama-server",
         "Embeddings of texts, with --pooling none of each token",
-        {"content": _PROMPT},
+        {"content": _PROMPT, **_EFFORT},
         ("content",),
     ),
     "/health": ("State", "200 when the model is loaded; 503 with progress before that", {}, ()),

@@ -29,7 +29,7 @@ async def openai(front: Front, request: Request) -> Response:
     if form not in ("float", "base64"):
         raise invalid("encoding_format must be float or base64", param="encoding_format")
     prompts = await _prompts(front, body)
-    found = await until_left(request.receive, _embed(front, prompts, normalize=True))
+    found = await until_left(request.receive, _embed(front, body, prompts, normalize=True))
     n_tokens = sum(map(len, prompts))
     n_dimensions = body.integer("dimensions")
     data = [
@@ -56,7 +56,7 @@ async def llama(front: Front, request: Request) -> Response:
     prompts = await _prompts(front, body)
     is_whole = front.settings.pooling != "none"
     normalize = is_whole and (body.integer("embd_normalize", 2) or 0) >= 0
-    found = await until_left(request.receive, _embed(front, prompts, normalize=normalize))
+    found = await until_left(request.receive, _embed(front, body, prompts, normalize=normalize))
     return JSON(
         [{"index": index, "embedding": np.atleast_2d(rows).tolist()} for index, rows in enumerate(found)]
     )
@@ -75,12 +75,15 @@ async def _prompts(front: Front, body: Fields) -> list[tuple[int, ...]]:
     return prompts
 
 
-async def _embed(front: Front, prompts: list[tuple[int, ...]], *, normalize: bool) -> list[Rows]:
+async def _embed(
+    front: Front, body: Fields, prompts: list[tuple[int, ...]], *, normalize: bool
+) -> list[Rows]:
     """One call for each input, so that other requests run in between."""
+    effort = {name: body.integer(name) for name in ("n_expert_used", "n_layer_exit")}
     found = []
     for tokens in prompts:
         reply = await front.engine.call(
-            "embed", tokens=tokens, pooling=front.settings.pooling, normalize=normalize
+            "embed", tokens=tokens, pooling=front.settings.pooling, normalize=normalize, **effort
         )
         front.metrics.count_prompt(len(tokens), reply["seconds"])
         found.append(np.frombuffer(base64.b64decode(reply["data"]), dtype="<f4").reshape(reply["shape"]))

@@ -71,8 +71,8 @@ async def slot_action(front: Front, request: Request) -> Response:
         case "erase":
             n_tokens = len(slot.tokens)
             if slot.tokens:
-                await front.engine.call("erase", tokens=slot.tokens)
-            slot.tokens = []
+                await front.engine.call("erase", tokens=slot.tokens, prefix=slot.prefix)
+            slot.remember([])
             return JSON({"id_slot": slot.number, "n_erased": n_tokens})
     raise invalid("action must be save, restore or erase", param="action")
 
@@ -109,7 +109,7 @@ async def _restore(front: Front, slot: Slot, path: Path) -> Response:
     if path.is_symlink() or not path.is_file():
         raise invalid(f"there is no saved slot {path.name}", param="filename")
     restored = await front.engine.call("restore", path=str(path))
-    slot.tokens = restored["tokens"]
+    slot.remember(restored["tokens"])
     return JSON(
         {
             "id_slot": slot.number,
