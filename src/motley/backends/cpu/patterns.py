@@ -3,8 +3,8 @@
 Decode is bound by memory, and processors differ in how they like to be read: one stream or several side by side, with
 or without software prefetch, in long or short pieces for each thread. So the real kernel is timed for some tenths of a
 second, once for each processor, number of threads, instruction set, weight format and layout (repacked, or the file's).
-MOTLEY_READ_PATTERN overrides the choice ("1,8192,75,1": streams, bytes of prefetch distance, percent of a thread's share
-that it reads in one piece, 1 for non-temporal prefetches or 0), or asks to measure again ("measure").
+MOTLEY_READ_PATTERN overrides the choice ("1,8192,75,1": streams, bytes of prefetch distance, percent of a thread's
+share that it reads in one piece, 1 for non-temporal prefetches or 0), or asks to measure again ("measure").
 """
 
 from __future__ import annotations
@@ -258,9 +258,9 @@ def _given_pattern() -> ReadPattern | None:
             return pattern
     raise ConfigError(
         f"{VARIABLE}={text!r} is no reading pattern",
-        hint=f"give streams (1 to {_MAX_STREAMS}), bytes of prefetch distance (0: none), the percent of its share that a "
-        f"thread reads in one piece, and 1 for non-temporal prefetches, e.g. {VARIABLE}=1,0,75 or {VARIABLE}=1,8192,75,1; "
-        f"or {VARIABLE}={_MEASURE_AGAIN}",
+        hint=f"give streams (1 to {_MAX_STREAMS}), bytes of prefetch distance (0: none), the percent of its share that "
+        f"a thread reads in one piece, and 1 for non-temporal prefetches, e.g. {VARIABLE}=1,0,75 or "
+        f"{VARIABLE}=1,8192,75,1; or {VARIABLE}={_MEASURE_AGAIN}",
     )
 
 
