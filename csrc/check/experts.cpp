@@ -92,7 +92,7 @@ void check_ffn(Pool& own, const FormatShape& shape, int function, int64_t n_actu
     const auto repacked_gate = gate.repacked(own), repacked_up = up.repacked(own), repacked_down = down.repacked(own);
     const auto biases = random_floats(kExperts * (2 * n_hidden + n_columns)), x = random_floats(kTokens * n_columns), residual = random_floats(x.size());
     const auto weights = random_floats(kTokens * kUsed);
-    const std::vector<int32_t> ids{5, 0, 7, 2, 5, -1, 5, 7, 1, -1, -1, -1, 3, 5, 6};
+    const std::vector<int32_t> ids{5, 0, 7, 2, 5, -1, 5, 7, 1, -1, kExperts, 1 << 30, 3, 5, 6};  // two that no expert has
     std::vector<float> out(x.size(), 99.0f);
     std::vector<uint8_t> room(ExpertRoom(kTokens, kUsed, n_columns, n_hidden, kExperts).size + 64);
     const auto address = [](const void* p) { return reinterpret_cast<Address>(p); };
@@ -110,7 +110,7 @@ void check_ffn(Pool& own, const FormatShape& shape, int function, int64_t n_actu
     for (int64_t t = 0; t < kTokens; t++) {
         std::vector<double> expected(n_columns), row(x.begin() + t * n_columns, x.begin() + (t + 1) * n_columns);
         for (int64_t i = 0; i < kUsed; i++) {
-            if (ids[t * kUsed + i] < 0) continue;
+            if (ids[t * kUsed + i] < 0 || ids[t * kUsed + i] >= kExperts) continue;
             const auto results = Expert{gate, up, down, biases, ids[t * kUsed + i], n_hidden, n_columns, function}.results(row.data());
             for (int64_t c = 0; c < n_columns; c++) expected[c] += weights[t * kUsed + i] * results[c];
         }

@@ -114,19 +114,21 @@ void route_weights(const RouteWeightsArgs& a, const Worker& worker) {
     }
 }
 
-// Runs on one thread: there are a few thousand numbers at most.
+// Runs on one thread: there are a few thousand numbers at most. Ids that no expert has count as -1: those of padding rows
+// may be any numbers.
 void expert_group(const ExpertGroupArgs& a, const Worker& worker) {
     if (worker.take() != 0) return;
     const ExpertPlaces& p = a.places;
+    const auto is_expert = [&](int32_t id) { return id >= 0 && id < p.n_experts; };
     std::fill(p.bounds, p.bounds + p.n_experts + 1, 0);
     for (int64_t e = 0; e < 2 * p.n_experts; e++) p.next[e].store(0, std::memory_order_relaxed);
     for (int64_t i = 0; i < a.n_ids; i++)
-        if (a.ids[i] >= 0) p.bounds[a.ids[i] + 1]++;
+        if (is_expert(a.ids[i])) p.bounds[a.ids[i] + 1]++;
     for (int64_t e = 0; e < p.n_experts; e++) p.bounds[e + 1] += p.bounds[e];
     // Each bound is incremented as its expert's rows are placed, and restored afterwards.
     for (int64_t i = 0; i < a.n_ids; i++) {
-        p.place_of[i] = a.ids[i] < 0 ? -1 : p.bounds[a.ids[i]]++;
-        if (a.ids[i] >= 0) p.id_at[p.place_of[i]] = static_cast<int32_t>(i);
+        p.place_of[i] = is_expert(a.ids[i]) ? p.bounds[a.ids[i]]++ : -1;
+        if (p.place_of[i] >= 0) p.id_at[p.place_of[i]] = static_cast<int32_t>(i);
     }
     for (int64_t e = p.n_experts; e > 0; e--) p.bounds[e] = p.bounds[e - 1];
     p.bounds[0] = 0;
