@@ -1,7 +1,7 @@
 """Mixtures of experts and recurrent layers on a GPU, through `LLM` and its engine, with random weights.
 
     python -m benchmarks.cuda_experts --shape qwen3-30b-a3b --out FILE.json [--layers N] [--only decode,prompt,…]
-    python -m benchmarks.cuda_experts --shape glm-4.5-air --depths 0 --requests 8
+    python -m benchmarks.cuda_experts --shape glm-4.5-air --depths 0 --requests 8 --layers 16
     python -m benchmarks.cuda_experts --only beside --n-cpu-moe 20
 
     check      the bundled experts model: logits on the GPU against the CPU's
@@ -12,8 +12,10 @@
     crews      two virtual devices against one, tensor mode
     beside     routed experts of --n-cpu-moe layers (default: all) on the CPU: decode, half the experts, prompts
     profile    time of each kernel in decode steps and in a prompt
+    write      make the file of weights; not without being asked for
 
-The file of weights is made once (XDG_CACHE_HOME). A part that fails is noted, and the others still run.
+The file of weights is made once (XDG_CACHE_HOME); GLM's whole file has 77 GB. A part that fails is noted, and the
+others still run.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import torch
 
 from benchmarks.watching import watch_steps
 from motley import LLM
-from motley.bench import Workload, measure, random_model_path, write_random_model
+from motley.bench import SHAPES, Workload, measure, random_model_path, write_random_model
 
 TILES = ((64, 32, 4, 2), (64, 32, 4, 3), (64, 16, 4, 3), (128, 32, 4, 2), (128, 32, 8, 2), (128, 16, 8, 3))
 PARTS = ("check", "tiles", "decode", "prompt", "batch", "crews", "beside", "profile")
@@ -232,15 +234,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     report, parts = Report(args.out), args.only.split(",")
+    if unknown := sorted(set(parts) - {*PARTS, "write"}):
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(PARTS)}, write")
     if "check" in parts:
         report.add("check", lambda: check(args.device))
     if "tiles" in parts:
         report.add("tiles", tiles)
-    if not {"decode", "prompt", "batch", "crews", "beside", "profile"} & set(parts):
+    if not {"decode", "prompt", "batch", "crews", "beside", "profile", "write"} & set(parts):
         return
     path = random_model_path(args.shape, args.weights, args.layers)
+    report.add("model", lambda: f"{args.shape}, {args.layers or SHAPES[args.shape].n_layers} layers")
     if not path.exists():
-        report.add("write", lambda: write_random_model(path, args.shape, args.weights, n_layers=args.layers))
+        report.add("write", lambda: _write(path, args.shape, args.weights, args.layers))
     depths, sizes = ([int(n) for n in text.split(",")] for text in (args.depths, args.requests))
     kv = {"cache_type_k": args.cache, "cache_type_v": args.cache}
     if {"decode", "prompt", "batch", "profile"} & set(parts):
@@ -264,6 +269,13 @@ def main() -> None:
             report.add(f"crew {devices}", lambda devices=devices: _crew(path, devices, kv))
     if "beside" in parts:
         report.add("experts on the CPU", lambda: _beside(path, args.device, args.n_cpu_moe, kv))
+
+
+def _write(path: Path, shape: str, weights: str, n_layers: int | None) -> dict[str, float]:
+    started = time.perf_counter()
+    write_random_model(path, shape, weights, n_layers=n_layers)
+    seconds = time.perf_counter() - started
+    return {"seconds": round(seconds, 1), "gigabytes": round(path.stat().st_size / 1e9, 2)}
 
 
 def _measure(report: Report, bench: Bench, parts: list[str], depths: list[int], sizes: list[int]) -> None:

@@ -237,8 +237,8 @@ def _measure_machine(chosen: argparse.Namespace) -> None:
                         speculation_machine.measure_depth(llm, scripted, float(text), depth, **counts)
                     )
                     print(speculation_machine.show(results), flush=True)
-    if chosen.json:
-        chosen.json.write_text(json.dumps(results, indent=1) + "\n")
+                    if chosen.json:
+                        chosen.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _script(engine: Engine) -> Scripted:

@@ -9,7 +9,7 @@ and is in the page cache.
     import     `import motley`, `motley --help`
     cold       an empty kernel cache: load, first answers, first batch of each number of requests
     warm       a second process: the same, then speeds of 1, 64 and 128 requests, greedy and sampled
-    defaults   LLM(model) without options
+    defaults   LLM(model) without options, beside LLMs with explicit numbers: 128 requests by the clock
     long       a prompt of 40,000 tokens, q8_0 KV
     run        wall time of `motley run`, twice
 
@@ -49,7 +49,8 @@ class Report:
         self._path = path
         self._rows: dict[str, Any] = {}
 
-    def add(self, name: str, measure: Callable[[], Any]) -> None:
+    def add(self, name: str, measure: Callable[[], Any]) -> Any:
+        """The row."""
         try:
             self._rows[name] = measure()
         except Exception as error:
@@ -59,6 +60,7 @@ class Report:
             }
         print(f"  {name}: {json.dumps(self._rows[name])[:300]}", flush=True)
         self._path.write_text(json.dumps(self._rows, indent=1))
+        return self._rows[name]
 
 
 class Watched:
@@ -83,7 +85,7 @@ class Watched:
             "devices": self.llm.chosen_devices,
             "notices": self.llm.notices,
             "n_ctx": self.llm.n_ctx,
-            "host_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+            "host_peak_mib": host_peak_mib(),
             "imported": [
                 name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules
             ],
@@ -121,6 +123,15 @@ class Watched:
                 "first_token_s": round(timings.prompt_seconds, 4),
             }
         return result | ({"failed": failed[:3]} if failed else {})
+
+
+def host_peak_mib() -> int:
+    """The most memory of this process so far. getrusage would tell of the process that started it, too."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) >> 10
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
 def measure_imports(report: Report, args: argparse.Namespace) -> None:
@@ -175,6 +186,8 @@ def measure_warm(report: Report, args: argparse.Namespace) -> None:
     watched = measure_start(report, args)
     if watched is None:
         return
+    watched.llm.finish_compiling()
+    report.add("kernels that failed", lambda: watched.llm.warm_up.failures)
     n = args.n_new
     for name, sampling in (
         ("greedy", GREEDY),
@@ -235,21 +248,55 @@ def _profile(watched: Watched) -> list[str]:
 
 
 def measure_defaults(report: Report, args: argparse.Namespace) -> None:
+    """`LLM(model)` and LLMs with explicit numbers, loaded in turn: 128 requests by the clock."""
+    numbers = {"devices": args.device, "n_ctx": args.n_ctx, "n_batch": 2048, "n_parallel": 128}
+    rates: dict[str, list[float]] = {}
+    for turn in (1, 2):
+        for name, options in (
+            ("defaults", {}),
+            ("explicit, q8_0", numbers | {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}),
+            ("explicit, f16", numbers),
+        ):
+            rates.setdefault(name, []).extend(_rates(report, args, f"{name}, {turn}", options))
+    medians = {name: sorted(found)[len(found) // 2] for name, found in rates.items() if found}
+
+    def ratios() -> Any:
+        others = {f"defaults / {name}": round(medians["defaults"] / medians[name], 3) for name in medians}
+        return {"tokens_per_s": medians} | others
+
+    report.add("128 requests of 64 + 128, by the clock", ratios)
+
+
+def _rates(report: Report, args: argparse.Namespace, name: str, options: dict[str, Any]) -> list[float]:
+    """Tokens per second of two runs, after one that makes plans. The LLM is closed, so that the next one has room."""
+    import gc
+
+    import torch
+
     held: list[Watched] = []
 
     def load() -> Any:
-        held.append(Watched(args.model))
+        held.append(Watched(args.model, **options))
         held[0].llm.finish_compiling()
-        return held[0].loaded()
+        sizes = held[0].llm.engine.scheduler
+        return held[0].loaded() | {"n_batch": sizes.n_batch, "n_parallel": sizes.n_parallel}
 
-    report.add("load", load)
-    for turn in (1, 2) if held else ():
+    report.add(f"{name}: load", load)
+    if not held:
+        return []
+    rows = [
         report.add(
-            f"128 requests of 64 + 128, {turn}", lambda: held[0].serve(128, 64, args.n_new // 2, **GREEDY)
+            f"{name}: 128 requests of 64 + 128, {number}",
+            lambda: held[0].serve(128, 64, args.n_new // 2, **GREEDY),
         )
-    if held:
-        report.add("1 request", lambda: held[0].serve(1, 64, args.n_new, **USUAL))
-        held[0].llm.close()
+        for number in (1, 2, 3)
+    ]
+    report.add(f"{name}: 1 request", lambda: held[0].serve(1, 64, args.n_new, **USUAL))
+    held.pop().llm.close()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return [row["tokens_per_s"] for row in rows[1:] if "failed" not in row and "tokens_per_s" in row]
 
 
 def measure_long(report: Report, args: argparse.Namespace) -> None:
@@ -321,9 +368,10 @@ def make_model(shape: str) -> Path:
     return path
 
 
-def run_part(part: str, args: argparse.Namespace, folder: Path, cache: Path) -> dict[str, Any]:
-    """The part's rows, measured in a separate process."""
-    out = folder / f"{part}.json"
+def run_part(part: str, args: argparse.Namespace, cache: Path) -> dict[str, Any]:
+    """The part's rows, measured in a separate process. If this process is stopped, they are in a file of their own."""
+    out = args.out.with_suffix(f".{part}.json")
+    out.unlink(missing_ok=True)
     command = [
         sys.executable,
         "-m",
@@ -348,6 +396,7 @@ def run_part(part: str, args: argparse.Namespace, folder: Path, cache: Path) -> 
     except subprocess.TimeoutExpired:
         failure = f"longer than {args.limit} s"
     rows: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    out.unlink(missing_ok=True)
     rows["seconds of this part"] = round(time.perf_counter() - started, 1)
     return rows | ({"failure": failure} if failure else {})
 
@@ -393,7 +442,7 @@ def main() -> None:
     report["seconds of the model file"] = round(time.perf_counter() - started, 1)
     with tempfile.TemporaryDirectory() as scratch:
         for part in args.only or PARTS:
-            report[part] = run_part(part, args, Path(scratch), Path(scratch) / "triton")
+            report[part] = run_part(part, args, Path(scratch))
             args.out.write_text(json.dumps(report, indent=1))
     report["seconds in all"] = round(time.perf_counter() - started, 1)
     args.out.write_text(json.dumps(report, indent=1))

@@ -10,21 +10,28 @@ if TYPE_CHECKING:  # a benchmark may time the import
 
 
 def watch_steps(engine: Engine) -> list[tuple[int, int, float]]:
-    """A list that each later step of the engine extends: tokens computed, tokens chosen, seconds."""
+    """A list that each later step of the engine extends: tokens computed, tokens chosen, seconds.
+
+    A call that computes several steps (`motley.engine.steady`) counts as these, of equal length.
+    """
     steps: list[tuple[int, int, float]] = []
     compute, step = engine._compute, engine.step
     latest = (0, 0)
+    n_rounds = 1
 
     def watched_compute(seconds: float) -> Any:
-        nonlocal latest
+        nonlocal latest, n_rounds
         done = compute(seconds)
         latest = (done[0].n_tokens, len(done[1]))
+        steady = engine._steady
+        n_rounds = 1 if steady is None or steady.step is not done[0] else max(1, steady.n_computed)
         return done
 
     def watched_step(seconds: float = 0.0) -> None:
         started = time.perf_counter()
         step(seconds)
-        steps.append((*latest, time.perf_counter() - started))
+        took = time.perf_counter() - started
+        steps.extend([(*latest, took / n_rounds)] * n_rounds)
 
     engine._compute, engine.step = watched_compute, watched_step  # type: ignore[method-assign]
     return steps
