@@ -76,6 +76,7 @@ class Admission:
             ),
         )
         self._cache.require_fit(request.max_cached_tokens, self._n_batch)
+        speculator.prepare(request)
         return request
 
     def _checkpoints(self, prompt: Sequence[int]) -> tuple[int, ...]:

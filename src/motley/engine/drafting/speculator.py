@@ -35,7 +35,9 @@ _MAX_REQUESTS = 32  # with more, a step has rows enough, and looking for drafts 
 
 
 class Speculator:
-    """Drafts for all requests. Without drafters, it never has any. Only `choose` may be called from any thread."""
+    """Drafts for all requests. Without drafters, it never has any. Only `choose` and `prepare` may be called from any
+    thread.
+    """
 
     def __init__(
         self,
@@ -83,6 +85,12 @@ class Speculator:
         if not is_constrained:  # no grammar forces anything
             drafters = tuple(name for name in drafters if name != Forced.name)
         return Speculation(drafters, draft_max or default.draft_max, default.draft_min)
+
+    def prepare(self, request: Request) -> None:
+        """Does what drafters would otherwise do in the request's first step. To be called before it is queued."""
+        lookup = self._lookup
+        if lookup is not None and lookup.name in request.speculation.drafters:
+            lookup.prepare(request)
 
     def propose(self, scheduler: Scheduler) -> dict[Request, Draft]:
         """Drafts for requests that wait for their next token, as long as they make tokens come faster."""
