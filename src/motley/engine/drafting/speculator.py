@@ -15,6 +15,7 @@ from motley.engine.drafting.draft import (
     Draft,
     Drafter,
     DraftRequest,
+    LayerDrafter,
     LearningDrafter,
     TreeDrafter,
     Watcher,
@@ -24,6 +25,7 @@ from motley.engine.drafting.lookup import ONLY_LOOKUP, Lookup
 from motley.engine.request import Request, Speculation
 from motley.engine.scheduler import Scheduler
 from motley.engine.trees import MAX_ROWS, Parents
+from motley.errors import RequestError
 
 _log = logging.getLogger("motley")
 _MAX_ROWS = 64  # of logits in a step
@@ -67,6 +69,7 @@ class Speculator:
         self._watchers = {each.name: each for each in drafters if isinstance(each, Watcher)}
         self._cache_owners = [each for each in drafters if isinstance(each, CacheOwner)]
         self._lookup = next((each for each in drafters if isinstance(each, Lookup)), None)
+        self._exit = next((each for each in drafters if isinstance(each, LayerDrafter)), None)
         self._trees = {each.name for each in drafters if isinstance(each, TreeDrafter) and each.has_trees}
         self._costly = frozenset(drafter.name for drafter in drafters if not drafter.is_free)
         self._n_vocab = n_vocab
@@ -77,13 +80,34 @@ class Speculator:
         self.default = Speculation(read_choice(spec, self.names), draft_max, draft_min)
 
     def choose(
-        self, spec: str | None = None, draft_max: int | None = None, *, is_constrained: bool = True
+        self,
+        spec: str | None = None,
+        draft_max: int | None = None,
+        *,
+        is_constrained: bool = True,
+        n_layers: int = 0,
     ) -> Speculation:
-        """The speculation of a request (None: the default). RequestError for a drafter that is not there."""
+        """The speculation of a request (None: the default). RequestError for a drafter that is not there, and for what
+        would leave the request without drafts. `n_layers`: that the request uses; 0: all.
+        """
         default = self.default
         drafters = default.drafters if spec is None else read_choice(spec, self.names)
         if not is_constrained:  # no grammar forces anything
             drafters = tuple(name for name in drafters if name != Forced.name)
+        if self._exit is not None and self._exit.name in drafters and 0 < n_layers <= self._exit.n_layers:
+            if spec is not None:
+                raise RequestError(
+                    f"speculation {spec!r:.60} is not possible with n_layer_exit={n_layers}: drafts are computed "
+                    f"by the first {self._exit.n_layers} layers",
+                    hint=f"an n_layer_exit above {self._exit.n_layers}, other drafters, or fewer layers for drafts "
+                    "(--draft-layers)",
+                )
+            drafters = tuple(name for name in drafters if name != self._exit.name)
+        if drafters and draft_max and draft_max < default.draft_min:
+            raise RequestError(
+                f"draft_max={draft_max} is not possible: drafts have at least {default.draft_min} tokens",
+                hint=f"a draft_max of {default.draft_min} or more, speculative='off', or a lower --draft-min",
+            )
         return Speculation(drafters, draft_max or default.draft_max, default.draft_min)
 
     def prepare(self, request: Request) -> None:
