@@ -59,6 +59,8 @@ def test_drafts_do_not_change_answers(llm: LLM, guess: Guess) -> None:
         assert other.generated == one.generated
         assert other.finish_reason == one.finish_reason
         assert other.text.all == one.text.all
+    n_drafts = sum(count.drafts for request in drafted for count in request.drafts.values())
+    assert n_drafts == len(drafter.n_accepted)
     assert plain[-1].logprobs is not None
     assert [entry.token for entry in drafted[-1].logprobs or ()] == drafted[-1].generated
     for a, b in zip(plain[-1].logprobs, drafted[-1].logprobs or (), strict=True):
