@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from motley.engine.drafting.draft import Draft, DraftRequest
+from motley.engine.drafting.pace import Pace
 from motley.engine.request import LENGTH, STOP, Request
 
 _N_KEY = 3  # tokens
@@ -33,8 +34,6 @@ _NO_DRAFT = Draft((), "lookup")
 _NONE: dict[Request, Draft] = {}
 _MAX_USERS = 256  # whose answers are remembered
 MAX_REMEMBERED = 65536  # tokens of a user's answers
-# After more than so many steps without a draft that was of use, one of so many is looked up.
-_INTERVALS = ((32, 8), (12, 4), (3, 2))
 ONLY_LOOKUP = ("lookup",)  # the drafters of most requests
 _GRADES = (4, 6, 12, 24)  # matches of at least so many tokens have grade 1, 2, 3, 4
 Continuation = tuple[int, Sequence[int], int]  # a row, tokens that may follow, and the length of the match
@@ -58,9 +57,7 @@ class Lookup:
         self._answers: list[list[int]] = []
         self._n_max = 0
         self._look_up: Callable[..., list[Continuation]] | None = None
-        self._n_since_use = 0  # steps since a draft was of use
-        self._pause = 1  # one step of so many is looked up
-        self._next = 0  # the value of `_n_since_use` at which texts are looked up next
+        self._pace = Pace()
         self._n_left = (
             0  # tokens of a text that are not indexed after this step: until there are none, no pause
         )
@@ -94,13 +91,8 @@ class Lookup:
             return None
         if self._n_left > 0:
             self._n_left -= _PORTION
-            self._pause = 1
-        else:
-            self._n_since_use += 1
-            if self._n_since_use < self._next:
-                return _NONE
-            self._pause = next((pause for n, pause in _INTERVALS if self._n_since_use > n), 1)
-            self._next = self._n_since_use + self._pause
+        elif not self._pace.is_due():
+            return _NONE
         assert self._look_up is not None
         found = self._look_up(self._indexes, self._answers, self._n_max)
         if not found:
@@ -114,18 +106,20 @@ class Lookup:
 
     def note_use(self) -> None:
         """A draft was right, or is likely to be used in the next step: from now on, each step is looked up."""
-        self._n_since_use, self._next, self._pause = 0, 0, 1
+        self._pace.note_use()
 
     @property
     def n_pause(self) -> int:
-        """How many of the next steps need not be looked up: a whole pause, also in the middle of one, as a call of few
-        steps takes as much of Python as one of many.
-        """
-        return self._pause - 1
+        """How many of the next steps need not be looked up."""
+        return 0 if self._n_left > 0 else self._pace.n_pause
+
+    def is_due(self) -> bool:
+        """Counts a step in which `find` is not called; returns whether it would have looked up."""
+        return self._pace.is_due()
 
     def pass_over(self, n_steps: int) -> None:
-        """So many steps come without a call of `find`."""
-        self._n_since_use += n_steps
+        """So many steps come without a call of `find` or `is_due`."""
+        self._pace.pass_over(n_steps)
 
     def _keep(self, requests: Sequence[Request]) -> bool:
         """Keeps what `find` needs of requests; False: some do not draft by looking up only."""
