@@ -120,7 +120,10 @@ class Speculator:
         """Does what drafters would otherwise do in the request's first step. To be called before it is queued."""
         lookup = self._lookup
         if lookup is not None and lookup.name in request.speculation.drafters:
-            lookup.prepare(request)
+            try:
+                lookup.prepare(request)
+            except Exception:
+                _log.warning("a prompt was not indexed when its request was made", exc_info=True)
 
     def propose(self, scheduler: Scheduler) -> dict[Request, Draft]:
         """Drafts for requests that wait for their next token, as long as they make tokens come faster."""
