@@ -25,6 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -39,6 +40,7 @@ from motley.runtime.crew import make_crew
 
 FOLDER = Path(__file__).parent
 OURS = "motley"
+_PAUSE = 0.1  # seconds before each turn: an engine's threads wait in loops for a while after theirs, and take cores
 
 
 class Engine:
@@ -168,7 +170,9 @@ def compare(
     memory = [probe.bytes_per_second()]
     for i in range(n_rounds):
         for engine in engines if i % 2 == 0 else reversed(engines):  # alternating order cancels a drift
+            time.sleep(_PAUSE)
             rates[engine.name].append(engine.rate(workload))
+        time.sleep(_PAUSE)
         memory.append(probe.bytes_per_second())
     return Comparison(model, workload, rates, memory)
 
