@@ -107,6 +107,7 @@ class MockEngine:
             "new_seconds": 0.001 * request["n"],
             "n_preemptions": 0,
             "n_retries": 0,
+            "n_drafts": 0,
             "n_drafted": 0,
             "n_accepted": 0,
             "error": None,

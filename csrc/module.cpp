@@ -409,7 +409,10 @@ NB_MODULE(_core, m) {
             place_batch(steady.tables(group), block_size, sequences);
         }, "group"_a, "block_size"_a, "sequences"_a, "Sets the block tables of a group of cache layers.");
     nb::class_<TextIndex>(m, "TextIndex", "The places of every three tokens of a text.")
-        .def(nb::init<std::vector<int32_t>>(), "prompt"_a);
+        .def(nb::init<std::vector<int32_t>>(), "prompt"_a)
+        .def_prop_ro("n_left", &TextIndex::n_left, "Tokens that are not indexed yet.")
+        .def("index", &TextIndex::index, "n_max"_a = TextIndex::kPortion, nb::call_guard<nb::gil_scoped_release>(),
+             "Indexes up to n_max of the tokens that are not indexed yet. No other thread may use the index meanwhile.");
     m.def("look_up", &look_up, "indexes"_a, "answers"_a, "n_max"_a,
           "Up to n_max tokens that may follow each text: (row, tokens, length of the match) for those that have any.");
     nb::class_<StateBatch>(m, "StateBatch", "Where a batch reads and writes recurrent states.")

@@ -176,6 +176,31 @@ def test_options_that_cannot_be_are_refused(bundled: Path, options: dict[str, An
         LLM(bundled, **(OPTIONS | options))
 
 
+def test_requests_that_would_never_have_drafts_are_refused(bundled: Path) -> None:
+    with load(bundled, spec="auto", draft_min=4, draft_layers=3) as llm:
+        engine = llm._loaded.engine
+        for spec in (None, "lookup"):
+            with pytest.raises(
+                RequestError, match="draft_max=3 is not possible: drafts have at least 4 tokens"
+            ):
+                engine.new_request([5], SamplingParams(draft_max=3, speculative=spec))
+        off = engine.new_request([5], SamplingParams(draft_max=3, speculative="off"))
+        assert off.speculation.drafters == ()
+        assert engine.new_request([5], SamplingParams(draft_max=4)).speculation.draft_max == 4
+        why = "speculation 'lookup,exit' is not possible with n_layer_exit=3: drafts are computed by the first 3 layers"
+        with pytest.raises(RequestError, match=why):
+            engine.new_request([5], SamplingParams(speculative="lookup,exit", n_layer_exit=3))
+        params = SamplingParams(speculative="exit", n_layer_exit=4)
+        assert engine.new_request([5], params).speculation.drafters == ("exit",)
+
+
+def test_by_default_a_request_with_few_layers_has_no_early_exit(bundled: Path) -> None:
+    with load(bundled, spec="lookup,exit", draft_layers=3) as llm:
+        engine = llm._loaded.engine
+        request = engine.new_request([5], SamplingParams(n_layer_exit=3))
+        assert request.speculation.drafters == ("lookup",)
+
+
 def test_a_draft_model_with_another_vocabulary_is_refused(bundled: Path, tmp_path: Path) -> None:
     other = LLAMA.write(tmp_path / "other.gguf")
     with pytest.raises(ConfigError, match="another vocabulary than motley-15m-q8_0"):

@@ -13,6 +13,7 @@ from motley import LLM
 from motley.bundled import bundled_draft_path, bundled_experts_path
 from motley.engine import SamplingParams
 from motley.engine.drafting import Draft, Forced
+from motley.engine.drafting.control import FixedControl
 from motley.engine.drafting.draft import DraftRequest
 
 PROMPT = list(range(3, 40))
@@ -58,6 +59,8 @@ def test_drafts_do_not_change_answers(llm: LLM, guess: Guess) -> None:
         assert other.generated == one.generated
         assert other.finish_reason == one.finish_reason
         assert other.text.all == one.text.all
+    n_drafts = sum(count.drafts for request in drafted for count in request.drafts.values())
+    assert n_drafts == len(drafter.n_accepted)
     assert plain[-1].logprobs is not None
     assert [entry.token for entry in drafted[-1].logprobs or ()] == drafted[-1].generated
     for a, b in zip(plain[-1].logprobs, drafted[-1].logprobs or (), strict=True):
@@ -72,9 +75,12 @@ def test_what_a_grammar_forces_is_drafted_and_the_text_stays() -> None:
         "seed": 1,
     }
     with LLM(bundled_draft_path(), n_ctx=160) as llm:
-        plain = llm.generate(PROMPT, **options)
+        llm._loaded.engine.speculator._control = FixedControl()  # all drafts are computed
+        plain = llm.generate(PROMPT, speculative="off", **options)
         drafted = llm.generate(PROMPT, speculative="grammar", **options)
         assert drafted.tokens == plain.tokens
+        assert drafted.timings.drafts["grammar"].accepted > 0
+        assert drafted.timings.n_steps < plain.timings.n_steps
         request = llm._loaded.engine.new_request(PROMPT, SamplingParams(speculative="auto", **options))
         (draft,) = Forced().draft([DraftRequest(request, 4)])
         assert len(draft.tokens) == 4

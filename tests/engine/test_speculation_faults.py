@@ -116,10 +116,15 @@ def test_a_drafter_that_fails_is_not_asked_again(path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize(
-    ("drafter", "name", "n"), [(Lookup, "find", 3), (Lookup, "draft", 1), (Lookahead, "learn", 3)]
+    ("drafter", "spec", "name", "n"),
+    [
+        (Lookup, "lookup", "find", 3),
+        (Lookup, "lookup,lookahead", "draft", 1),
+        (Lookahead, "lookahead", "learn", 3),
+    ],
 )
 def test_a_drafter_of_the_engine_that_fails_is_left_out(
-    path: Path, drafter: Any, name: str, n: int, caplog: pytest.LogCaptureFixture
+    path: Path, drafter: Any, spec: str, name: str, n: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In its n-th call. No request is computed again, and it is not asked again."""
     with load(path) as llm:
@@ -128,11 +133,26 @@ def test_a_drafter_of_the_engine_that_fails_is_left_out(
         params = [replace(each, speculative="off") for each in PARAMS]
         known = [r.generated for r in serve(engine, PROMPTS, params)]
         faults = Faults(name, [(drafter, name)])
-        params = [replace(each, speculative=drafter.name) for each in PARAMS]
+        params = [replace(each, speculative=spec) for each in PARAMS]
         with faults.armed(n, MemoryError):
             assert [r.generated for r in serve(engine, PROMPTS, params)] == known
         assert n <= faults.n_calls <= n + len(PROMPTS)  # at most, for the other requests of the same step
         assert f"drafter {drafter.name} failed" in caplog.text
+
+
+def test_a_prompt_that_cannot_be_indexed_in_advance_is_indexed_in_steps(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with load(path) as llm:
+        engine = llm._loaded.engine
+        with Faults("prepare", [(Lookup, "prepare")]).armed(1, MemoryError):
+            request = engine.new_request([5, 6, 7, 8] * 4, replace(PARAMS[0], speculative="lookup"))
+        assert "was not indexed" in caplog.text
+        engine.queue(request)
+        while engine.has_work:
+            engine.step()
+        assert request.memory[Lookup.name].n_left == 0
+        assert Lookup.name in [each.name for each in engine.speculator._drafters]
 
 
 @pytest.mark.parametrize("guess", [right, half, wrong, scattered], ids=lambda guess: guess.__name__)

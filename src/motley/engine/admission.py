@@ -48,6 +48,7 @@ class Admission:
                 hint="shorten the prompt or raise the context size (-c / n_ctx)",
             )
         matcher = self._matcher(params)
+        effort = efforts.choose(params.n_expert_used, params.n_layer_exit)
         ends = frozenset() if params.ignore_eos and matcher is None else self._tokenizer.eog_ids
         request = Request(
             prompt=tuple(prompt),
@@ -62,7 +63,7 @@ class Admission:
             stop_ids=frozenset(token for token in params.stop_token_ids | ends if token < self._n_vocab),
             max_tokens=self._max_tokens(len(prompt), params),
             shift=self._context_shift(len(prompt), params) if params.context_shift else None,
-            effort=efforts.choose(params.n_expert_used, params.n_layer_exit),
+            effort=effort,
             checkpoints=self._checkpoints(prompt),
             matcher=matcher,
             min_tokens=params.min_tokens,
@@ -72,10 +73,14 @@ class Admission:
             leader=leader if params.cache_prompt and self._cache.finds_prefixes else None,
             logprobs=None if params.logprobs is None else [],
             speculation=speculator.choose(
-                params.speculative, params.draft_max, is_constrained=matcher is not None
+                params.speculative,
+                params.draft_max,
+                is_constrained=matcher is not None,
+                n_layers=effort.n_layers,
             ),
         )
         self._cache.require_fit(request.max_cached_tokens, self._n_batch)
+        speculator.prepare(request)
         return request
 
     def _checkpoints(self, prompt: Sequence[int]) -> tuple[int, ...]:

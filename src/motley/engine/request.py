@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from motley.engine.effort import FULL, Effort, prefix_salt
@@ -26,6 +26,7 @@ class DraftCount:
 
     drafted: int = 0
     accepted: int = 0
+    drafts: int = 0  # steps with such a draft
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class Request:
         self.draft, self.n_matched, self._drafter = draft, 0, drafter
         self.draft_parents, self.draft_place = parents, ROOT
         before = self.drafts.get(drafter, DraftCount())
-        self.drafts[drafter] = DraftCount(before.drafted + len(draft), before.accepted)
+        self.drafts[drafter] = replace(before, drafted=before.drafted + len(draft), drafts=before.drafts + 1)
 
     def _compare(self, token: int) -> None:
         place = child_of(self.draft, self.draft_parents, self.draft_place, token)
@@ -252,7 +253,7 @@ class Request:
             self.n_matched += 1
             self.draft_place = place
             before = self.drafts[self._drafter]
-            self.drafts[self._drafter] = DraftCount(before.drafted, before.accepted + 1)
+            self.drafts[self._drafter] = replace(before, accepted=before.accepted + 1)
         else:
             self.draft = ()  # the later rows were computed after a wrong token, or there are none
 

@@ -140,6 +140,7 @@ class CollectedOutbox(Outbox[Completion]):
             "new_seconds": timings.new_seconds,
             "n_preemptions": timings.n_preemptions,
             "n_retries": timings.n_retries,
+            "n_drafts": sum(count.drafts for count in timings.drafts.values()),
             "n_drafted": sum(count.drafted for count in timings.drafts.values()),
             "n_accepted": sum(count.accepted for count in timings.drafts.values()),
             "error": None if result.error is None else describe_error(result.error),

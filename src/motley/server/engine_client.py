@@ -315,6 +315,7 @@ class EngineClient:
                 n_retries=end["n_retries"],
                 id_slot=self.slots.of(ticket.number),
                 error=error,
+                n_drafts=end["n_drafts"],
                 n_drafted=end["n_drafted"],
                 n_accepted=end["n_accepted"],
             ),

@@ -63,6 +63,7 @@ class End:
     n_retries: int
     id_slot: int
     error: ApiError | None
+    n_drafts: int = 0  # steps with a draft
     n_drafted: int = 0  # tokens that drafters guessed
     n_accepted: int = 0
 

@@ -44,7 +44,7 @@ class Metrics:
         self.new_seconds += end.new_seconds
         self.n_draft += end.n_drafted
         self.n_accepted += end.n_accepted
-        self.n_drafts += end.n_drafted > 0
+        self.n_drafts += end.n_drafts
         self.n_tokens_max = max(self.n_tokens_max, end.n_prompt + end.n_new)
 
     def count_prompt(self, n_tokens: int, seconds: float, *, n_cached: int = 0) -> None:
@@ -70,7 +70,7 @@ class Metrics:
             ("counter", "n_tokens_max", "The longest sequence so far, in tokens.", self.n_tokens_max),
             ("counter", "spec_decode_num_draft_tokens_total", "Tokens proposed by drafts.", self.n_draft),
             ("counter", "spec_decode_num_accepted_tokens_total", "Draft tokens accepted.", self.n_accepted),
-            ("counter", "spec_decode_num_drafts_total", "Drafts.", self.n_drafts),
+            ("counter", "spec_decode_num_drafts_total", "Drafts that were computed.", self.n_drafts),
             ("gauge", "prompt_tokens_seconds", "Prompt tokens per second.", prompt_rate),
             ("gauge", "predicted_tokens_seconds", "Generated tokens per second.", new_rate),
             ("gauge", "requests_processing", "Requests that run.", n_busy),

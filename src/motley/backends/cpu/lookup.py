@@ -9,8 +9,12 @@ from motley.backends.cpu.native import HAS_LOOKUP, core
 
 
 def new_text_index(prompt: Sequence[int]) -> Any | None:
-    """An index of a text that begins with `prompt`, for `look_up`; None: the core has none."""
-    return core.TextIndex(list(prompt)) if HAS_LOOKUP else None
+    """An index of a text that begins with `prompt`, for `look_up`; None: the core has none.
+
+    It has room for the prompt, and no token of it is indexed: `look_up` indexes a portion in each call, `index(n_max)`
+    more, without Python's lock.
+    """
+    return core.TextIndex(prompt) if HAS_LOOKUP else None
 
 
 def look_up(

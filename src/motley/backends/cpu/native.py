@@ -43,7 +43,7 @@ HAS_RECURRENT = core is not None and hasattr(
 )  # False: built before there were such kernels
 HAS_SAMPLER = core is not None and hasattr(core, "RowSampler")
 HAS_STEADY = core is not None and hasattr(core.Team, "steps")
-HAS_LOOKUP = core is not None and hasattr(core, "look_up")
+HAS_LOOKUP = core is not None and hasattr(getattr(core, "TextIndex", None), "index")
 HAS_SHARED_GROUP = core is not None and hasattr(core, "SharedGroup")
 HAS_MESSAGES = core is not None and hasattr(core, "TaggedMemory")
 _MAX_MEMBERS = 64

@@ -113,10 +113,11 @@ class Acceptance:
         self.note(request, draft, n_right, is_rejected)
         return WatchedDraft(draft, start, n_wanted, n_right)
 
-    def decay(self, request: Request, draft: Draft) -> None:
-        """Reduces the weight of earlier drafts: this draft was not used, so it gives no new measurement."""
-        _request_average(request).add(0, 0, _DECAY)
-        self._all.setdefault((draft.drafter, draft.grade), _Average()).add(0, 0, _DECAY)
+    def decay(self, request: Request, draft: Draft, n_steps: int = 1) -> None:
+        """Reduces the weight of earlier drafts: this draft was not used in `n_steps`, which give no new measurement."""
+        keep = _DECAY**n_steps
+        _request_average(request).add(0, 0, keep)
+        self._all.setdefault((draft.drafter, draft.grade), _Average()).add(0, 0, keep)
 
     def _usual(self, drafter: str, grade: int) -> float:
         """The rate over all requests."""

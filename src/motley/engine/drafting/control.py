@@ -39,8 +39,12 @@ _Slot = tuple[float, int, int]
 class Control(Protocol):
     """Decides how long drafts are."""
 
-    def length(self, drafter: str, requests: Sequence[Request], n_rows: int, n_max: int) -> int:
-        """The tokens of drafts for which a drafter that takes time is asked; 0: none pay."""
+    def length(
+        self, drafter: str, requests: Sequence[Request], n_rows: int, n_max: int, n_steps: int = 1
+    ) -> int:
+        """The tokens of drafts for which a drafter that takes time is asked; 0: none pay. `n_steps`: since this was
+        asked before.
+        """
         ...
 
     def allot(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> Drafts:
@@ -100,7 +104,9 @@ class AdaptiveControl:
         self._costly: set[str] = set()  # drafters that take time
         self._rounds = {drafter: RoundCosts() for drafter in priors}
 
-    def length(self, drafter: str, requests: Sequence[Request], n_rows: int, n_max: int) -> int:
+    def length(
+        self, drafter: str, requests: Sequence[Request], n_rows: int, n_max: int, n_steps: int = 1
+    ) -> int:
         if not self.costs.is_known(n_rows):
             return 0  # a step without drafts tells
         rates = [self.acceptance.rate(request, drafter, 0) for request in requests]
@@ -117,9 +123,9 @@ class AdaptiveControl:
         if n_best:
             self._costly.add(drafter)
         else:
-            self._rounds[drafter].note_unused()
+            self._rounds[drafter].note_unused(n_steps)
             for request in requests:
-                self.acceptance.decay(request, Draft((), drafter))
+                self.acceptance.decay(request, Draft((), drafter), n_steps)
         return n_best
 
     def allot(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> Drafts:
@@ -315,7 +321,9 @@ def _lengths(slots: Sequence[_Slot], requests: Sequence[Request]) -> dict[Reques
 class FixedControl:
     """Uses all drafted tokens for which there is room: for measurements and tests."""
 
-    def length(self, drafter: str, requests: Sequence[Request], n_rows: int, n_max: int) -> int:
+    def length(
+        self, drafter: str, requests: Sequence[Request], n_rows: int, n_max: int, n_steps: int = 1
+    ) -> int:
         return n_max
 
     def allot(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> Drafts:

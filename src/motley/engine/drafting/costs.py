@@ -208,9 +208,11 @@ class RoundCosts:
         self._seconds.append(seconds)
         self._n_unused = 0
 
-    def note_unused(self) -> None:
-        """Records that drafts did not pay. After a while they are tried again, as measurements may have been wrong."""
-        self._n_unused += 1
+    def note_unused(self, n_steps: int = 1) -> None:
+        """Records that drafts did not pay in so many steps. After a while they are tried again, as measurements may
+        have been wrong.
+        """
+        self._n_unused += n_steps
         if self._n_unused >= _MAX_UNUSED:
             self._seconds.clear()
             self._n_unused = 0

@@ -90,6 +90,19 @@ class TreeDrafter(Protocol):
 
 
 @runtime_checkable
+class LayerDrafter(Protocol):
+    """Further members of a drafter that computes the first layers of the model."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def n_layers(self) -> int:
+        """How many. Requests that use no more layers than these have no such drafts."""
+        ...
+
+
+@runtime_checkable
 class Watcher(Protocol):
     """Further members of a drafter that needs the model's hidden states."""
 

@@ -28,7 +28,7 @@ class EarlyExit:
     writes_cache = True
 
     def __init__(self, runner: Runner, cache: CacheManager, n_layers: int) -> None:
-        self._runner, self._cache, self._n_layers = runner, cache, n_layers
+        self._runner, self._cache, self.n_layers = runner, cache, n_layers
         self._rounds = RoundChooser()
         self._copies: list[BlockCopy] = []
         self.is_usual = False
@@ -44,7 +44,7 @@ class EarlyExit:
         return self._is_possible(request)
 
     def _is_possible(self, request: Request) -> bool:
-        return not request.effort.n_layers or request.effort.n_layers > self._n_layers
+        return not request.effort.n_layers or request.effort.n_layers > self.n_layers
 
     def _lane(self, ask: DraftRequest) -> Lane | None:
         """The request's lane, with slots for its pending token and its draft; None if there is no room for them."""
@@ -77,7 +77,7 @@ class EarlyExit:
     def _placed(self, lanes: Sequence[Lane], n_rounds: int = 1) -> PlacedBatch:
         chunks = [
             Chunk(
-                lane.sequence, lane.start, len(lane.pending), 1, lane.request.effort.n_experts, self._n_layers
+                lane.sequence, lane.start, len(lane.pending), 1, lane.request.effort.n_experts, self.n_layers
             )
             for lane in lanes
         ]

@@ -4,7 +4,11 @@ An index maps every three tokens in a row to their latest place, and each place 
 places the one with the longest match before it wins; if there are several, the most frequent continuation. A text that
 repeats itself continues across its end: after "a b c a b c" the draft is "a b c a b c …".
 
-Optionally, a user's finished answers count as a part of the text, before the prompt (`RememberedAnswers`).
+A prompt is indexed when its request is made, in the caller's thread. A step indexes the new tokens of the answer, and a
+portion of anything longer.
+
+Optionally, a user's finished answers count as a part of the text, before the prompt (`RememberedAnswers`). Only the
+engine's thread knows them, so these texts are indexed in steps.
 
 `TextIndex` is the specification. The native core has the same index (csrc/lookup.hpp), and looks up all requests in one
 call.
@@ -19,18 +23,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from motley.engine.drafting.draft import Draft, DraftRequest
+from motley.engine.drafting.pace import Pace
 from motley.engine.request import LENGTH, STOP, Request
 
 _N_KEY = 3  # tokens
 _MAX_PLACES = 8
 _MAX_MATCH = 32  # tokens: a longer match is not better
-_PORTION = 4096  # tokens that are indexed in one step, about a millisecond
+_PORTION = 512  # tokens that are indexed in one step: some 30 µs of native code
 _NO_DRAFT = Draft((), "lookup")
 _NONE: dict[Request, Draft] = {}
 _MAX_USERS = 256  # whose answers are remembered
 MAX_REMEMBERED = 65536  # tokens of a user's answers
-# After more than so many steps without a draft that was of use, one of so many is looked up.
-_INTERVALS = ((32, 8), (12, 4), (3, 2))
 ONLY_LOOKUP = ("lookup",)  # the drafters of most requests
 _GRADES = (4, 6, 12, 24)  # matches of at least so many tokens have grade 1, 2, 3, 4
 Continuation = tuple[int, Sequence[int], int]  # a row, tokens that may follow, and the length of the match
@@ -54,9 +57,18 @@ class Lookup:
         self._answers: list[list[int]] = []
         self._n_max = 0
         self._look_up: Callable[..., list[Continuation]] | None = None
-        self._n_since_use = 0  # steps since a draft was of use
-        self._pause = 1  # one step of so many is looked up
-        self._next = 0  # the value of `_n_since_use` at which texts are looked up next
+        self._pace = Pace()
+        self._n_left = (
+            0  # tokens of a text that are not indexed after this step: until there are none, no pause
+        )
+
+    def prepare(self, request: Request) -> None:
+        """Indexes the prompt of a request that looks up. To be called before the engine has the request, by any thread:
+        a long prompt takes milliseconds, which the steps of others should not wait for.
+        """
+        if self._remembered is None:
+            index = request.memory[self.name] = _new_index(request.prompt)
+            index.index(index.n_left)
 
     def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
         drafts = [_NO_DRAFT] * len(asks)
@@ -77,11 +89,10 @@ class Lookup:
         """
         if requests != self._requests and not self._keep(requests):
             return None
-        self._n_since_use += 1
-        if self._n_since_use < self._next:
+        if self._n_left > 0:
+            self._n_left -= _PORTION
+        elif not self._pace.is_due():
             return _NONE
-        self._pause = next((pause for n, pause in _INTERVALS if self._n_since_use > n), 1)
-        self._next = self._n_since_use + self._pause
         assert self._look_up is not None
         found = self._look_up(self._indexes, self._answers, self._n_max)
         if not found:
@@ -95,18 +106,20 @@ class Lookup:
 
     def note_use(self) -> None:
         """A draft was right, or is likely to be used in the next step: from now on, each step is looked up."""
-        self._n_since_use, self._next, self._pause = 0, 0, 1
+        self._pace.note_use()
 
     @property
     def n_pause(self) -> int:
-        """How many of the next steps need not be looked up: a whole pause, also in the middle of one, as a call of few
-        steps takes as much of Python as one of many.
-        """
-        return self._pause - 1
+        """How many of the next steps need not be looked up."""
+        return 0 if self._n_left > 0 else self._pace.n_pause
+
+    def is_due(self) -> bool:
+        """Counts a step in which `find` is not called; returns whether it would have looked up."""
+        return self._pace.is_due()
 
     def pass_over(self, n_steps: int) -> None:
-        """So many steps come without a call of `find`."""
-        self._n_since_use += n_steps
+        """So many steps come without a call of `find` or `is_due`."""
+        self._pace.pass_over(n_steps)
 
     def _keep(self, requests: Sequence[Request]) -> bool:
         """Keeps what `find` needs of requests; False: some do not draft by looking up only."""
@@ -121,21 +134,22 @@ class Lookup:
         from motley.backends import look_up  # here: it imports torch, which a server's front must not
 
         self._requests, self._indexes, self._answers, self._n_max = list(requests), indexes, answers, n_max
+        self._n_left = max(index.n_left for index in indexes) - _PORTION
         self._look_up = look_up
         self.note_use()
         return True
 
     def _look_up_all(self, requests: Sequence[Request], n_max: int) -> list[Continuation]:
         """The likely continuations of the texts of requests, of those that have one."""
-        from motley.backends import look_up, new_text_index  # see above
+        from motley.backends import look_up  # see above
 
         indexes = []
         for request in requests:
             index = request.memory.get(self.name)
             if index is None:
-                earlier = [] if self._remembered is None else self._remembered.of(request)
-                text = [*earlier, *request.prompt]
-                index = request.memory[self.name] = new_text_index(text) or TextIndex(text)
+                earlier = () if self._remembered is None else self._remembered.of(request)
+                text = (*earlier, *request.prompt) if earlier else request.prompt
+                index = request.memory[self.name] = _new_index(text)
             indexes.append(index)
         answers = [request.generated for request in requests]
         if not isinstance(indexes[0], TextIndex):
@@ -147,6 +161,14 @@ class Lookup:
             if tokens:
                 found.append((row, tokens, n_match))
         return found
+
+
+def _new_index(text: Sequence[int]) -> Any:
+    """A native index of a text, or one of the specification if there is no native code."""
+    from motley.backends import new_text_index  # here: it imports torch, which a server's front must not
+
+    index = new_text_index(text)
+    return TextIndex(text) if index is None else index
 
 
 class RememberedAnswers:
@@ -189,12 +211,20 @@ class TextIndex:
             "q", [-1] * _N_KEY
         )  # place → the place before it with the same three tokens; -1: none
 
+    @property
+    def n_left(self) -> int:
+        """Tokens that are not indexed yet."""
+        return max(0, len(self._text) - len(self._before))
+
     def extend(self, generated: Sequence[int]) -> None:
         """Takes new tokens of the answer, and indexes a portion of what is not indexed yet."""
-        text = self._text
-        text += generated[len(text) - self._n_prompt :]
-        first = len(self._before)
-        for place in range(first, min(len(text), first + _PORTION)):
+        self._text += generated[len(self._text) - self._n_prompt :]
+        self.index()
+
+    def index(self, n_max: int = _PORTION) -> None:
+        """Indexes up to `n_max` of the tokens that are not indexed yet."""
+        text, first = self._text, len(self._before)
+        for place in range(first, first + min(self.n_left, n_max)):
             key = (text[place - 3], text[place - 2], text[place - 1])
             self._before.append(self._latest.get(key, -1))
             self._latest[key] = place

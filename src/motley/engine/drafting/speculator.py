@@ -15,15 +15,18 @@ from motley.engine.drafting.draft import (
     Draft,
     Drafter,
     DraftRequest,
+    LayerDrafter,
     LearningDrafter,
     TreeDrafter,
     Watcher,
 )
 from motley.engine.drafting.forced import Forced
 from motley.engine.drafting.lookup import ONLY_LOOKUP, Lookup
+from motley.engine.drafting.pace import Pace
 from motley.engine.request import Request, Speculation
 from motley.engine.scheduler import Scheduler
 from motley.engine.trees import MAX_ROWS, Parents
+from motley.errors import RequestError
 
 _log = logging.getLogger("motley")
 _MAX_ROWS = 64  # of logits in a step
@@ -35,7 +38,9 @@ _MAX_REQUESTS = 32  # with more, a step has rows enough, and looking for drafts 
 
 
 class Speculator:
-    """Drafts for all requests. Without drafters, it never has any. Only `choose` may be called from any thread."""
+    """Drafts for all requests. Without drafters, it never has any. Only `choose` and `prepare` may be called from any
+    thread.
+    """
 
     def __init__(
         self,
@@ -65,24 +70,60 @@ class Speculator:
         self._watchers = {each.name: each for each in drafters if isinstance(each, Watcher)}
         self._cache_owners = [each for each in drafters if isinstance(each, CacheOwner)]
         self._lookup = next((each for each in drafters if isinstance(each, Lookup)), None)
+        self._exit = next((each for each in drafters if isinstance(each, LayerDrafter)), None)
         self._trees = {each.name for each in drafters if isinstance(each, TreeDrafter) and each.has_trees}
         self._costly = frozenset(drafter.name for drafter in drafters if not drafter.is_free)
         self._n_vocab = n_vocab
         self._max_rows = max_rows
         self._clock = clock
+        self._pace = Pace()  # of drafters that take time
+        self._paced: list[Request] = []  # the requests of the latest step for which it counted
+        self._refusals: list[
+            bool
+        ] = []  # of this step, by drafter that takes time: whether its drafts do not pay
         self.n_quiet = 0  # how many steps after the next one need no drafts
         self._drafting_seconds = 0.0  # that drafters took for the step that is being planned
         self.default = Speculation(read_choice(spec, self.names), draft_max, draft_min)
 
     def choose(
-        self, spec: str | None = None, draft_max: int | None = None, *, is_constrained: bool = True
+        self,
+        spec: str | None = None,
+        draft_max: int | None = None,
+        *,
+        is_constrained: bool = True,
+        n_layers: int = 0,
     ) -> Speculation:
-        """The speculation of a request (None: the default). RequestError for a drafter that is not there."""
+        """The speculation of a request (None: the default). RequestError for a drafter that is not there, and for what
+        would leave the request without drafts. `n_layers`: that the request uses; 0: all.
+        """
         default = self.default
         drafters = default.drafters if spec is None else read_choice(spec, self.names)
         if not is_constrained:  # no grammar forces anything
             drafters = tuple(name for name in drafters if name != Forced.name)
+        if self._exit is not None and self._exit.name in drafters and 0 < n_layers <= self._exit.n_layers:
+            if spec is not None:
+                raise RequestError(
+                    f"speculation {spec!r:.60} is not possible with n_layer_exit={n_layers}: drafts are computed "
+                    f"by the first {self._exit.n_layers} layers",
+                    hint=f"an n_layer_exit above {self._exit.n_layers}, other drafters, or fewer layers for drafts "
+                    "(--draft-layers)",
+                )
+            drafters = tuple(name for name in drafters if name != self._exit.name)
+        if drafters and draft_max and draft_max < default.draft_min:
+            raise RequestError(
+                f"draft_max={draft_max} is not possible: drafts have at least {default.draft_min} tokens",
+                hint=f"a draft_max of {default.draft_min} or more, speculative='off', or a lower --draft-min",
+            )
         return Speculation(drafters, draft_max or default.draft_max, default.draft_min)
+
+    def prepare(self, request: Request) -> None:
+        """Does what drafters would otherwise do in the request's first step. To be called before it is queued."""
+        lookup = self._lookup
+        if lookup is not None and lookup.name in request.speculation.drafters:
+            try:
+                lookup.prepare(request)
+            except Exception:
+                _log.warning("a prompt was not indexed when its request was made", exc_info=True)
 
     def propose(self, scheduler: Scheduler) -> dict[Request, Draft]:
         """Drafts for requests that wait for their next token, as long as they make tokens come faster."""
@@ -100,7 +141,9 @@ class Speculator:
             drafts = self._allot_found(scheduler, looked_up) if looked_up else {}
             self.n_quiet = self._lookup.n_pause
             return drafts
-        self.n_quiet = 0 if any(request.speculation.drafters for request in running) else _ANY_NUMBER
+        is_paced = any(not self._costly.isdisjoint(request.speculation.drafters) for request in running)
+        resting = self._begin_step(running) if is_paced else frozenset()
+        self._refusals.clear()
         asking = []
         names: set[str] = set()
         for request in running:
@@ -114,30 +157,62 @@ class Speculator:
                 if n_max and n_max >= own.draft_min:
                     asking.append(DraftRequest(request, n_max))
                     names.update(own.drafters)
-        if not asking:
-            return {}
         found: dict[Request, Draft] = {}
         for drafter in self._drafters:
             name = drafter.name
-            if name not in names:
+            if name not in names or name in resting:
                 continue
             asks = [
                 ask for ask in asking if name in ask.request.speculation.drafters and ask.request not in found
             ]
             if asks:
                 found |= self._request_drafts(scheduler, drafter, asks)
+        if is_paced and self._costly.isdisjoint(resting) and not (self._refusals and all(self._refusals)):
+            self._pace.note_use()
         drafts = found
         if found:
             drafts = self._control.allot(found, _n_rows(scheduler), self._room(scheduler))
         for request, *_ in asking:
             if request in found or request.speculation.drafters != ONLY_LOOKUP:
                 self._set_pause(request, request in drafts)
+        self.n_quiet = min((self._n_quiet(request, is_paced) for request in running), default=_ANY_NUMBER)
         return drafts
+
+    def _begin_step(self, requests: Sequence[Request]) -> frozenset[str]:
+        """Counts a step with requests whose drafters take time. Returns the drafters that are not asked in it: while
+        drafts that take time do not pay, these are looked for less often, and texts are looked up at their own pace.
+        """
+        lookup = self._lookup
+        if requests != self._paced:
+            self._paced = list(requests)
+            self._pace.note_use()
+            if lookup is not None:
+                lookup.note_use()
+        is_looked_up = lookup is None or lookup.is_due()
+        if self._pace.is_due():
+            return frozenset()
+        return self._costly if is_looked_up else self._costly | {Lookup.name}
+
+    def _n_quiet(self, request: Request, is_paced: bool) -> int:
+        """How many steps after the next one need no drafts of a request."""
+        drafters = request.speculation.drafters
+        if not drafters:
+            return _ANY_NUMBER
+        n_looked_up = self._lookup.n_pause if is_paced and self._lookup is not None else 0
+        if drafters == ONLY_LOOKUP:
+            return n_looked_up
+        if self._costly.isdisjoint(drafters):
+            return max(0, request.drafts_from - len(request.generated) - 1)
+        if not self._costly.issuperset(name for name in drafters if name != Lookup.name):
+            return 0
+        return min(self._pace.n_pause, n_looked_up) if Lookup.name in drafters else self._pace.n_pause
 
     def pass_over(self, n_steps: int) -> None:
         """So many steps come without a call of `propose`."""
-        if n_steps and self._lookup is not None:
-            self._lookup.pass_over(n_steps)
+        if n_steps:
+            self._pace.pass_over(n_steps)
+            if self._lookup is not None:
+                self._lookup.pass_over(n_steps)
 
     def _find(self, lookup: Lookup, running: Sequence[Request]) -> dict[Request, Draft] | None:
         try:
@@ -229,6 +304,7 @@ class Speculator:
         """Goes on without a drafter that has failed."""
         self._drafters = [other for other in self._drafters if other.name != name]
         self._lookup = None if name == Lookup.name else self._lookup
+        self._costly -= {name}
         self._watchers.pop(name, None)
         self._learners.pop(name, None)
         _log.warning("drafter %s failed and is not used any more", name, exc_info=error)
@@ -268,7 +344,12 @@ class Speculator:
         if not any(map(drafter.may_draft, own)):
             return False
         n_max = max(request.max_draft for request in own)
-        return drafter.is_free or self._control.length(drafter.name, own, n_rows, n_max) > 0
+        if drafter.is_free:
+            return True
+        is_likely = self._control.length(drafter.name, own, n_rows, n_max) > 0
+        if is_likely:
+            self._pace.note_use()
+        return is_likely
 
     def note_draft(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
         """Records how many tokens of a draft were right, and whether one was wrong."""
@@ -308,8 +389,12 @@ class Speculator:
             asks = [ask._replace(max_rows=max_rows) for ask in asks]
         if not drafter.is_free:
             n_max = min(self._room(scheduler), max(ask.n_max for ask in asks))
-            requests = [ask.request for ask in asks]
-            n_max = n_max and self._control.length(drafter.name, requests, _n_rows(scheduler), n_max)
+            requests, n_rows = [ask.request for ask in asks], _n_rows(scheduler)
+            can_have = n_max > 0 and self._control.is_ready(n_rows)
+            n_max = n_max and self._control.length(
+                drafter.name, requests, n_rows, n_max, self._pace.n_covered
+            )
+            self._refusals.append(can_have and not n_max)
             if not n_max:
                 return {}
             asks = [DraftRequest(ask.request, min(ask.n_max, n_max)) for ask in asks]
