@@ -35,7 +35,7 @@ VARIABLE = "MOTLEY_READ_PATTERN"
 _MEASURE_AGAIN = "measure"
 _MAX_STREAMS, _MAX_AHEAD = 8, 2**20
 _WORTH_MEASURING = 64 * 2**20  # bytes of a format's weights; below, a step is not bound by memory
-_VERSION = 5  # of the file; another one's patterns are measured again
+_VERSION = 6  # of the file; another one's patterns are measured again
 _NUMBERS = ("cpu family", "model", "CPU implementer", "CPU part")  # of /proc/cpuinfo: x86, ARM
 _MAX_FILE = 2**20  # bytes
 _REPETITIONS = 5
@@ -74,7 +74,7 @@ DEFAULT = ReadPattern(1, 4096, 75)
 CANDIDATES = (
     ReadPattern(1, 0, 75),
     *(ReadPattern(1, ahead, 75) for ahead in (512, 1024)),
-    ReadPattern(1, 8192, 75, is_once=1),
+    *(ReadPattern(1, ahead, 75, is_once=1) for ahead in (4096, 8192)),
     *(ReadPattern(1, ahead, 75) for ahead in (8192, 4096)),
     *(ReadPattern(streams, ahead, 75) for streams in (2, 4, 8) for ahead in (0, 1024)),
     ReadPattern(8, 1024, 0),
