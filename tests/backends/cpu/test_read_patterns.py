@@ -221,6 +221,18 @@ def test_memory_that_changes_its_speed_does_not_change_the_choice(change_at: int
     assert [each / found[0] for each in found] == pytest.approx(true_seconds)
 
 
+def test_clearly_slower_programs_are_run_three_times_only() -> None:
+    runs: list[int] = []
+
+    def seconds_of(i: int) -> float:
+        runs.append(i)
+        return (1.0, 1.1, 2.0)[i]
+
+    assert patterns.paired_seconds(seconds_of, 3, 5) == pytest.approx([1.0, 1.1, 2.0])
+    assert (runs.count(1), runs.count(2)) == (5, 3)
+    assert patterns.paired_seconds(lambda _: 0.5, 1) == [0.5]
+
+
 def test_the_real_kernel_is_measured() -> None:
     candidates = (patterns.DEFAULT, PATTERN)
     for form in ("F16", "Q4_K"):

@@ -70,16 +70,18 @@ class ReadPattern(NamedTuple):
 
 # Where nothing is measured. Without prefetches K-quants are read at less than half of the speed on Zen 5.
 DEFAULT = ReadPattern(1, 4096, 75)
-# In order of preference, where they are about as fast.
+# In order of preference, where they are about as fast. The first is bound by memory on all processors: the others'
+# times are compared with its time (`paired_seconds`), because the speed of memory changes.
 CANDIDATES = (
-    ReadPattern(1, 0, 75),
-    *(ReadPattern(1, ahead, 75) for ahead in (512, 1024)),
-    *(ReadPattern(1, ahead, 75, is_once=1) for ahead in (4096, 8192)),
+    ReadPattern(1, 8192, 75, is_once=1),
+    *(ReadPattern(1, ahead, 75) for ahead in (0, 512, 1024)),
+    ReadPattern(1, 4096, 75, is_once=1),
     *(ReadPattern(1, ahead, 75) for ahead in (8192, 4096)),
     *(ReadPattern(streams, ahead, 75) for streams in (2, 4, 8) for ahead in (0, 1024)),
     ReadPattern(8, 1024, 0),
 )
 _ABOUT_AS_FAST = 0.97
+_CLEARLY_SLOWER = 1.15
 _LOSS, _LOSS_SHARE = 0.35, 0.05  # in cores: one busy program takes half of one; all cores lose a little
 _MIN_SECONDS = 0.1  # of a loss that counts
 
@@ -218,15 +220,20 @@ def paired_seconds(
 ) -> list[float]:
     """Seconds of n programs: the first one's best time, and for each other its median ratio to a first just before it.
 
-    Only these ratios count, because memory can be twice as fast as a second ago: other machines use it, too.
+    Only these ratios count, because memory can be twice as fast as a second ago: other machines use it, too. Programs
+    that are clearly slower than the fastest one are run three times only.
     """
     best, ratios = float("inf"), [[1.0], *([] for _ in range(1, n))]
-    for _ in range(repetitions):
-        for i in range(n):
+    others = list(range(1, n))
+    for repetition in range(repetitions):
+        for i in others or [0]:
             first = seconds_of(0)
             best = min(best, first)
             if i:
                 ratios[i].append(seconds_of(i) / max(first, 1e-9))
+        if repetition == 2:  # with three ratios, one that is wrong does not count
+            enough = _CLEARLY_SLOWER * min(median(each) for each in ratios)
+            others = [i for i in others if median(ratios[i]) <= enough]
     return [best * median(each) for each in ratios]
 
 
@@ -236,12 +243,14 @@ def _n_own_cores() -> int:
 
 
 def _measured_bytes() -> int:
-    """Four times the largest cache: with twice, a part of it was still there in the next pass (Zen 4)."""
-    sizes = [_MIN_BYTES // 4]
+    """Eight times the largest cache: with four times, a part of it was still there in the next pass, except where
+    prefetches are non-temporal, which then seemed slower than others (Zen 5).
+    """
+    sizes = [_MIN_BYTES // 8]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError, ValueError):
             sizes.append(int(path.read_text().strip().removesuffix("K")) * 1024)
-    return min(4 * max(sizes), _MAX_BYTES)
+    return min(8 * max(sizes), _MAX_BYTES)
 
 
 def _variable() -> str:
