@@ -18,7 +18,7 @@ _BIASED = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_gat
 def build(builder: ModelBuilder) -> Tensor:
     if builder.params.sliding_window is None:
         raise ModelError(
-            f"{builder.spec.path}: gpt-oss.attention.sliding_window is missing or 0, but every other layer has a window",
+            f"{builder.spec.path}: gpt-oss.attention.sliding_window is missing or 0: every other layer has one",
             hint=INCOMPLETE,
         )
     builder.needs("output.weight", "attn_sinks.weight", *(f"{name}.bias" for name in _BIASED))
