@@ -53,6 +53,15 @@ def test_heads_that_differ_from_the_tensors_are_refused(content: GGUFContent, tm
     refuse(content, tmp_path, "has shape .* asks for")
 
 
+@pytest.mark.parametrize("n_layers", [5, 2**31 - 1])
+def test_more_layers_than_the_file_has_are_refused(
+    content: GGUFContent, tmp_path: Path, n_layers: int
+) -> None:
+    """At once: a list of all layers would not fit into memory."""
+    content.metadata["qwen3next.block_count"] = n_layers
+    refuse(content, tmp_path, f"is {n_layers}, but the file has tensors of 4 layers")
+
+
 @pytest.mark.parametrize("n_taps", [1, 65])
 def test_impossible_convolutions_are_refused(content: GGUFContent, tmp_path: Path, n_taps: int) -> None:
     content.metadata["qwen3next.ssm.conv_kernel"] = n_taps

@@ -119,6 +119,16 @@ def test_sinks_of_other_heads_are_refused(tmp_path: Path) -> None:
     assert "'blk.0.attn_sinks.weight'" in refused(content, tmp_path)
 
 
+@pytest.mark.parametrize("window", [None, 0])
+def test_gpt_oss_needs_its_window(tmp_path: Path, window: int | None) -> None:
+    """Without it, even layers would attend to all tokens."""
+    content = to_gguf(GPT_OSS.build())
+    content.metadata.pop("gpt-oss.attention.sliding_window")
+    if window is not None:
+        content.metadata["gpt-oss.attention.sliding_window"] = window
+    assert "gpt-oss.attention.sliding_window" in refused(content, tmp_path)
+
+
 def test_a_shared_expert_of_another_width_is_refused(tmp_path: Path) -> None:
     content = to_gguf(GLM4MOE.build())
     content.metadata["glm4moe.expert_shared_feed_forward_length"] = 48

@@ -191,6 +191,22 @@ def test_both_ways_to_split_experts_give_the_same_logits(shared: Path, architect
         assert np.abs(logits - alone.logits).max() <= TOLERANCE, shares
 
 
+@pytest.mark.parametrize(
+    ("architecture", "shares"),
+    [("glm4moe", (20, 0, 3, 2)), ("qwen3next", (1, 3, 20, 2)), ("qwen3next", (4, 1))],
+)
+def test_a_shared_expert_on_another_device_than_the_routed_ones_costs_no_more(
+    shared: Path, architecture: str, shares: tuple[int, ...]
+) -> None:
+    path = shared / "golden" / architecture / "model.gguf"
+    split = model_split(path, "tensor", shares, "ffn")
+    for section in explain(split)["sections"]:
+        assert len(section["collectives"]) <= 2, section["name"]
+    tokens = list(range(20))
+    with open_llm(path) as one, open_llm(path, "tensor", shares, split_experts="ffn") as crew:
+        assert np.abs(crew.logits(tokens) - one.logits(tokens)).max() <= TOLERANCE
+
+
 def test_the_way_that_meets_the_shares_is_chosen(shared: Path) -> None:
     """64 columns are two quant blocks of 32; eight experts are finer."""
     (path,) = (shared / "golden" / "qwen3moe").glob("model-*.gguf")

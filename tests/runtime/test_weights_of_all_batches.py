@@ -27,6 +27,8 @@ CREWS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3next", {"tensor_split": "3,1", "n_cpu_moe": 2}),
     ("qwen3vlmoe", {"tensor_split": "1,0,3", "split_experts": "ffn"}),
     ("qwen3vlmoe", {"tensor_split": "1,0,3", "split_mode": "layer"}),
+    ("qwen3vlmoe", {"tensor_split": "20,0,20,3", "split_experts": "ffn", "groups": "(cpu,cpu),(cpu,cpu)"}),
+    ("qwen3moe", {"tensor_split": "3,20,1,20", "n_cpu_moe": 1, "groups": "(cpu,cpu),(cpu,cpu)"}),
 ]
 
 
@@ -40,7 +42,11 @@ def test_no_batch_needs_a_weight_that_a_batch_of_one_token_does_not(
 ) -> None:
     spec = read_spec(shared / "golden" / name / "model.gguf")
     params = read_params(spec)
-    crew = make_crew(devices(options), **({"split_mode": "tensor"} | options))
+    rest = {key: value for key, value in options.items() if key != "groups"}
+    if "groups" in options:
+        crew = make_crew(options["groups"], **rest)
+    else:
+        crew = make_crew(devices(options), **({"split_mode": "tensor"} | rest))
     split = ModelSplit(spec, params, crew, GraphOptions(64))
     for device in range(len(crew)):
         loaded = split.share(device, BatchShape(1, 1)).layouts

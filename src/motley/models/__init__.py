@@ -19,7 +19,14 @@ from motley.models.builder import (
     rotation_size,
 )
 from motley.models.checking import count_nextn, unused_notice, unused_tensors
-from motley.models.params import CYCLIC, GROUPED, DecoderParams, DeltaParams, ExpertParams
+from motley.models.params import (
+    CYCLIC,
+    GROUPED,
+    DecoderParams,
+    DeltaParams,
+    ExpertParams,
+    count_layers,
+)
 
 ARCHITECTURES: dict[str, Callable[[ModelBuilder], Tensor]] = {
     "gemma3": gemma3.build,
@@ -60,8 +67,8 @@ def read_params(spec: ModelSpec) -> DecoderParams:
             hint=f"supported: {', '.join(sorted(ARCHITECTURES))}",
         )
     score, delta = (table.get(spec.architecture, "") for table in (_SCORES, _DELTA))
+    n_nextn = count_nextn(spec, count_layers(spec))  # first: an absurd number of layers fails here
     params = DecoderParams.from_spec(spec, score, delta=delta)
-    n_nextn = count_nextn(spec, params.n_layers)
     return replace(params, n_nextn=n_nextn if spec.architecture in _NEXTN else 0)
 
 

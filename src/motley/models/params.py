@@ -143,7 +143,7 @@ class DecoderParams:
         scale_key = f"{arch}.attention.scale"  # 0 also means the usual one
         return DecoderParams(
             architecture=arch,
-            n_layers=_n_layers(spec),
+            n_layers=count_layers(spec),
             n_embd=n_embd,
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
@@ -182,7 +182,7 @@ def _n_ff(spec: ModelSpec, *, has_experts: bool) -> int:
     return read_count(spec, expert_key if has_experts and key not in spec.metadata else key)
 
 
-def _n_layers(spec: ModelSpec) -> int:
+def count_layers(spec: ModelSpec) -> int:
     """The number of decoder layers. Multi-token prediction layers (nextn) come after them and are not counted."""
     blocks_key, nextn_key = (f"{spec.architecture}.{key}" for key in ("block_count", "nextn_predict_layers"))
     n_blocks, n_nextn = read_count(spec, blocks_key), spec.metadata.int(nextn_key, default=0)
@@ -237,7 +237,7 @@ def _experts(spec: ModelSpec, score: str) -> ExpertParams:
 
 
 def _delta(spec: ModelSpec, *, is_cyclic: bool) -> DeltaParams:
-    arch, n_layers = spec.architecture, _n_layers(spec)
+    arch, n_layers = spec.architecture, count_layers(spec)
     interval = read_count(spec, f"{arch}.full_attention_interval", default=4)
     n_keys, n_values = (read_count(spec, f"{arch}.ssm.{key}") for key in ("group_count", "time_step_rank"))
     head_dim, inner = (read_count(spec, f"{arch}.ssm.{key}") for key in ("state_size", "inner_size"))

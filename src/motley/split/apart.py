@@ -16,7 +16,7 @@ from fractions import Fraction
 
 from motley.graph import Graph, Tensor
 from motley.graph.ops import ExpertFfn, Weight
-from motley.graph.roles import EXPERTS, ROUTER
+from motley.graph.roles import EXPERTS, ROUTER, SHARED_FFN
 from motley.ownership import MIRRORED, PARTIAL, Split, State, Word, sole_owner
 from motley.split.apportion import Apportioner
 
@@ -93,19 +93,39 @@ def demands_of(
     alone, the router would run there, and three tensors would be sent: x, the ids and the weights. One device has
     the experts of `apart`, and several devices have the rest of each layer (`is_cut`): the result is an addend, reduced
     with the others' addends. Otherwise the residual would move to that device, and from there to the others.
+    One device has the routed experts, and others have the shared expert, or a part of it (`is_cut`): x is mirrored, and
+    both results are addends. Otherwise x, the shared expert's gate, one result and the sum would each be sent.
     Several devices have the experts of a layer that one device has otherwise (`is_by_layers`): the result is summed up
     on all of them, by rows. Otherwise that device would get the sum as a part without rows, of which native programs
     cannot compute fewer than they were made for.
     """
     demands: dict[Tensor, State] = {}
+    shared = _owners_of_shared(graph, states)
     for node in graph.nodes:
         if isinstance(node.op, ExpertFfn):
-            experts = node.inputs[3]
+            x, experts = node.inputs[0], node.inputs[3]
             state = states.get(experts.name)
-            if isinstance(state, Split) and sole_owner(state) is None:
-                demands[node.inputs[0]] = MIRRORED
+            owner = None if state is None else sole_owner(state)
+            if isinstance(state, Split) and owner is None:
+                demands[x] = MIRRORED
                 if is_by_layers:
                     demands[node] = MIRRORED
-            elif is_apart(experts, apart) and is_cut:
+            elif is_cut and shared.get(_layer_of(experts), owner) != owner:
+                demands |= {x: MIRRORED, node: PARTIAL}
+            elif is_cut and is_apart(experts, apart):
                 demands[node] = PARTIAL
     return demands
+
+
+def _owners_of_shared(graph: Graph, states: Mapping[str, State]) -> dict[int | None, int | None]:
+    """The device that has the shared expert, for each layer with one; None if it is cut."""
+    return {
+        _layer_of(weight): sole_owner(states.get(weight.name, MIRRORED))
+        for weight in graph.weights
+        if isinstance(weight.op, Weight) and weight.op.role.group == SHARED_FFN
+    }
+
+
+def _layer_of(weight: Tensor) -> int | None:
+    assert isinstance(weight.op, Weight)
+    return weight.op.role.layer

@@ -138,6 +138,8 @@ class _Walk:
             case _:
                 raise AssertionError(f"{op.name} is no collective between groups")
         self.made.extend(made)
+        if isinstance(op, Receive):
+            self._sums.append(made[-1])  # of an earlier group's layers, on all devices of this one
         return made[-1] if made else None
 
     def bring(self, transition: Transition) -> None:
