@@ -50,9 +50,11 @@ class Switched(FixedControl):
 class Simulated:
     """An engine whose native call has as many rounds as need no drafts."""
 
-    def __init__(self, *drafters: Any) -> None:
+    def __init__(self, *drafters: Any, draft_min: int = 0) -> None:
         self.control = Switched()
-        self.speculator = Speculator(drafters, spec="off", n_vocab=10**6, control=self.control)
+        self.speculator = Speculator(
+            drafters, spec="off", n_vocab=10**6, draft_min=draft_min, control=self.control
+        )
         self.requests: list[Request] = []
         self.n_steps = 0
 
@@ -156,6 +158,17 @@ def test_a_text_is_looked_up_in_each_step_in_which_another_drafter_is_asked() ->
     for token in (1, 2, 3):
         engine.call(token)
     assert engine.call(4)[1] == {"lookup"}
+
+
+def test_where_a_draft_has_too_few_tokens_another_drafter_is_asked() -> None:
+    class Short(Knowing):
+        def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
+            return [Draft((1,), self.name)] * len(asks)
+
+    engine = Simulated(Short(right, 10), Costly(right, 10), draft_min=2)
+    engine.control.pays = True
+    engine.add("lookup,draft")
+    assert engine.call() == (1, {"draft"})
 
 
 def test_beside_a_grammar_each_step_is_looked_at() -> None:

@@ -423,7 +423,7 @@ class Speculator:
             if len(tokens) > n or draft.parents or min(tokens) < 0 or max(tokens) >= self._n_vocab:
                 n_valid = self._n_valid(tokens[: MAX_ROWS - 1] if draft.parents else tokens[:n])
                 draft = draft.cut(n_valid, n)
-            if draft.tokens:
+            if len(draft.tokens) >= max(1, request.speculation.draft_min):
                 kept[request] = draft
         return kept
 
