@@ -21,6 +21,7 @@ from motley.engine.request import Request
 from motley.engine.steady import Steady
 
 MAX_ROUNDS = 8
+PORTION = 512  # tokens that are indexed in a step
 
 
 class Costly(Knowing):
@@ -158,6 +159,16 @@ def test_a_text_is_looked_up_in_each_step_in_which_another_drafter_is_asked() ->
     for token in (1, 2, 3):
         engine.call(token)
     assert engine.call(4)[1] == {"lookup"}
+
+
+def test_a_text_that_is_not_indexed_yet_is_indexed_in_each_step() -> None:
+    lookup = Lookup(n_remembered=1)  # so nothing is indexed in advance
+    engine = Simulated(lookup, Costly(right, 10))
+    request = engine.add("lookup,draft", range(19 * PORTION))
+    rounds = [engine.call(10**5 + i)[0] for i in range(20)]
+    assert rounds[:19] == [1] * 19
+    assert rounds[19] > 1
+    assert not request.memory[Lookup.name].n_left
 
 
 def test_where_a_draft_has_too_few_tokens_another_drafter_is_asked() -> None:
