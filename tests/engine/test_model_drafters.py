@@ -260,6 +260,7 @@ def test_llama_cpp_names_are_accepted() -> None:
     speculator = Speculator([Lookup()], spec="ngram-simple", n_vocab=10)
     assert speculator.default.drafters == ("lookup",)
     assert speculator.choose("none").drafters == ()
+    assert speculator.choose("ngram-mod,ngram-map-k4v").drafters == ("lookup",)
 
 
 def test_a_draft_model_computes_only_what_is_new_in_a_turn_of_a_chat(
