@@ -82,8 +82,8 @@ class Simulated:
         n_rounds = 1 if drafts else min(MAX_ROUNDS, 1 + self.speculator.n_quiet)
         self.speculator.pass_over(n_rounds - 1)
         for request in self.requests:
-            request.tokens += [token] * n_rounds
-            request.generated += [token] * n_rounds
+            request.tokens += range(token, token + n_rounds)
+            request.generated += range(token, token + n_rounds)
             request.n_computed += n_rounds
         self.n_steps += n_rounds
         return n_rounds, {draft.drafter for draft in drafts.values()}
@@ -100,6 +100,19 @@ def test_a_drafter_whose_drafts_do_not_pay_is_asked_less_and_less_often() -> Non
     assert (
         sum(engine.control.n_steps) == engine.n_steps - 7
     )  # each answer counts for the steps since the one before
+
+
+@pytest.mark.parametrize("is_usual", [True, False])
+def test_a_drafter_without_drafts_is_asked_less_often_unless_it_prepares_them(is_usual: bool) -> None:
+    class Empty(Costly):
+        def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
+            self.is_usual = is_usual
+            return [Draft((), self.name)] * len(asks)
+
+    engine = Simulated(Empty(right, 10))
+    engine.control.pays = True
+    engine.add("draft")
+    assert max(engine.call()[0] for _ in range(40)) == (MAX_ROUNDS if is_usual else 1)
 
 
 def test_it_is_asked_in_each_step_again_once_its_drafts_pay() -> None:

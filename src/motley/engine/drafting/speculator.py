@@ -415,6 +415,8 @@ class Speculator:
             n_rounds = max(len(draft.tokens) for draft in found)
             if n_rounds and drafter.is_usual:
                 self._control.note_drafting(drafter.name, n_rounds, seconds)
+            # No draft, and none is being prepared: the context is beyond a draft model's, say.
+            self._refusals[-1] = not n_rounds and drafter.is_usual
         kept = {}
         for (request, n, _), draft in zip(asks, found, strict=True):
             tokens = draft.tokens
