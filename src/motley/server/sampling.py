@@ -168,9 +168,7 @@ def for_choices(sampling: Sampling, n_choices: int) -> list[SamplingParams]:
     return replace(sampling.params, n=n_choices).choices()
 
 
-def generation_settings(
-    sampling: Sampling, model: FrontModel, drafters: str, **more: Any
-) -> dict[str, Any]:
+def generation_settings(sampling: Sampling, model: FrontModel, drafters: str, **more: Any) -> dict[str, Any]:
     """The settings of a request, as llama-server echoes them. `drafters`: of requests that do not say."""
     params = sampling.params
     bias = dict(params.logit_bias)

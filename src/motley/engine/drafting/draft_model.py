@@ -61,7 +61,9 @@ class DraftModel:
 
     def may_draft(self, request: Request) -> bool:
         is_known = max(request.sampler.params.logit_bias, default=0) < self._n_vocab
-        return is_known and len(request.tokens) + 2 <= self._n_ctx  # with its next token, and one drafted token
+        return (
+            is_known and len(request.tokens) + 2 <= self._n_ctx
+        )  # with its next token, and one drafted token
 
     def give_back(self) -> None:
         self._free_ended()
