@@ -60,10 +60,8 @@ class DraftModel:
         return [Draft(drafted.get(ask.request, ()), self.name) for ask in asks]
 
     def may_draft(self, request: Request) -> bool:
-        is_known = max(request.sampler.params.logit_bias, default=0) < self._n_vocab
-        return (
-            is_known and len(request.tokens) + 2 <= self._n_ctx
-        )  # with its next token, and one drafted token
+        has_room = len(request.tokens) + 2 <= self._n_ctx  # its next token, and a drafted one
+        return has_room and max(request.sampler.params.logit_bias, default=0) < self._n_vocab
 
     def give_back(self) -> None:
         self._free_ended()
