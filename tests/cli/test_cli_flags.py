@@ -74,6 +74,23 @@ def test_values_that_look_like_flags_are_values() -> None:
     assert line.values == {"-p": "-fa", "-n": "-1", "-c": "128", "--json": ""}
 
 
+def test_flags_of_llama_cpp_for_drafts_work_or_are_noted(motley: Motley, llm: FakeLLM, model: str) -> None:
+    flags = (
+        f"-md {model} --spec-draft-n-max 5 --spec-draft-n-min 2 --draft-p-min 0.7 -ngld 99 -cd 512 -ctkd q8_0"
+    )
+    result = motley("run", model, "-p", "x", *flags.split(), "--spec-ngram-size-n", "24")
+    assert result.exit_code == 0, result.output
+    assert (llm.options.draft_max, llm.options.draft_min) == (5, 2)
+    for flag in (
+        "--draft-p-min 0.7 (",
+        "-ngld 99 (",
+        "-cd 512 (",
+        "-ctkd q8_0 (",
+        "--spec-ngram-size-n 24 (",
+    ):
+        assert flag in result.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "error", "hint"),
     [

@@ -38,14 +38,14 @@ def linear(n_rows: int) -> float:
     return float(n_rows)
 
 
-def request() -> Request:
+def request(draft_min: int = 0) -> Request:
     return Request(
         prompt=(1, 2, 3),
         sampler=None,
         text=None,  # type: ignore[arg-type]
         stop_ids=frozenset(),
         max_tokens=10**6,
-        speculation=Speculation(("lookup",), DRAFT_MAX),
+        speculation=Speculation(("lookup",), DRAFT_MAX, draft_min),
     )
 
 
@@ -60,6 +60,7 @@ def speed_up(
     p_draft: float = 1.0,
     plan: float = 0.0,
     computed: Callable[[int], int] = lambda n_rows: n_rows,
+    draft_min: int = 0,
     seed: int = 1,
 ) -> float:
     """Tokens per simulated second with drafts : without.
@@ -68,7 +69,7 @@ def speed_up(
     """
     rng = random.Random(seed)
     control = AdaptiveControl({"lookup": (0.85 if per_round else 0.6,)}, computed=computed)
-    requests = [request() for _ in range(n_requests)]
+    requests = [request(draft_min) for _ in range(n_requests)]
     seconds, n_tokens = 0.0, 0
     planned = {n_requests}
     control.note_plan(n_requests, plan + cost(n_requests), n_requests=n_requests)
@@ -190,6 +191,24 @@ def test_on_a_machine_that_is_busy_nothing_is_drafted() -> None:
 @pytest.mark.parametrize(("p_right", "least"), [(0.0, 0.94), (0.5, 0.94), (0.9, 1.35)])
 def test_a_drafter_that_takes_time_is_asked_as_long_as_it_pays(p_right: float, least: float) -> None:
     assert speed_up(p_right, small_cpu, per_round=0.15) >= least
+
+
+@pytest.mark.parametrize("draft_min", [2, 4, 8, 12])
+@pytest.mark.parametrize("p_right", [0.5, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("n_requests", [1, 4])
+def test_no_time_is_lost_for_drafts_that_have_too_few_tokens_to_be_used(
+    n_requests: int, p_right: float, draft_min: int
+) -> None:
+    for cost in (flat, small_cpu):
+        assert speed_up(p_right, cost, n_requests=n_requests, per_round=0.1, draft_min=draft_min) > 0.96
+
+
+@pytest.mark.parametrize(("p_right", "draft_min", "least"), [(0.8, 8, 3.4), (0.8, 12, 3.4), (0.5, 4, 1.5)])
+def test_drafts_of_at_least_so_many_tokens_are_used_where_they_pay(
+    p_right: float, draft_min: int, least: float
+) -> None:
+    """Also where fewer tokens would pay better."""
+    assert speed_up(p_right, flat, draft_min=draft_min) > least
 
 
 def test_a_drafter_as_slow_as_the_model_is_not_used() -> None:

@@ -21,6 +21,7 @@ from motley.engine.request import Request
 from motley.engine.steady import Steady
 
 MAX_ROUNDS = 8
+PORTION = 512  # tokens that are indexed in a step
 
 
 class Costly(Knowing):
@@ -50,9 +51,11 @@ class Switched(FixedControl):
 class Simulated:
     """An engine whose native call has as many rounds as need no drafts."""
 
-    def __init__(self, *drafters: Any) -> None:
+    def __init__(self, *drafters: Any, draft_min: int = 0) -> None:
         self.control = Switched()
-        self.speculator = Speculator(drafters, spec="off", n_vocab=10**6, control=self.control)
+        self.speculator = Speculator(
+            drafters, spec="off", n_vocab=10**6, draft_min=draft_min, control=self.control
+        )
         self.requests: list[Request] = []
         self.n_steps = 0
 
@@ -79,8 +82,8 @@ class Simulated:
         n_rounds = 1 if drafts else min(MAX_ROUNDS, 1 + self.speculator.n_quiet)
         self.speculator.pass_over(n_rounds - 1)
         for request in self.requests:
-            request.tokens += [token] * n_rounds
-            request.generated += [token] * n_rounds
+            request.tokens += range(token, token + n_rounds)
+            request.generated += range(token, token + n_rounds)
             request.n_computed += n_rounds
         self.n_steps += n_rounds
         return n_rounds, {draft.drafter for draft in drafts.values()}
@@ -97,6 +100,19 @@ def test_a_drafter_whose_drafts_do_not_pay_is_asked_less_and_less_often() -> Non
     assert (
         sum(engine.control.n_steps) == engine.n_steps - 7
     )  # each answer counts for the steps since the one before
+
+
+@pytest.mark.parametrize("is_usual", [True, False])
+def test_a_drafter_without_drafts_is_asked_less_often_unless_it_prepares_them(is_usual: bool) -> None:
+    class Empty(Costly):
+        def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
+            self.is_usual = is_usual
+            return [Draft((), self.name)] * len(asks)
+
+    engine = Simulated(Empty(right, 10))
+    engine.control.pays = True
+    engine.add("draft")
+    assert max(engine.call()[0] for _ in range(40)) == (MAX_ROUNDS if is_usual else 1)
 
 
 def test_it_is_asked_in_each_step_again_once_its_drafts_pay() -> None:
@@ -156,6 +172,27 @@ def test_a_text_is_looked_up_in_each_step_in_which_another_drafter_is_asked() ->
     for token in (1, 2, 3):
         engine.call(token)
     assert engine.call(4)[1] == {"lookup"}
+
+
+def test_a_text_that_is_not_indexed_yet_is_indexed_in_each_step() -> None:
+    lookup = Lookup(n_remembered=1)  # so nothing is indexed in advance
+    engine = Simulated(lookup, Costly(right, 10))
+    request = engine.add("lookup,draft", range(19 * PORTION))
+    rounds = [engine.call(10**5 + i)[0] for i in range(20)]
+    assert rounds[:19] == [1] * 19
+    assert rounds[19] > 1
+    assert not request.memory[Lookup.name].n_left
+
+
+def test_where_a_draft_has_too_few_tokens_another_drafter_is_asked() -> None:
+    class Short(Knowing):
+        def draft(self, asks: Sequence[DraftRequest]) -> list[Draft]:
+            return [Draft((1,), self.name)] * len(asks)
+
+    engine = Simulated(Short(right, 10), Costly(right, 10), draft_min=2)
+    engine.control.pays = True
+    engine.add("lookup,draft")
+    assert engine.call() == (1, {"draft"})
 
 
 def test_beside_a_grammar_each_step_is_looked_at() -> None:

@@ -260,6 +260,19 @@ def test_llama_cpp_names_are_accepted() -> None:
     speculator = Speculator([Lookup()], spec="ngram-simple", n_vocab=10)
     assert speculator.default.drafters == ("lookup",)
     assert speculator.choose("none").drafters == ()
+    assert speculator.choose("ngram-mod,ngram-map-k4v").drafters == ("lookup",)
+
+
+def test_a_draft_model_promises_no_draft_that_it_cannot_have(bundled: Path) -> None:
+    """A GPU would not get its next step in advance."""
+    with load(bundled, draft_model=bundled_draft_path()) as llm:
+        (draft,) = llm._loaded.companions
+        draft._n_ctx, draft._n_vocab = 8, 100
+        may_draft = {}
+        for n, bias in ((6, {}), (7, {}), (3, {99: 1.0}), (3, {100: 1.0})):
+            request = llm._loaded.engine.new_request([5] * n, SamplingParams(logit_bias=bias))
+            may_draft[n, *bias] = draft.may_draft(request)
+        assert may_draft == {(6,): True, (7,): False, (3, 99): True, (3, 100): False}
 
 
 def test_a_draft_model_computes_only_what_is_new_in_a_turn_of_a_chat(

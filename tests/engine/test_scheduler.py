@@ -327,3 +327,25 @@ def test_blocks_of_a_request_that_was_refused_are_not_published() -> None:
     index = s.cache.groups[0].index
     assert {block for block in range(6) if block in index} <= before
     s.cache.check_integrity()
+
+
+def test_a_suspect_that_runs_alone_takes_the_blocks_of_the_others() -> None:
+    s = scheduler(n_blocks=5, n_batch=8)
+    one, other = request(range(1, 10)), request(range(21, 31))
+    s.add(one)
+    s.add(other)
+    s.begin()
+    assert s.schedule().requests == [one]
+    s.touch([other])  # both were in the failed step
+    assert s.abandon() is None
+    for each in (one, other):  # each in turn, until it has got a token
+        while not each.generated:
+            step = s.schedule()
+            assert step.requests == [each]
+            s.complete(step)
+            if not each.n_pending:
+                s.clear(each)
+                each.accept(each.sampler(None, each.tokens))
+            s.cache.check_integrity()
+    run(s)
+    assert [one.tokens, other.tokens] == [expected(one), expected(other)]

@@ -50,5 +50,20 @@ _UNUSED_BY_NAMES: tuple[tuple[str, UnusedFlag], ...] = (
     ("--check-tensors", UnusedFlag("files are always checked")),
     ("--no-escape", UnusedFlag("escapes are only read with -e")),
     ("--swa-full", UnusedFlag("windows only keep what they need")),
+    (
+        "--draft-p-min --spec-draft-p-min --draft-p-split --spec-draft-p-split",
+        UnusedFlag("drafts are as long as it pays", takes_value=True),
+    ),
+    (
+        "-cd --ctx-size-draft -ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl -devd --device-draft "
+        "--spec-draft-device -ctkd --cache-type-k-draft --spec-draft-type-k -ctvd --cache-type-v-draft "
+        "--spec-draft-type-v -td --threads-draft --spec-draft-threads -tbd --threads-batch-draft "
+        "--spec-draft-threads-batch",
+        UnusedFlag("a draft model has the settings of the model", takes_value=True),
+    ),
+    (
+        "--spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits --spec-ngram-check-rate",
+        UnusedFlag("the longest match wins, from three tokens on", takes_value=True),
+    ),
 )
 UNUSED: dict[str, UnusedFlag] = {name: flag for names, flag in _UNUSED_BY_NAMES for name in names.split()}

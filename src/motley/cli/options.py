@@ -308,6 +308,7 @@ DraftMax = Annotated[
         "--draft-max",
         "--draft",
         "--draft-n",
+        "--spec-draft-n-max",
         text="Guess at most this many tokens at a time. Default: 15.",
         panel=_SPECULATION,
         metavar="N",
@@ -319,6 +320,7 @@ DraftMin = Annotated[
     _flag(
         "--draft-min",
         "--draft-n-min",
+        "--spec-draft-n-min",
         text="Use no guess with fewer tokens than this. Default: 0.",
         panel=_SPECULATION,
         metavar="N",
@@ -330,6 +332,7 @@ ModelDraft = Annotated[
     _flag(
         "-md",
         "--model-draft",
+        "--spec-draft-model",
         text="A smaller model with the same vocabulary, for --spec draft.",
         panel=_SPECULATION,
         metavar="FILE",

@@ -229,6 +229,8 @@ class Scheduler:
     def _schedule_alone(self, step: Step, request: Request) -> None:
         """Adds only this request to the step. Preempts the others if it needs their blocks."""
         if request in self.running:
+            self.running.remove(request)
+            self.running.insert(0, request)  # as the oldest: the youngest is preempted first
             self._extend(step, request, self.step_tokens)
             return
         while not self._admit(step, request, self.step_tokens) and self.running:

@@ -107,6 +107,7 @@ class Worker:
             "n_parallel": llm.engine.scheduler.n_parallel,
             "n_batch": llm.engine.scheduler.n_batch,
             "n_vocab": llm.engine.n_vocab,
+            "drafters": ",".join(llm.engine.speculator.default.drafters),
             "n_params": sum(tensor.n_values for tensor in llm.spec.tensors.values()),
             "size": sum(tensor.nbytes for tensor in llm.spec.tensors.values()),
             "memory": memory,

@@ -76,6 +76,12 @@ class Front:
         n_ctx: int = self.engine.info["n_ctx"]
         return n_ctx
 
+    @property
+    def drafters(self) -> str:
+        """The drafters of requests that do not say, separated by commas; empty: none."""
+        drafters: str = self.engine.info.get("drafters", "")
+        return drafters
+
     async def body(self, request: Request) -> Fields:
         """The JSON object of a request."""
         try:

@@ -168,13 +168,14 @@ def for_choices(sampling: Sampling, n_choices: int) -> list[SamplingParams]:
     return replace(sampling.params, n=n_choices).choices()
 
 
-def generation_settings(sampling: Sampling, model: FrontModel, **more: Any) -> dict[str, Any]:
-    """The settings of a request, as llama-server echoes them."""
+def generation_settings(sampling: Sampling, model: FrontModel, drafters: str, **more: Any) -> dict[str, Any]:
+    """The settings of a request, as llama-server echoes them. `drafters`: of requests that do not say."""
     params = sampling.params
     bias = dict(params.logit_bias)
     if params.ignore_eos:
         bias |= dict.fromkeys(sorted(model.tokenizer.eog_ids), -math.inf)
     echoed = dict(sampling.shown)
+    types = drafters if params.speculative is None else params.speculative
 
     def value(name: str) -> Any:
         if name in _KNOWN:
@@ -203,7 +204,7 @@ def generation_settings(sampling: Sampling, model: FrontModel, **more: Any) -> d
         "reasoning_format": "none",
         "reasoning_in_content": False,
         "generation_prompt": "",
-        "speculative.types": "none",
+        "speculative.types": "none" if types in ("", "off") else types,
         "timings_per_token": False,
         "backend_sampling": False,
         "lora": [],

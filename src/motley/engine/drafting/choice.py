@@ -19,6 +19,7 @@ _ALIASES = {
     "none": OFF,
     "ngram-simple": "lookup",
     "ngram-map-k": "lookup",
+    "ngram-map-k4v": "lookup",
     "ngram-mod": "lookup",
     "ngram-cache": "lookup",
     "draft-simple": "draft",

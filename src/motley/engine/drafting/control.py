@@ -112,13 +112,14 @@ class AdaptiveControl:
         rates = [self.acceptance.rate(request, drafter, 0) for request in requests]
         base, *costs = self.costs.seconds_from(n_rows, 1 + n_max, len(rates))
         per_round = self._rounds[drafter].seconds(_ROUND * self.costs.seconds(1))
+        n_min = min(request.speculation.draft_min for request in requests)
         best, n_best = n_rows / base * _MIN_GAIN, 0
         n_tokens, survival = float(n_rows), [1.0] * len(rates)
         for n, seconds in enumerate(costs, start=1):
             survival = [s * rate for s, rate in zip(survival, rates, strict=True)]
             n_tokens += sum(survival)
             gain = n_tokens / (seconds + n * per_round)
-            if gain > best:
+            if gain > best and n >= n_min:
                 best, n_best = gain, n
         if n_best:
             self._costly.add(drafter)
@@ -139,7 +140,7 @@ class AdaptiveControl:
         is_paid = any(
             draft.drafter in self._costly for draft in drafts.values()
         )  # then plans are made as well
-        best = self._best(slots, n_rows, may_plan=is_paid)
+        best = self._best(slots, n_rows, _n_min(drafts), may_plan=is_paid)
         if (
             best.n_tokens and best.n_wanted
         ):  # these are used, so how much longer they could have been is not seen
@@ -157,7 +158,7 @@ class AdaptiveControl:
         best = _Best(0)
         if self._can_pay(drafts, rates, yields, n_rows):
             slots = _slots(drafts, rates, yields)[:room]
-            best = self._best(slots, n_rows, may_plan=False)
+            best = self._best(slots, n_rows, _n_min(drafts), may_plan=False)
             # If the tokens that are being computed are not the drafts' first ones, the step waits for nothing.
             p_first, base = max(rates), self.costs.seconds(n_rows)
             n_tokens = n_rows + p_first * _expected(slots[: best.n_tokens])
@@ -206,8 +207,11 @@ class AdaptiveControl:
             return max(0.0, self._late.seconds(n_rows) - base)
         return _WAIT_COST * base if self._late.n_steps else 0.0
 
-    def _best(self, slots: Sequence[_Slot], n_rows: int, *, may_plan: bool) -> _Best:
-        """How many drafted tokens make tokens come fastest, of tokens in descending order of survival."""
+    def _best(self, slots: Sequence[_Slot], n_rows: int, n_min: int, *, may_plan: bool) -> _Best:
+        """How many drafted tokens make tokens come fastest, of tokens in descending order of survival.
+
+        `n_min`: shorter drafts are not used.
+        """
         base = self.costs.seconds(n_rows)
         least = n_rows / base * _MIN_GAIN
         n_tokens, max_tokens = float(n_rows), n_rows + _expected(slots)
@@ -221,7 +225,7 @@ class AdaptiveControl:
             n_tokens -= minus_survival
             if n_before + 2 > most_rows:
                 most_rows = n_before + 2
-            if n_tokens > least * seconds:
+            if n_tokens > least * seconds and n_before + 1 >= n_min:
                 paying.append((-n_tokens / seconds, n, most_rows, n_tokens * base / n_rows - seconds))
         paying.sort()  # the fastest first: nearly always it has a plan
         planned = (
@@ -273,8 +277,14 @@ class AdaptiveControl:
         self._rounds[drafter].note(seconds / n_rounds)
 
 
-def _survivals(draft: Draft, rate: float) -> list[float]:
-    """For each token the probability that it is right and used.
+def _n_min(drafts: Mapping[Request, Draft]) -> int:
+    """The fewest tokens of a draft: the same for all requests of an engine."""
+    return max(request.speculation.draft_min for request in drafts)
+
+
+def _survivals(draft: Draft, rate: float, n_min: int) -> list[float]:
+    """For each token the probability that it is right and used. The first `n_min` tokens come together or not at all,
+    so they share theirs equally.
 
     In a tree it is the expected number of right tokens, shared equally: which alternative is right is not known, and
     tokens that only serve to learn belong to it.
@@ -286,9 +296,12 @@ def _survivals(draft: Draft, rate: float) -> list[float]:
     survival = 1.0
     for _ in draft.tokens:
         survival *= rate
-        if survival < _MIN_SURVIVAL:
+        if survival < _MIN_SURVIVAL and len(survivals) >= n_min:
             break
         survivals.append(survival)
+    if n_min > 1 and survivals:
+        first = survivals[:n_min]
+        survivals[:n_min] = [sum(first) / len(first)] * len(first)
     return survivals
 
 
@@ -296,8 +309,10 @@ def _slots(drafts: Mapping[Request, Draft], rates: Sequence[float], yields: Sequ
     """All drafted tokens, the likeliest to survive first. `rates`, `yields`: of each draft."""
     slots = [
         (-survival * ratio, order, n_before)
-        for order, (draft, rate, ratio) in enumerate(zip(drafts.values(), rates, yields, strict=True))
-        for n_before, survival in enumerate(_survivals(draft, rate))
+        for order, ((request, draft), rate, ratio) in enumerate(
+            zip(drafts.items(), rates, yields, strict=True)
+        )
+        for n_before, survival in enumerate(_survivals(draft, rate, request.speculation.draft_min))
     ]
     if len(drafts) > 1:
         slots.sort()

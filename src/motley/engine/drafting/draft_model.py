@@ -60,7 +60,8 @@ class DraftModel:
         return [Draft(drafted.get(ask.request, ()), self.name) for ask in asks]
 
     def may_draft(self, request: Request) -> bool:
-        return True
+        has_room = len(request.tokens) + 2 <= self._n_ctx  # its next token, and a drafted one
+        return has_room and max(request.sampler.params.logit_bias, default=0) < self._n_vocab
 
     def give_back(self) -> None:
         self._free_ended()
@@ -76,7 +77,8 @@ class DraftModel:
     def _lane(self, ask: DraftRequest) -> Lane | None:
         """The request's lane, its sequence truncated to what it has in common with the request."""
         request = ask.request
-        if len(request.tokens) + ask.n_max > self._n_ctx:
+        n_max = min(ask.n_max, self._n_ctx - len(request.tokens))
+        if n_max <= 0:
             return None
         own = self._sequences.get(request)
         if own is None:
@@ -89,11 +91,11 @@ class DraftModel:
         for n_kept in (n_common, n_common - n_common % size):
             own = self._back_to(request, n_kept)
             pending = request.tokens[len(own.tokens) : len(own.tokens) + self._n_batch]
-            copies = self._reserved(request, len(pending) + ask.n_max)
+            copies = self._reserved(request, len(pending) + n_max)
             if copies is None:
                 return None
             if not copies:
-                return Lane(request, ask.n_max, own.number, len(own.tokens), pending)
+                return Lane(request, n_max, own.number, len(own.tokens), pending)
             # Other sequences have the last block, too: its tokens are computed again, in a block of its own.
         raise AssertionError("there is nothing to copy at a block's end")
 

@@ -76,6 +76,7 @@ class Lookup:
         for row, tokens, n_match in self._look_up_all([ask.request for ask in asks], n_max):
             kept = tuple(tokens[: asks[row].n_max])
             drafts[row] = Draft(kept, self.name, bisect_right(_GRADES, n_match))
+        self._n_left = max(ask.request.memory[self.name].n_left for ask in asks)
         return drafts
 
     def may_draft(self, request: Request) -> bool:
@@ -115,7 +116,7 @@ class Lookup:
 
     def is_due(self) -> bool:
         """Counts a step in which `find` is not called; returns whether it would have looked up."""
-        return self._pace.is_due()
+        return self._pace.is_due() or self._n_left > 0
 
     def pass_over(self, n_steps: int) -> None:
         """So many steps come without a call of `find` or `is_due`."""

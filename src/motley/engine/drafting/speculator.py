@@ -415,6 +415,8 @@ class Speculator:
             n_rounds = max(len(draft.tokens) for draft in found)
             if n_rounds and drafter.is_usual:
                 self._control.note_drafting(drafter.name, n_rounds, seconds)
+            # No draft, and none is being prepared: the context is beyond a draft model's, say.
+            self._refusals[-1] = not n_rounds and drafter.is_usual
         kept = {}
         for (request, n, _), draft in zip(asks, found, strict=True):
             tokens = draft.tokens
@@ -423,7 +425,7 @@ class Speculator:
             if len(tokens) > n or draft.parents or min(tokens) < 0 or max(tokens) >= self._n_vocab:
                 n_valid = self._n_valid(tokens[: MAX_ROWS - 1] if draft.parents else tokens[:n])
                 draft = draft.cut(n_valid, n)
-            if draft.tokens:
+            if len(draft.tokens) >= max(1, request.speculation.draft_min):
                 kept[request] = draft
         return kept
 

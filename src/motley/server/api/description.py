@@ -51,6 +51,7 @@ _SAMPLING: Schema = {
     "min_tokens": _INT,
     "ignore_eos": _FLAG,
     "speculative": _described(_TEXT, "off, auto, or drafters separated by commas"),
+    "draft_max": _described(_INT, "the most tokens of a draft"),
     **_EFFORT,
     "cache_prompt": _FLAG,
     "cache_salt": _described(_TEXT, "prefixes are shared only with requests of the same salt"),

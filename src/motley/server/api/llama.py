@@ -119,6 +119,7 @@ class Shape:
             "generation_settings": generation_settings(
                 self._sampling,
                 front.model,
+                front.drafters,
                 stream=self._is_stream,
                 timings_per_token=self._has_timings,
             ),

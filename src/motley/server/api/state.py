@@ -24,7 +24,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 async def props(front: Front, request: Request) -> Response:
     settings, model = front.settings, front.model
-    defaults = generation_settings(read_sampling(Fields({}), model, settings), model)
+    defaults = generation_settings(read_sampling(Fields({}), model, settings), model, front.drafters)
     return JSON(
         {
             "default_generation_settings": {"params": defaults, "n_ctx": front.n_ctx},
@@ -140,7 +140,7 @@ def _show_slot(front: Front, slot: Slot) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "id": slot.number,
         "n_ctx": front.n_ctx,
-        "speculative": False,
+        "speculative": bool(front.drafters),
         "is_processing": slot.request is not None,
     }
     if slot.job is not None:
@@ -151,7 +151,7 @@ def _show_slot(front: Front, slot: Slot) -> dict[str, Any]:
         shown |= {
             "id_task": slot.request,
             "n_prompt_tokens": len(slot.job.tokens),
-            "params": generation_settings(sampling, front.model),
+            "params": generation_settings(sampling, front.model, front.drafters),
             "next_token": [
                 {
                     "has_next_token": True,
