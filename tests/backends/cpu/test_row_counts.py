@@ -109,9 +109,11 @@ def test_a_sum_that_one_device_needs_alone_is_by_rows() -> None:
     assert parts not in known
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-exact"])
-def test_a_shared_expert_apart_from_its_gate_computes_any_number_of_rows(shared: Path, backend: str) -> None:
-    """The first device has a shared expert alone, the second one its gate: sums go to single devices."""
+@pytest.mark.parametrize(("backend", "bound"), [("cpu", 0.1), ("cpu-exact", 1e-3)])  # logits are up to 10
+def test_a_shared_expert_apart_from_its_gate_computes_any_number_of_rows(
+    shared: Path, backend: str, bound: float
+) -> None:
+    """The first device has a shared expert alone, the second one its gate."""
     (path,) = (shared / "golden" / "qwen3next").glob("model-*.gguf")
     options: dict[str, Any] = {"backend": backend, "n_ctx": 64, "n_parallel": 1}
     crew: dict[str, Any] = {
@@ -124,7 +126,7 @@ def test_a_shared_expert_apart_from_its_gate_computes_any_number_of_rows(shared:
     with LLM(path, **options) as one, LLM(path, **options, **crew) as two:
         for n in (1, 9):
             difference = one.logits(range(3, 3 + n)) - two.logits(range(3, 3 + n))
-            assert abs(difference).max() < 0.05
+            assert abs(difference).max() < bound
 
 
 def test_rows_of_a_tensor_are_pieces_of_its_first_axis() -> None:
