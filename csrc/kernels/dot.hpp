@@ -9,8 +9,9 @@
 //   VNNI                one instruction does it all: unsigned · signed.
 //   AVX2, AVX-512       maddubs sums two products in 16 bits and must not saturate. Small codes allow more:
 //                       kRun vectors of products are added in 16 bits, before one step to 32. Full codes move the sign of
-//                       w to x: |w| · (sign(w) · x), which fits, as 2 · 128 · 127 < 2^15. Where codes are used many
-//                       times (panel.hpp), full ones are better cut into two small ones of 4 bits (kCutsFull).
+//                       w to x: |w| · (sign(w) · x), which fits, as 2 · 128 · 127 < 2^15. AVX-512 has no instruction for
+//                       that: where codes are used many times (panel.hpp), full ones are cut into two small ones of 4 bits
+//                       there (kCutsFull). With AVX2 that is 8 % slower (prompts of llama-1b Q8_0, Zen 5).
 //   ARM                 signed · signed, see dot_neon.hpp.
 //   others              plain loops over lanes, compiled as they are.
 #pragma once
@@ -29,7 +30,7 @@ namespace motley::MOTLEY_ISA {
 #endif
 
 #if defined(MOTLEY_DOT_PAIRS)
-constexpr bool kFullIsSigned = true, kCutsFull = true;
+constexpr bool kFullIsSigned = true, kCutsFull = kVectorBytes == 64;
 #elif defined(MOTLEY_DOT_NEON)
 constexpr bool kFullIsSigned = true, kCutsFull = false;
 #else
