@@ -414,9 +414,12 @@ def _offer_spare(split: ModelSplit, fit: CacheFit, backends: Sequence[Backend], 
             backend.offer_spare(room - fit.plan.n_bytes(index), graph, n_parallel)
 
 
-def _spare_while_loading(fit: CacheFit) -> int | None:
-    """Bytes that the first device has left beside the model, the cache and what loading takes; None: no known limit."""
-    return None if fit.room[0] is None else fit.room[0] - fit.plan.n_bytes(0) - _LOADING_BYTES
+def _spare_while_loading(fit: CacheFit) -> list[int | None]:
+    """Bytes that each device has left beside the model, the cache and what loading takes; None: no known limit."""
+    return [
+        None if room is None else room - fit.plan.n_bytes(device) - _LOADING_BYTES
+        for device, room in enumerate(fit.room)
+    ]
 
 
 def _plan_beside(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 import motley
 from motley import assembly, compile_process
-from motley.backends import get_backend, gpu
+from motley.backends import Backend, get_backend, gpu
 from motley.backends.cuda.planning import GpuPlanning
 from motley.gguf import read_spec
 from motley.kvcache.types import get_cache_type
@@ -90,12 +90,13 @@ class FakeRunner:
         self._name, self._said, self._on_run = name, said, on_run
         self.is_closed = False
 
-    def run(self, batch: Any, tokens: list[int], copies: object) -> torch.Tensor:
+    def record(self, batch: Any, devices: tuple[int, ...], lends: bool | None) -> torch.Tensor:
+        n_tokens = batch.shape.n_tokens
         if self._on_run is not None:
-            self._on_run(len(tokens))
-        self._said.append(f"{self._name} {len(tokens)}")
-        assert _now is not None, "only recorded batches run here"
-        _now(batch.shape.n_tokens, batch.shape.n_outputs)
+            self._on_run(n_tokens)
+        self._said.append(f"{self._name} {n_tokens}" + (f" on {devices}" if devices != (0,) else ""))
+        assert _now is not None, "kernels are recorded here"
+        _now(n_tokens, batch.shape.n_outputs)
         return torch.empty(0)
 
     def plan(self, shape: BatchShape) -> None:
@@ -136,20 +137,25 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpu, name, lambda *_: None)
 
 
-def make_warmer(devices: str = "cpu", **options: bool) -> tuple[KernelWarmer, list[FakeGpu]]:
+def make_warmer(
+    devices: str = "cpu", gpus: Sequence[str | None] | None = None, **options: bool
+) -> tuple[KernelWarmer, list[Backend]]:
+    """`gpus`: the GPU that each device is; None: a CPU."""
     spec, kind = read_spec(MODEL), get_cache_type("f16")
     config, crew = CacheConfig(kind, kind), make_crew(devices)
     split = split_model(spec, read_params(spec), crew, config, n_ctx=64, rotate=True)
     hosts = [get_backend("auto") for _ in crew.devices]
     fit = fit_cache(split, hosts, config, n_batch=N_BATCH, n_parallel=N_PARALLEL)
-    backends = [FakeGpu("cuda:0") for _ in crew.devices]
+    names = ["cuda:0" for _ in crew.devices] if gpus is None else gpus
+    backends = [get_backend("auto") if name is None else FakeGpu(name) for name in names]
     made = KernelWarmer(split, backends, fit.plan, n_batch=N_BATCH, n_parallel=N_PARALLEL, **options)
     return made, backends
 
 
 def compiler_of(warmer: KernelWarmer) -> FakeCompiler:
-    assert isinstance(warmer._compiler, FakeCompiler)
-    return warmer._compiler
+    (kernels,) = warmer._kernels
+    assert isinstance(kernels._compiler, FakeCompiler)
+    return kernels._compiler
 
 
 def record_early(
@@ -159,7 +165,7 @@ def record_early(
     twin = FakeRunner("stand-in", said, on_run)
     monkeypatch.setattr(warming, "stand_in_runner", lambda *_: twin)
     warmer, backends = make_warmer()
-    warmer.record_early(backends, None)
+    warmer.record_early(backends, [None])
     return warmer, twin
 
 
@@ -197,7 +203,7 @@ def test_first_jobs_are_handed_over_before_there_is_a_loaded_model(
 
 def test_without_stand_ins_the_loaded_model_records(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     warmer, backends = make_warmer()
-    warmer.record_early(backends, None)  # FakeGpu has no stand-in
+    warmer.record_early(backends, [None])  # FakeGpu has no stand-in
     wait_for_thread(warmer)
     said: list[str] = []
     warmer.warm(FakeRunner("model", said))  # type: ignore[arg-type]
@@ -307,29 +313,154 @@ def test_the_vocabulary_is_read_after_kernels_are_recorded(
     warmer.abort()
 
 
-def test_several_devices_and_models_with_drafts_record_after_loading(on_a_gpu: None) -> None:
-    for warmer, backends in (make_warmer("cpu,cpu"), make_warmer(waits_for_all=True)):
-        warmer.record_early(backends, None)
-        assert warmer._early is None
-        warmer.abort()
+def test_models_with_drafts_record_after_loading(on_a_gpu: None) -> None:
+    warmer, backends = make_warmer(waits_for_all=True)
+    warmer.record_early(backends, [None])
+    assert warmer._early is None
+    warmer.abort()
 
 
-def test_kernels_of_gpus_of_several_kinds_are_compiled_at_their_first_use(
+def test_the_kernels_of_a_gpu_are_recorded_without_the_cpu_beside_it(
     on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warmer, _ = make_warmer()
+    said: list[str] = []
+    monkeypatch.setattr(warming, "stand_in_runner", lambda *_: FakeRunner("stand-in", said))
+    warmer, backends = make_warmer("cpu,cpu", [None, "cuda:0"])
     assert warmer.compiles_ahead
+    assert warmer.max_rows == 1
+    warmer.record_early(backends, [None, None])
+    wait_for_thread(warmer)
+    assert len(said) == N_SHAPES
+    assert all(each.endswith("on (1,)") for each in said)
+    warmer.warm(FakeRunner("model", said))  # type: ignore[arg-type]
+    assert compiler_of(warmer).n_manifests == len(tiers(N_BATCH, N_PARALLEL))
+    assert warmer.warm_up.failures == ()
+    assert not warmer.batches_ahead  # a CPU would compute them
+    warmer.close()
+
+
+def of_two_kinds(monkeypatch: pytest.MonkeyPatch, *manifests: bool) -> tuple[KernelWarmer, list[list[object]]]:
+    """A warmer of two unlike GPUs, and what its manifests describe. `manifests`: whether those of a GPU are there."""
+    described: list[list[object]] = []
+
+    class Manifest:
+        def __init__(self, *description: Any) -> None:
+            described.append(list(description))
+            is_second = description[0].capability == 90
+            self.exists = bool(manifests) and manifests[is_second]
+
+    monkeypatch.setattr(gpu, "Manifest", Manifest)
+    capability = {"cuda:0": 86, "cuda:1": 90}
+    monkeypatch.setattr(
+        gpu.Target, "of", staticmethod(lambda device: gpu.Target(capability[str(device)], 99 << 10))
+    )
+    return make_warmer("cpu,cpu", ["cuda:0", "cuda:1"])[0], described
+
+
+def test_each_kind_of_gpu_has_its_own_kernels_and_manifests(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmer, described = of_two_kinds(monkeypatch)
+    n_tiers = len(tiers(N_BATCH, N_PARALLEL))
+    assert [each[0].capability for each in described] == [86] * n_tiers + [90] * n_tiers  # type: ignore[attr-defined]
+    assert [kernels.devices for kernels in warmer._kernels] == [(0,), (1,)]
+    first, second = (kernels.start() for kernels in warmer._kernels)
+    assert first is not second
+    said: list[str] = []
+    counts: list[tuple[int, int]] = []
+    runner = FakeRunner("model", said)
+    second.is_done = lambda n_jobs: True  # type: ignore[method-assign]
+    warmer.warm(runner, lambda *given: counts.append(given))  # type: ignore[arg-type]
+    assert said[:2] == ["model 1", "model 1 on (1,)"]
+    assert counts == [(0, 2)]  # of both
+    assert len(warmer.warm_up.kernels) == 2
+    assert warmer.max_rows == 1
+    first.is_done = lambda n_jobs: True  # type: ignore[method-assign]
+    while warmer.waiting:
+        warmer.record_next(runner)
+    first.is_done = lambda n_jobs: False  # type: ignore[method-assign]
+    assert not warmer.advance(waits=False)  # one of them is not done
+    while warmer.advance():
+        pass
+    assert not warmer.is_compiling
+    for kernels in warmer._kernels:
+        compiler = kernels.start()
+        assert isinstance(compiler, FakeCompiler)
+        assert compiler.n_jobs == N_SHAPES
+        assert compiler.n_manifests == n_tiers
+    warmer.close()
+
+
+@pytest.mark.parametrize(("manifests", "is_compiling"), [((True, False), True), ((True, True), False)])
+def test_a_kind_of_gpu_without_manifests_is_compiled_for(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, manifests: tuple[bool, bool], is_compiling: bool
+) -> None:
+    warmer, _ = of_two_kinds(monkeypatch, *manifests)
+    assert warmer.is_compiling == is_compiling
+    assert bool(warmer.waiting) == is_compiling
     warmer.abort()
-    kinds = iter([80, 90])
-    monkeypatch.setattr(gpu.Target, "of", staticmethod(lambda _: gpu.Target(next(kinds), 227 << 10)))
-    spec, kind = read_spec(MODEL), get_cache_type("f16")
-    config = CacheConfig(kind, kind)
-    split = split_model(spec, read_params(spec), make_crew("cpu,cpu"), config, n_ctx=64, rotate=True)
-    fit = fit_cache(split, [get_backend("auto")] * 2, config, n_batch=N_BATCH, n_parallel=N_PARALLEL)
-    backends = [FakeGpu("cuda:0"), FakeGpu("cuda:1")]
-    mixed = KernelWarmer(split, backends, fit.plan, n_batch=N_BATCH, n_parallel=N_PARALLEL)
-    assert not mixed.compiles_ahead
-    mixed.abort()
+
+
+def test_what_was_recorded_before_a_failure_is_compiled_once(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second GPU's recording fails, after that of the first: both are recorded again."""
+    warmer, _ = of_two_kinds(monkeypatch)
+    runner = FakeRunner("model", [])
+    for kernels in warmer._kernels:
+        kernels.start().is_done = lambda n_jobs: True  # type: ignore[method-assign]
+    warmer.warm(runner)  # type: ignore[arg-type]
+    record, n_calls = runner.record, 0
+
+    def fail_once(batch: Any, devices: tuple[int, ...], lends: bool | None) -> torch.Tensor:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 2:
+            raise RuntimeError("no memory")
+        return record(batch, devices, lends)
+
+    runner.record = fail_once  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        warmer.record_next(runner)
+    while warmer.waiting:
+        warmer.record_next(runner)
+    for kernels in warmer._kernels:
+        compiler = kernels.start()
+        assert isinstance(compiler, FakeCompiler)
+        assert compiler.n_jobs == len(set(compiler.jobs)) == N_SHAPES
+    warmer.abort()
+
+
+def test_a_model_whose_kernels_cannot_be_recorded_is_loaded(on_a_gpu: None) -> None:
+    warmer, _ = make_warmer("cpu,cpu", ["cuda:0", None])
+
+    def fail(n_rows: int) -> None:
+        raise RuntimeError("no such stage")
+
+    compiler = compiler_of(warmer)
+    found = warmer.warm(FakeRunner("model", [], fail))  # type: ignore[arg-type]
+    assert found.notices == ["not compiled: the kernels ahead of their first use (no such stage)"]
+    assert not warmer.is_compiling
+    assert warmer.max_rows is None
+    assert compiler.is_closed
+    warmer.close()
+
+
+def test_a_model_whose_kernels_cannot_be_described_is_loaded(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> gpu.Target:
+        raise RuntimeError("unknown GPU")
+
+    monkeypatch.setattr(gpu.Target, "of", staticmethod(fail))
+    warmer, backends = make_warmer()
+    assert not warmer.compiles_ahead
+    assert not warmer.is_compiling
+    assert warmer.max_rows is None
+    warmer.record_early(backends, [None])
+    assert warmer._early is None
+    assert "unknown GPU" in warmer.warm_up.notices[0]
+    warmer.close()
 
 
 def test_a_cpu_records_nothing() -> None:
@@ -339,9 +470,9 @@ def test_a_cpu_records_nothing() -> None:
     fit = fit_cache(split, backends, config, n_batch=N_BATCH, n_parallel=N_PARALLEL)
     warmer = KernelWarmer(split, backends, fit.plan, n_batch=N_BATCH, n_parallel=N_PARALLEL)
     assert not warmer.compiles_ahead
-    warmer.record_early(backends, None)
+    warmer.record_early(backends, [None])
     assert warmer._early is None
-    assert stand_in_runner(split, backends, fit.plan, None) is None
+    assert stand_in_runner(split, backends, fit.plan, [None]) is None
     with pytest.raises(AssertionError, match="no stand-ins"):
         backends[0].weight_like(split.graph(BatchShape(1, 1)).weights[0])
 
@@ -365,13 +496,22 @@ def test_recording_begins_before_weights_are_read(monkeypatch: pytest.MonkeyPatc
     assert sys.getswitchinterval() == before
 
 
-def test_all_layers_are_recorded_where_devices_have_layers_of_their_own() -> None:
+@pytest.mark.parametrize(
+    ("devices", "mode", "recorded", "n_layers"),
+    [
+        ("cpu", None, (0,), 1),
+        ("cpu,cpu", "tensor", (0,), 1),
+        ("cpu,cpu", "layer", (0,), 0),  # the second device has the last of eight layers, and the first one gets a result
+        ("cpu,cpu", "layer", (0, 1), 0),
+    ],
+)
+def test_as_many_layers_are_recorded_as_contain_all_kernels(
+    devices: str, mode: str | None, recorded: tuple[int, ...], n_layers: int
+) -> None:
     spec, kind = read_spec(MODEL), get_cache_type("f16")
-    config = CacheConfig(kind, kind)
-    for devices, n_layers in (("cpu", 1), ("cpu,cpu", 0)):
-        crew = make_crew(devices, "layer") if "," in devices else make_crew(devices)
-        split = split_model(spec, read_params(spec), crew, config, n_ctx=64, rotate=True)
-        assert layers_to_record(split) == n_layers
+    crew = make_crew(devices, mode)
+    split = split_model(spec, read_params(spec), crew, CacheConfig(kind, kind), n_ctx=64, rotate=True)
+    assert layers_to_record(split, recorded) == n_layers
 
 
 def test_two_models_that_are_loaded_at_once_leave_the_interval_as_it_was() -> None:
