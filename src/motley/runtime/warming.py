@@ -11,8 +11,7 @@ Loading waits only for the kernels of a single row, about a fifth of all. Those 
 samplers among them, are compiled while requests run (`rehearsals.tiers`, `background_warming`). Until then, steps have
 no more rows than that (`KernelWarmer.max_rows`): a prompt is computed in small chunks, further requests wait in the
 queue, and tokens are chosen on the host.
-At last a decode of one request is run: its kernels are loaded, its plan is made and captured. Prompts of a whole batch,
-steps with drafts and decodes of several requests are prepared later, while the engine is idle.
+Batches of first requests are run after that (`batches_ahead`).
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ from motley.runtime.batch import PlacedBatch
 from motley.runtime.caching import CachePlan
 from motley.runtime.loading import Progress
 from motley.runtime.rehearsals import (
-    PREPARED_ROWS,
     Rehearsal,
-    captured_ahead,
     inert_batch,
     rehearse_sampling,
     tiers,
@@ -118,8 +115,8 @@ class KernelWarmer:
         self._n_compiled = len(self._tiers)  # tiers whose kernels are compiled, or are compiled at first use
         self.waiting: list[Rehearsal] = []  # batches that are not recorded yet
         self.warm_up = WarmUp()
-        self._n_batch, self._max_decodes = n_batch, min(n_parallel, n_batch)
-        self._is_gpu = False
+        self._n_batch = n_batch
+        self.uses_gpus, self.has_cpu = False, False  # GPUs of this process alone, with a CPU beside them
         self._started = time.monotonic()
         self._kernels: list[TargetKernels] = []  # of each kind of GPU
         self._n_recorded = 0  # tiers
@@ -137,22 +134,27 @@ class KernelWarmer:
 
         if not gpu.can_compile_ahead():
             return
-        self._is_gpu = not crew.hosts and not has_others  # a CPU does not pad batches and would compute these
+        self.uses_gpus, self.has_cpu = not crew.hosts, has_others
         self._driver = _started(gpu.load_driver)
         self._preparing += [_started(gpu.load_compiler), self._driver]
         self._start_libraries(compiling)
         try:
             self._kernels = self._find_kernels(compiling, [backend.name for backend in backends])
+            self._find_tiers()
         except Exception as error:  # a model must not fail to load for that
             self._fail(error)
-            return
-        self._n_compiled = min((each.n_missing for each in self._kernels), default=len(self._tiers))
-        self._n_recorded = self._n_compiled
-        self.waiting = [each for tier in self._tiers[self._n_compiled :] for each in tier.shapes]
+
+    def _find_tiers(self) -> None:
+        """Find the tiers that are not compiled yet, for all kinds of GPU. If there is the first one, compile processes
+        start.
+        """
+        n_compiled = min((each.n_missing for each in self._kernels), default=len(self._tiers))
         for each in self._kernels:
-            each.skip(self._n_compiled)
-            if not self._n_compiled:
+            each.skip(n_compiled)
+            if not n_compiled:
                 each.start()
+        self._n_compiled = self._n_recorded = n_compiled
+        self.waiting = [each for tier in self._tiers[n_compiled:] for each in tier.shapes]
 
     def _find_kernels(self, compiling: Mapping[int, Backend], names: Sequence[str]) -> list[TargetKernels]:
         """The kernels of each kind of GPU. `names`: of all devices' backends."""
@@ -386,55 +388,15 @@ class KernelWarmer:
         n_others = sum(each.n_jobs for each in self._kernels) - len(done)
         return WarmUp(kernels, seconds, failures, n_others)
 
-    def run_first_batches(self, runner: Runner) -> float:
-        """Run the batches of a first request on GPUs: a decode, launched once and then captured, and, while batches
-        have few rows, a part of a prompt.
-
-        Returns the seconds that the plan of a decode takes, its capture included; 0.0: not measured.
-        """
-        if not self._is_gpu:
-            return 0.0
+    def wait_prepared(self) -> None:
+        """Wait for what a first batch needs beside its kernels."""
         for thread in self._preparing:
             thread.join()
-        n_prompt, samples = min(self.max_rows or 1, self._n_batch), self.max_rows is None
-        if n_prompt > 1:
-            self._run_inert(runner, BatchShape(n_prompt, 1), n_prompt)
-        self._run_inert(runner, BatchShape(1, 1), 1, samples=samples)
-        started = time.perf_counter()
-        self._run_inert(runner, BatchShape(1, 1), 1, samples=samples)
-        return 2 * (
-            time.perf_counter() - started
-        )  # the first run has loaded kernels, too; a plan takes as long
 
-    @property
-    def batches_ahead(self) -> list[Rehearsal]:
-        """Batches of later requests, to be run while the engine is idle: a prompt of a whole batch, which loads kernels
-        and libraries, and decode batches, which are captured.
-        """
-        prompt = BatchShape(self._n_batch, 1), self._n_batch
-        return [prompt, *captured_ahead(self._max_decodes)] if self._is_gpu else []
-
-    def run_ahead(self, runner: Runner, shape: BatchShape, longest: int) -> None:
-        """Run one of `batches_ahead`."""
+    def wait_libraries(self) -> None:
+        """Wait for the libraries that multiply prompts."""
         for thread in self._libraries:
             thread.join()
-        self._run_inert(runner, shape, longest)
-
-    @property
-    def draft_rows(self) -> tuple[int, ...]:
-        """Rows of a sequence with drafts for which `prepare_drafts` makes plans, the most useful first."""
-        return tuple(n for n in PREPARED_ROWS if n <= self._n_batch) if self._is_gpu else ()
-
-    def prepare_drafts(self, runner: Runner, n_rows: int) -> None:
-        """Makes the plan of a step of one sequence with `n_rows`, and captures it, so that no answer waits for that."""
-        for _ in range(2):
-            self._run_inert(runner, BatchShape(n_rows, n_rows), n_rows)
-
-    def _run_inert(self, runner: Runner, shape: BatchShape, longest: int, *, samples: bool = True) -> None:
-        batch = inert_batch(shape, longest, self._cache, self._extra)
-        logits = runner.run(batch, [0] * shape.n_tokens, ())
-        if samples:
-            rehearse_sampling(logits)
 
 
 def _started(task: Callable[[], None]) -> Thread:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -26,6 +27,7 @@ from motley.runtime import CacheConfig, fit_cache, make_crew, split_model, warmi
 from motley.runtime.rehearsals import tiers
 from motley.runtime.stand_in_runner import layers_to_record, stand_in_runner
 from motley.runtime.warming import KernelWarmer
+from motley.split.lent_layers import LentLayers
 
 MODEL = Path(motley.__file__).parent / "bundled" / "motley-15m-q8_0.gguf"
 N_BATCH, N_PARALLEL = 64, 2
@@ -138,11 +140,15 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_warmer(
-    devices: str = "cpu", gpus: Sequence[str | None] | None = None, **options: bool
+    devices: str = "cpu",
+    gpus: Sequence[str | None] | None = None,
+    *,
+    lent: LentLayers | None = None,
+    **options: bool,
 ) -> tuple[KernelWarmer, list[Backend]]:
     """`gpus`: the GPU that each device is; None: a CPU."""
     spec, kind = read_spec(MODEL), get_cache_type("f16")
-    config, crew = CacheConfig(kind, kind), make_crew(devices)
+    config, crew = CacheConfig(kind, kind), replace(make_crew(devices), lent=lent)
     split = split_model(spec, read_params(spec), crew, config, n_ctx=64, rotate=True)
     hosts = [get_backend("auto") for _ in crew.devices]
     fit = fit_cache(split, hosts, config, n_batch=N_BATCH, n_parallel=N_PARALLEL)
@@ -335,11 +341,34 @@ def test_the_kernels_of_a_gpu_are_recorded_without_the_cpu_beside_it(
     warmer.warm(FakeRunner("model", said))  # type: ignore[arg-type]
     assert compiler_of(warmer).n_manifests == len(tiers(N_BATCH, N_PARALLEL))
     assert warmer.warm_up.failures == ()
-    assert not warmer.batches_ahead  # a CPU would compute them
+    assert warmer.uses_gpus
+    assert warmer.has_cpu
     warmer.close()
 
 
-def of_two_kinds(monkeypatch: pytest.MonkeyPatch, *manifests: bool) -> tuple[KernelWarmer, list[list[object]]]:
+def test_batches_that_may_borrow_weights_are_recorded_with_them_and_without(on_a_gpu: None) -> None:
+    """How many rows a batch needs for that is measured later, and may be another number in the next process."""
+    warmer, _ = make_warmer("cpu,cpu", ["cuda:0", None], lent=LentLayers(1, 0, 32))
+    recorded: list[tuple[int, bool | None]] = []
+    runner = FakeRunner("model", [])
+    record = runner.record
+
+    def note(batch: Any, devices: tuple[int, ...], lends: bool | None) -> torch.Tensor:
+        recorded.append((batch.shape.n_tokens, lends))
+        return record(batch, devices, lends)
+
+    runner.record = note  # type: ignore[method-assign]
+    warmer.warm(runner)  # type: ignore[arg-type]
+    rows = {shape.n_tokens for tier in tiers(N_BATCH, N_PARALLEL) for shape, _ in tier.shapes}
+    assert set(recorded) == {(n, False) for n in rows} | {(n, True) for n in rows if n >= 32}
+    assert (64, True) in recorded
+    assert (18, True) not in recorded
+    warmer.close()
+
+
+def of_two_kinds(
+    monkeypatch: pytest.MonkeyPatch, *manifests: bool
+) -> tuple[KernelWarmer, list[list[object]]]:
     """A warmer of two unlike GPUs, and what its manifests describe. `manifests`: whether those of a GPU are there."""
     described: list[list[object]] = []
 
@@ -501,7 +530,7 @@ def test_recording_begins_before_weights_are_read(monkeypatch: pytest.MonkeyPatc
     [
         ("cpu", None, (0,), 1),
         ("cpu,cpu", "tensor", (0,), 1),
-        ("cpu,cpu", "layer", (0,), 0),  # the second device has the last of eight layers, and the first one gets a result
+        ("cpu,cpu", "layer", (0,), 0),  # each has four of eight layers, and hands over after its last
         ("cpu,cpu", "layer", (0, 1), 0),
     ],
 )
