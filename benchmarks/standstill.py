@@ -2,9 +2,9 @@
 
     python -m benchmarks standstill [--device cuda:0,cpu] [--crews layer,tensor,cpu-moe] [--out FILE]
 
-A request runs from the end of loading on, and others come beside it: short ones, several at once, and prompts of several
-lengths, first while kernels are still compiled, then after that. Each crew is loaded in a process of its own with an
-empty kernel cache, and once more with the cache of the first process. `alone` is one GPU without a CPU, to compare with.
+A request runs from the end of loading on, and others come beside it: short ones, several at once, and prompts of
+several lengths, first while kernels are still compiled, then after that. Each crew is loaded in a process of its own
+with an empty kernel cache, and once more with the cache of the first process. `alone` is one GPU without a CPU.
 
     longest_gap_s      the longest time between two pieces of the running request
     gaps_over_0.3_s    such times, with what came meanwhile
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class Running:
 def long_gaps(times: list[float], marks: list[tuple[float, str]], threshold: float = TOO_LONG) -> list[Any]:
     """The times between pieces beyond a threshold: seconds, and the latest mark before the end of each."""
     found = []
-    for before, after in zip(times, times[1:], strict=False):
+    for before, after in pairwise(times):
         if after - before > threshold:
             latest = [name for at, name in marks if at <= after]
             found.append([round(after - before, 3), latest[-1] if latest else "the first tokens"])
@@ -113,7 +114,7 @@ def serve(llm: Any, phase: str) -> dict[str, Any]:
                 raise RuntimeError(failed[0])
     finally:
         running.close()
-    gaps = [after - before for before, after in zip(running.times, running.times[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(running.times)]
     return {
         "first_piece_s": round(running.times[0] - started, 3) if running.times else None,
         "longest_gap_s": round(max(gaps, default=0.0), 3),

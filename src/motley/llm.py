@@ -216,7 +216,9 @@ class LLM:
 
     @property
     def compiles_ahead(self) -> bool:
-        """Whether kernels are compiled before their first use: only on GPUs of one kind, without a CPU beside them."""
+        """Whether kernels are compiled before their first use: those of GPUs of this process, unless that failed, or a
+        crew with devices in other processes has a CPU or GPUs of several kinds.
+        """
         return self._loaded.warmer.compiles_ahead
 
     def finish_compiling(self) -> None:

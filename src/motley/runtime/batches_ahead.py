@@ -1,8 +1,8 @@
-"""Batches that run before requests need them: kernels are loaded, plans are made and captured, so that no answer waits.
+"""Batches that run before requests need them: kernels are loaded, plans are made and captured.
 
-On GPUs alone they are inert. A CPU would compute an inert batch's rows, and has no blocks for them: beside one, the rows
-are of new sequences, which are stored in free blocks and published nowhere. There, batches have few rows, so that the CPU
-soon has time for a request again; only prompts that the GPU multiplies with copies of the CPU's weights are long.
+On GPUs alone they are inert. A CPU would compute an inert batch's rows, and has no blocks for them: beside one, the
+rows are of new sequences, which are stored in free blocks and published nowhere. There, batches have few rows, so that
+the CPU soon has time for a request; only prompts that the GPU multiplies by copies of the CPU's weights are long.
 """
 
 from __future__ import annotations

@@ -97,15 +97,15 @@ def record_batch(
     lends: bool | None,
     is_whole: bool,
 ) -> torch.Tensor:
-    """Go through the kernels of a batch on some of a crew's devices, without the others, while kernels are recorded and
-    not launched. Plans are not kept.
+    """What the first device takes for a batch's logits, while kernels are recorded and not launched. Goes through the
+    kernels of some of a crew's devices, without the others. Plans are not kept.
 
-    `lends`: see `ModelSplit.split`. `is_whole`: these are all devices of the crew, which may have a joint run. Returns
-    what the first one takes for the logits.
+    `lends`: see `ModelSplit.split`. `is_whole`: these are all devices of the crew, which may have a joint run.
     """
     executables = [runner.prepare(shape, lends) for runner in runners]
     given = [runner.begin(batch, inputs, ()) for runner in runners]
     joint = join(executables) if is_whole else None
     if joint is not None:
         return joint.run(given)[0][0]
-    return [executable.record(own) for executable, own in zip(executables, given, strict=True)][0][0]
+    outputs = [executable.record(own) for executable, own in zip(executables, given, strict=True)]
+    return outputs[0][0]

@@ -131,9 +131,8 @@ class Runner:
         return logits if shape.n_outputs == n_outputs else logits[:n_outputs]
 
     def record(self, batch: PlacedBatch, devices: Sequence[int], lends: bool | None) -> torch.Tensor:
-        """Go through the kernels of a batch, which are recorded and not launched, on some devices of this process, the
-        first one included if its kernels are compiled. The others do not compute. Returns what the first of them takes
-        for the logits.
+        """Goes through the kernels of a batch on some devices of this process, which are recorded and not launched. The
+        others do not compute. Returns what the first of `devices` takes for the logits.
 
         `lends`: whether a device lends its weights for the batch; None: if it has enough rows. Workers of other
         processes run the batch: they compile kernels when they launch them.
@@ -329,7 +328,7 @@ class Runner:
 
 
 def padded(shape: BatchShape, backends: Sequence[Backend]) -> BatchShape:
-    """The shape that plans of a crew are made for: rows are rounded up to a bucket, if all devices have the same buckets.
+    """The shape that plans of a crew are made for: rows are rounded up to a bucket, if all devices have the same ones.
 
     Of outputs, a GPU has fewer sizes than a CPU beside it: the largest number applies.
     """

@@ -1,4 +1,4 @@
-"""A runner without weights, which records the kernels of a crew's GPUs while the model's weights are still being read."""
+"""A runner without weights, which records the kernels of a crew's GPUs while the weights are still being read."""
 
 from __future__ import annotations
 

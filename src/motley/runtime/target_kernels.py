@@ -15,10 +15,18 @@ if TYPE_CHECKING:
 class TargetKernels:
     """Jobs of the tiers that are recorded so far. Create it before loading: its process may start then."""
 
-    def __init__(self, target: Target, devices: Sequence[int], manifests: Sequence[Manifest]) -> None:
-        """`devices`: of the crew, whose kernels these are. `manifests`: of the tiers, each with those before it."""
+    def __init__(
+        self,
+        target: Target,
+        devices: Sequence[int],
+        manifests: Sequence[Manifest],
+        n_at_once: int | None = None,
+    ) -> None:
+        """`devices`: of the crew, whose kernels these are. `manifests`: of the tiers, each with those before it.
+        `n_at_once`: how many kernels are compiled at once while requests run; None: no limit.
+        """
         self.devices = tuple(devices)
-        self._target = target
+        self._target, self._n_at_once = target, n_at_once
         self._manifests = list(manifests)
         self._compiler: Compiler | None = None
         self._jobs: dict[Job, None] = {}  # recorded so far
@@ -41,11 +49,15 @@ class TargetKernels:
 
         if self._compiler is None:
             self._compiler = Compiler(self._target)
+            if self._n_at_once is not None:
+                self._compiler.limit(self._n_at_once)
         return self._compiler
 
-    @property
-    def has_started(self) -> bool:
-        return self._compiler is not None
+    def hurry(self) -> None:
+        """From now on, nothing limits how many kernels are compiled at once."""
+        if self._n_at_once is not None and self._compiler is not None:
+            self._compiler.limit(None)
+        self._n_at_once = None
 
     @property
     def n_jobs(self) -> int:

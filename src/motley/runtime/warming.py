@@ -2,10 +2,10 @@
 
 Inert batches (`inert_batch`: nothing is stored, no context is read) go through the runner without kernel launches, one
 for each class of batch sizes for which kernels differ. The kernels that they would have compiled are compiled on all
-cores meanwhile, for each kind of GPU in the crew (`target_kernels`). A manifest beside the compiled kernels records that
-this is done: later processes skip it. A CPU in the crew computes none of these batches: what it would send to a GPU does
-not matter to the GPU's kernels. Where a GPU borrows weights in batches of many rows, these batches are recorded with
-and without borrowing, because the number of rows is measured, and borrowing may end.
+cores meanwhile, for each kind of GPU in the crew (`target_kernels`). A manifest beside the compiled kernels records
+that this is done: later processes skip it. A CPU in the crew computes none of these batches: what it would send to a
+GPU does not matter to the GPU's kernels. Where a GPU borrows weights in batches of many rows, these batches are
+recorded with and without borrowing, because the number of rows is measured, and borrowing may end.
 
 Loading waits only for the kernels of a single row, about a fifth of all. Those of a few rows and then all others,
 samplers among them, are compiled while requests run (`rehearsals.tiers`, `background_warming`). Until then, steps have
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from motley.backends import Backend
+from motley.compile_process import n_cores
 from motley.errors import DeviceError
 from motley.milestones import mark
 from motley.models import N_EXPERT_USED, BatchShape
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LARGE = 2**15  # rows of a matrix over the vocabulary, which prompts are not multiplied by
+_CPU_PART = 4  # of the cores beside a CPU device, one of so many compiles while requests run
 _NARROW = 32  # columns; what has fewer is no matrix of a product (a convolution)
 
 
@@ -74,7 +76,8 @@ class WarmUp:
 
     def __str__(self) -> str:
         if not self.kernels:
-            return "kernels: all compiled before"
+            at_first_use = "compiled at their first use" if self.failures else "all compiled before"
+            return f"kernels: {at_first_use}"
         total = sum(seconds for _, seconds in self.kernels)
         others = f"; {self.n_others} others are being compiled" if self.n_others else ""
         return f"kernels: {len(self.kernels)} compiled in {self.seconds:.1f} s ({total:.0f} s of one core){others}"
@@ -166,13 +169,14 @@ class KernelWarmer:
         if self._split.crew.hosts and len(devices_of) > 1:  # workers would run each batch for each kind
             return []
         found = []
+        n_at_once = max(1, n_cores() // (_CPU_PART * len(devices_of))) if self.has_cpu else None
         for target, devices in sorted(devices_of.items()):
             first_of = {compiling[device].device: device for device in devices[::-1]}
             places = [first_of[compiling[device].device] for device in devices]  # equal ones: on one GPU
             variants = [compiling[device].kernel_variant for device in devices]
             described = target, names, places, variants, _description(self._split, self._cache, devices)
             manifests = [gpu.Manifest(*described, self._tiers[: i + 1]) for i in range(len(self._tiers))]
-            found.append(TargetKernels(target, devices, manifests))
+            found.append(TargetKernels(target, devices, manifests, n_at_once))
         return found
 
     @property
@@ -387,6 +391,11 @@ class KernelWarmer:
         seconds = max(each.when_done(tier) for each in self._kernels) - self._started
         n_others = sum(each.n_jobs for each in self._kernels) - len(done)
         return WarmUp(kernels, seconds, failures, n_others)
+
+    def hurry(self) -> None:
+        """Compile as fast as possible: a caller waits for it."""
+        for each in self._kernels:
+            each.hurry()
 
     def wait_prepared(self) -> None:
         """Wait for what a first batch needs beside its kernels."""

@@ -1,8 +1,8 @@
 """Whether the kernels of crews with a GPU are those that stand-ins record, and whether its batches need others.
 
-A process of its own: it needs TRITON_INTERPRET=0. Writes small models to the folder that is given; the GPU is not there.
-Prints what differs, and fails then. The last lines: for each crew the kernels in all, the recorded layers, and those of
-the kernels that only a crew with a CPU has.
+A process of its own: it needs TRITON_INTERPRET=0. Writes small models to the folder that is given; the GPU is not
+there. Prints what differs, and fails then. The last lines: for each crew whether there are kernels, the layers that are
+recorded, and those of the kernels that only a crew with a CPU has.
 """
 
 from __future__ import annotations

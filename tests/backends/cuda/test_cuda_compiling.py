@@ -173,5 +173,6 @@ def test_a_manifest_is_found_by_what_it_describes(tmp_path: Path, monkeypatch: p
 
 def test_what_was_compiled_is_said_in_one_line() -> None:
     assert str(WarmUp()) == "kernels: all compiled before"
+    assert str(WarmUp(failures=("all",))) == "kernels: compiled at their first use"
     done = WarmUp((("_a", 1.0), ("_b", 2.5)), 1.26)
     assert str(done) == "kernels: 2 compiled in 1.3 s (4 s of one core)"

@@ -20,6 +20,7 @@ import motley
 from motley import assembly, compile_process
 from motley.backends import Backend, get_backend, gpu
 from motley.backends.cuda.planning import GpuPlanning
+from motley.compile_process import n_cores
 from motley.gguf import read_spec
 from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, read_params
@@ -51,6 +52,7 @@ class FakeCompiler:
         self.jobs: list[object] = []
         self.urgent: list[object] = []
         self.n_manifests = 0
+        self.limits: list[int | None] = []
         self.is_closed = False
 
     @property
@@ -63,6 +65,9 @@ class FakeCompiler:
 
     def send(self, manifest: object) -> None:
         self.n_manifests += 1
+
+    def limit(self, n_at_once: int | None) -> None:
+        self.limits.append(n_at_once)
 
     def is_done(self, n_jobs: int) -> bool:
         return False  # so that recording goes on
@@ -188,6 +193,7 @@ def test_first_jobs_are_handed_over_before_there_is_a_loaded_model(
     warmer, twin = record_early(monkeypatch, said)
     wait_for_thread(warmer)
     compiler = compiler_of(warmer)
+    assert compiler.limits == []
     assert len(said) == N_SHAPES
     assert said[0] == "stand-in 1"
     assert compiler.jobs == compiler.urgent == [(1, 1)]  # the others would take cores from loading
@@ -343,6 +349,9 @@ def test_the_kernels_of_a_gpu_are_recorded_without_the_cpu_beside_it(
     assert warmer.warm_up.failures == ()
     assert warmer.uses_gpus
     assert warmer.has_cpu
+    assert compiler_of(warmer).limits == [max(1, n_cores() // 4)]  # requests need the cores, too
+    warmer.hurry()
+    assert compiler_of(warmer).limits[1:] == [None]
     warmer.close()
 
 
