@@ -48,7 +48,7 @@ from motley.runtime import CacheConfig, DeviceFigures, KVStats, Progress, cache_
 from motley.runtime.background_warming import BackgroundWarming
 from motley.runtime.exchange import CacheExchange, identity_of
 from motley.runtime.traffic import token_bytes
-from motley.runtime.warming import WarmUp
+from motley.runtime.warm_up import WarmUp
 from motley.text import ChatTemplate, Tokenizer
 from motley.units import parse_bytes
 

@@ -18,7 +18,7 @@ from motley.cli.console import loading_bar
 from motley.cli.loading import LoadOptions, load
 from motley.runtime import crew, defaults
 from motley.runtime.crew import make_crew
-from motley.runtime.warming import WarmUp
+from motley.runtime.warm_up import WarmUp
 
 Motley = Callable[..., Result]
 

@@ -31,7 +31,8 @@ from motley.runtime import CacheConfig, Runner, fit_cache, make_crew, split_mode
 from motley.runtime.batches_ahead import BatchesAhead
 from motley.runtime.group import ThreadGroup
 from motley.runtime.rehearsals import inert_batch, rehearsals
-from motley.runtime.warming import KernelWarmer, WarmUp
+from motley.runtime.warm_up import WarmUp
+from motley.runtime.warming import KernelWarmer
 
 pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
 
