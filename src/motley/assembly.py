@@ -250,7 +250,7 @@ def load_model(
             mark("weights")
             tokenizer = reading.result()
             mark("vocabulary")
-        warmer.warm(runner, compiling)
+        warmer.warm(runner, compiling, measure=runner.settle_rows)
         mark("kernels")
         ahead = BatchesAhead(warmer, runner, split, fit.plan, manager, n_batch=n_batch, n_parallel=n_parallel)
         plan_seconds = ahead.run_first()

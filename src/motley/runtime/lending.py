@@ -115,7 +115,7 @@ def settle_rows(
     split: ModelSplit, backends: Mapping[int, Backend], weights: Mapping[int, Mapping[str, LoadedWeight]]
 ) -> None:
     """Measures from how many rows on batches are lent for, unless the user says it. To be called by the owner's thread,
-    before the first plan is made. `backends`, `weights`: by device; the borrower's include what it borrows.
+    before a plan of so many rows is made. `backends`, `weights`: by device; the borrower's include what it borrows.
     """
     owner, borrower = split.crew.lender, split.crew.borrower
     if owner is None or borrower is None or not split.lends or _given_rows() is not None:

@@ -215,6 +215,12 @@ class Runner:
         """
         return self._can_chain
 
+    def settle_rows(self) -> None:
+        """Measures from how many rows on batches multiply by borrowed weights. To be called once, while no other work
+        uses the cores, before such batches run.
+        """
+        self.local.settle_rows()
+
     def plan(self, shape: BatchShape) -> None:
         """Make the plan that batches of a shape run by."""
         self.local.prepare(self._padded(shape))

@@ -113,7 +113,7 @@ class ModelSplit:
 
     def lend_from(self, n_rows: int) -> None:
         """Batches of so many rows or more are computed with copied weights, not fewer than the crew says: there is
-        memory for these. Call it before the first plan is made.
+        memory for these. Call it before a plan of as many rows as the crew says is made.
         """
         self._min_lent_rows = max(n_rows, self.crew.min_lent_rows)
 

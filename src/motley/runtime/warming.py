@@ -234,18 +234,25 @@ class KernelWarmer:
         if self._early is not None:
             self._early.join()
 
-    def warm(self, runner: Runner, progress: Progress | None = None) -> WarmUp:
+    def warm(
+        self,
+        runner: Runner,
+        progress: Progress | None = None,
+        measure: Callable[[], None] = lambda: None,
+    ) -> WarmUp:
         """Compiles the kernels that a first request needs; `progress(done, total)` counts them. Kernels of other
         batches are recorded as long as that takes, or all of them after `record_early`. One that fails here is
-        compiled at first use; if recording fails, all are.
+        compiled at first use; if recording fails, all are. `measure` is called before these others are compiled: then
+        no compiler uses the cores.
         """
         self._finish_early()
-        if self._n_compiled or not self._kernels:
-            return self.warm_up
-        try:
-            self._warm(runner, progress)
-        except Exception as error:  # a model must not fail to load for that
-            self._fail(error)
+        if self._kernels and not self._n_compiled:
+            try:
+                self._warm(runner, progress)
+            except Exception as error:  # a model must not fail to load for that
+                self._fail(error)
+        measure()
+        self._hand_over()
         return self.warm_up
 
     def _warm(self, runner: Runner, progress: Progress | None) -> None:
@@ -258,7 +265,6 @@ class KernelWarmer:
         while self.waiting and (self._early is not None or not self._is_done(0)):
             self.record_next(runner, holds=True)
         self.advance(progress=progress)
-        self._hand_over()
 
     def record_next(self, runner: Recorder, *, holds: bool = False) -> None:
         """Record the kernels of the next waiting batch, and have them compiled: a fraction of a second. `holds`: not

@@ -113,10 +113,6 @@ class Worker:
         weights = load_weights(split.spec, shares, own, self._group.run, progress, self.members)
         for index, device in enumerate(self.members):
             weights[index] |= lent_weights(split, device, own[index], tuple(weights[index]))
-        if split.lends and split.crew.lender in self.members:
-            by_device = dict(zip(self.members, weights, strict=True))
-            owner = self.members.index(split.crew.lender)
-            self._group.run(lambda index: settle_rows(split, backends, by_device) if index == owner else None)
         arenas = self._group.run(lambda index: cache.arena(self.members[index], own[index].device))
         self.devices = [
             DeviceRunner(
@@ -129,9 +125,19 @@ class Worker:
             )
             for index, device in enumerate(self.members)
         ]
+        self._backends, self._weights = dict(backends), dict(zip(self.members, weights, strict=True))
         self._is_single = len(own) == 1 and own[0].has_own_threads
         self._steps: OrderedDict[BatchShape, _Step] = OrderedDict()
         self.n_plans = 0  # batch shapes that were planned so far
+
+    def settle_rows(self) -> None:
+        """See `Runner.settle_rows`."""
+        split = self._split
+        if split.lends and split.crew.lender in self.members:
+            owner = self.members.index(split.crew.lender)
+            self._group.run(
+                lambda index: settle_rows(split, self._backends, self._weights) if index == owner else None
+            )
 
     def run(
         self,
@@ -318,6 +324,8 @@ class Worker:
         self._group.close()
         self._steps.clear()
         self.devices.clear()
+        self._backends.clear()
+        self._weights.clear()
 
 
 def _rendezvous_lines(rendezvous: HostRendezvous, backends: Sequence[Backend]) -> list[RendezvousLine]:

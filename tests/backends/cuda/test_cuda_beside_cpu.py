@@ -21,6 +21,7 @@ from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.borrowing import Borrowing
 from motley.bundled import bundled_experts_path
 from motley.models import BatchShape
+from motley.runtime import lending
 from motley.runtime.batches_ahead import BatchesAhead
 from random_models import RandomModel
 
@@ -67,6 +68,25 @@ def test_logits_of_a_dense_model_are_those_of_one_device(
     path, expected = dense
     with open_crew(path, monkeypatch, **options) as llm:
         assert_close(llm.logits(TOKENS), expected)
+
+
+def test_rows_from_which_weights_are_copied_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = RandomModel("llama", 2, 4, 2, {"rope.freq_base": 500_000.0}).write(
+        tmp_path / "llama.gguf", is_q8_0=True
+    )
+    measured: list[int] = []
+
+    def measure(*_: Any) -> int:
+        measured.append(48)
+        return 48
+
+    monkeypatch.delenv("MOTLEY_BORROW_ROWS", raising=False)
+    monkeypatch.setattr(lending, "measured_rows", measure)
+    with open_crew(path, monkeypatch, split_mode="layer", tensor_split=(1, 1)) as llm:
+        assert measured == [48]
+        assert llm._loaded.split.min_lent_rows == 48
 
 
 def test_first_batches_change_no_answer_and_a_failed_recording_refuses_no_model(

@@ -48,8 +48,14 @@ def test_first_jobs_are_handed_over_before_there_is_a_loaded_model(
     assert compiler.n_manifests == 1
     assert twin.is_closed
     done: list[tuple[int, int]] = []
-    warmer.warm(FakeRunner("model", said), lambda *counts: done.append(counts))  # type: ignore[arg-type]
+    compiled_at: list[int] = []
+    warmer.warm(
+        FakeRunner("model", said),  # type: ignore[arg-type]
+        lambda *counts: done.append(counts),
+        measure=lambda: compiled_at.append(compiler.n_jobs),
+    )
     assert said[N_SHAPES:] == ["model plans 1"]  # nothing is recorded again
+    assert compiled_at == [1]  # the first ones are compiled, and others are not begun
     assert done == [(0, 1)]
     assert compiler.n_jobs == len(set(compiler.jobs)) == N_SHAPES
     assert compiler.urgent == [(1, 1)]
