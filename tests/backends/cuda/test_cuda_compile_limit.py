@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from queue import SimpleQueue
 from threading import Lock, Thread
 
@@ -10,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from motley.backends.cuda.compile_worker import Limit, _tasks
+from motley.backends.cuda.compile_worker import Limit, _read_lines, _tasks
 from motley.backends.cuda.compiling import Job
 from motley.backends.cuda.manifests import CompiledJobs
 
@@ -45,3 +47,13 @@ def test_beside_a_cpu_few_jobs_are_compiled_at_once_and_at_the_usual_priority() 
     assert taken.get(timeout=60)[1] == lines[6]  # at a low priority
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_the_input_ends_after_a_line_that_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's process was killed while it wrote. A compile process that waited for more would never end."""
+    limit, lines = Limit(), SimpleQueue[str]()
+    limit.set(1)
+    monkeypatch.setattr(sys, "stdin", io.StringIO('[1]\n{"manifest": "/a/fol'))
+    _read_lines(limit, lines)
+    assert list(iter(lambda: lines.get(timeout=60), "")) == ["[1]\n"]
+    assert limit._most is None

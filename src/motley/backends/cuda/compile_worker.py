@@ -174,13 +174,17 @@ def _tasks(lines: Iterable[str], jobs: CompiledJobs, lock: Lock, limit: Limit) -
 
 def _read_lines(limit: Limit, lines: SimpleQueue[str]) -> None:
     """Reads the input. A limit applies at once, to jobs that came before it, too."""
-    for line in sys.stdin:
-        if line.startswith("{") and "n_at_once" in (message := json.loads(line)):
-            limit.set(message["n_at_once"])
-        else:
-            lines.put(line)
-    limit.set(None)  # the model's process has ended
-    lines.put("")
+    try:
+        for line in sys.stdin:
+            if not line.endswith("\n"):  # the model's process was killed while it wrote
+                break
+            if line.startswith("{") and "n_at_once" in (message := json.loads(line)):
+                limit.set(message["n_at_once"])
+            else:
+                lines.put(line)
+    finally:
+        limit.set(None)  # the model's process has ended
+        lines.put("")
 
 
 def import_kernels() -> None:
