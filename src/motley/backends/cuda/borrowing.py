@@ -122,7 +122,7 @@ class Borrowing:
         None: memory of their own.
         """
         self._device = device
-        self._make_planes = make_planes or self._empty
+        self._make_planes = make_planes  # not a method of ours: a cycle would keep the planes' memory
         self.n_sets = n_sets
         self._is_gpu = device.type == "cuda"
         self._sources: dict[str, PackedTensor] = {}
@@ -165,7 +165,8 @@ class Borrowing:
     def _set(self, key: tuple[object, ...], source: PackedTensor, n_rows: int) -> WeightPlanes:
         """Planes for such a matrix with `n_rows`, without its values; the same ones for the same key."""
         if key not in self._sets:
-            self._sets[key] = self._make_planes(source, n_rows)
+            make_planes = self._make_planes or self._empty
+            self._sets[key] = make_planes(source, n_rows)
         return self._sets[key]
 
     def _empty(self, source: PackedTensor, n_rows: int) -> WeightPlanes:
