@@ -274,7 +274,8 @@ class KernelWarmer:
             self._started = time.monotonic()
         if self._n_layers is None:
             devices = [device for each in self._kernels for device in each.devices]
-            self._n_layers = layers_to_record(self._split, devices)
+            # Workers launch the kernels of all their layers, and compile them then.
+            self._n_layers = 0 if self._split.crew.hosts else layers_to_record(self._split, devices)
         tier = self._tiers[self._n_recorded]
         shape, longest = self.waiting[0]
         some_layers = replace(shape, n_layers=self._n_layers)
@@ -300,7 +301,7 @@ class KernelWarmer:
         batch = inert_batch(shape, longest, self._cache, self._extra)
         for lends in (True, False) if may_lend else (False,):
             logits = runner.record(batch, devices, lends)
-        if samples and 0 in devices:  # the logits are those of the crew's first device
+        if samples and crew.members(0)[0] in devices:  # this process's first device has the logits
             rehearse_sampling(logits)
 
     def _hand_over(self) -> None:

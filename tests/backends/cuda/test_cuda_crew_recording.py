@@ -76,6 +76,29 @@ def test_batches_that_may_borrow_weights_are_recorded_with_them_and_without(on_a
     warmer.close()
 
 
+def test_workers_run_all_layers_of_recorded_batches(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They compile what they launch. Their first device may be the crew's: the logits are on ours."""
+    warmer, _ = make_warmer("cpu@a,cpu", ["cuda:0", "cuda:0"])
+    sampled: list[torch.Tensor] = []
+    monkeypatch.setattr(warming, "rehearse_sampling", sampled.append)
+    monkeypatch.setattr(warming, "layers_to_record", lambda *_: 1)  # of this process's devices
+    n_layers: set[int] = set()
+    runner = FakeRunner("model", [])
+    record = runner.record
+
+    def note(batch: Any, devices: tuple[int, ...], lends: bool | None) -> torch.Tensor:
+        n_layers.add(batch.shape.n_layers)
+        return record(batch, devices, lends)
+
+    runner.record = note  # type: ignore[method-assign]
+    warmer.warm(runner)  # type: ignore[arg-type]
+    assert n_layers == {0}
+    assert len(sampled) == len(tiers(N_BATCH, N_PARALLEL)[-1].shapes)
+    warmer.close()
+
+
 def of_two_kinds(
     monkeypatch: pytest.MonkeyPatch, *manifests: bool
 ) -> tuple[KernelWarmer, list[list[object]]]:
