@@ -329,7 +329,7 @@ class KernelWarmer:
             return True
         self.warm_up = self._summary(tier, done)
         mark(f"{len(done)} kernels compiled", max(each.when_done(tier) for each in self._kernels))
-        self._n_compiled = min(tier + 1, len(self._tiers))
+        self._n_compiled = max(tier + 1, self._n_compiled)  # all, if the model was closed meanwhile
         if self._n_compiled == len(self._tiers):
             for each in self._kernels:
                 each.leave()

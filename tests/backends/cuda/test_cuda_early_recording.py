@@ -24,7 +24,7 @@ from fake_compiling import (
 
 import motley
 from motley import assembly, compile_process
-from motley.backends import get_backend
+from motley.backends import get_backend, gpu
 from motley.gguf import read_spec
 from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, read_params
@@ -154,6 +154,20 @@ def test_without_early_recording_others_are_left_to_the_background(on_a_gpu: Non
     assert compiler.n_jobs == 2
     assert compiler.urgent == [(1, 1)]
     warmer.give_up("no more")
+    assert not warmer.is_compiling
+
+
+def test_a_model_that_is_closed_while_kernels_are_compiled_waits_for_no_others(on_a_gpu: None) -> None:
+    warmer, _ = make_warmer()
+    compiler, wait = compiler_of(warmer), compiler_of(warmer).wait
+    warmer.warm(FakeRunner("model", []))  # type: ignore[arg-type]
+
+    def close(n_jobs: int, on_done: object = None) -> list[gpu.Compiled]:
+        warmer.close()
+        return wait(n_jobs, on_done)
+
+    compiler.wait = close  # type: ignore[method-assign]
+    assert warmer.advance()
     assert not warmer.is_compiling
 
 
