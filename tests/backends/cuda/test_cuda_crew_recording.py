@@ -76,9 +76,7 @@ def test_batches_that_may_borrow_weights_are_recorded_with_them_and_without(on_a
     warmer.close()
 
 
-def test_workers_run_all_layers_of_recorded_batches(
-    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_run_all_layers_of_recorded_batches(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """They compile what they launch. Their first device may be the crew's: the logits are on ours."""
     warmer, _ = make_warmer("cpu@a,cpu", ["cuda:0", "cuda:0"])
     sampled: list[torch.Tensor] = []
