@@ -1,6 +1,6 @@
 """All measurements and tests of one GPU, one after the other, in a limited time: a JSON file and a log of all of them.
 
-    python -m benchmarks gpu_report --group 1 [--minutes 9] [--out build/gpu_report]     # then 2, then 3
+    python -m benchmarks gpu_report --group 1 [--minutes 9] [--out build/gpu_report]     # then 2, 3, 4
     python -m benchmarks gpu_report --only defaults,products
     python -m benchmarks gpu_report --list                                                # groups, seconds, commands
 
@@ -97,12 +97,15 @@ MEASUREMENTS = (
     _tests("states", 3, 60, 120),
     _tests("bundles", 3, 40, 90),
     _tests("drafts", 3, 60, 120, 0),
+    # 4: a GPU beside a CPU, which was not measured since its kernels are compiled ahead
+    _tests("compiled_ahead", 4, 120, 240, 0),
+    Measurement("standstill_crews", 4, 330, 540, "-m benchmarks standstill --limit 85 --out {out}/rows.json"),
     # These have recent figures.
     Measurement("long", 0, 50, 120, f"{_USER} --only long"),
     Measurement("standstill", 0, 60, 120, f"{_USER} --only cold"),
     Measurement("kernel_steps", 0, 120, 180, "benchmarks/cuda_model.py --only steps --out {out}/rows.json"),
 )
-GROUPS = (1, 2, 3)
+GROUPS = (1, 2, 3, 4)
 
 
 class Report:

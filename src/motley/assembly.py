@@ -46,6 +46,7 @@ from motley.runtime import (
     Runner,
     split_model,
 )
+from motley.runtime.batches_ahead import BatchesAhead
 from motley.runtime.budget import require_host_memory
 from motley.runtime.crew import Crew
 from motley.runtime.defaults import (
@@ -249,9 +250,10 @@ def load_model(
             mark("weights")
             tokenizer = reading.result()
             mark("vocabulary")
-        warmer.warm(runner, compiling)
+        warmer.warm(runner, compiling, measure=runner.settle_rows)
         mark("kernels")
-        plan_seconds = warmer.run_first_batches(runner)
+        ahead = BatchesAhead(warmer, runner, split, fit.plan, manager, n_batch=n_batch, n_parallel=n_parallel)
+        plan_seconds = ahead.run_first()
         mark("first batches")
         undo.pop_all()
     engine = Engine(
@@ -283,10 +285,10 @@ def load_model(
         ),
     )
     engine.scheduler.max_rows = warmer.max_rows
-    ahead = [partial(warmer.run_ahead, runner, *each) for each in warmer.batches_ahead]
+    later = [partial(ahead.run_later, *each) for each in ahead.later]
     has_drafts = bool(engine.speculator.default.drafters)
-    drafts = [partial(_prepare_drafts, warmer, engine, n) for n in warmer.draft_rows if has_drafts]
-    engine.plan_idle_tasks([*ahead[:1], *drafts, *ahead[1:]])  # the prompt comes first
+    drafts = [partial(_prepare_drafts, ahead, engine, n) for n in ahead.draft_rows if has_drafts]
+    engine.plan_idle_tasks([*later[:1], *drafts, *later[1:]])  # the prompt comes first
     said = notices(spec, params, cache, backends, n_ctx=n_ctx, rotates=options.kv_rotation)
     said = tuple(
         notice
@@ -339,9 +341,9 @@ def _read_tokenizer(spec: ModelSpec, warmer: KernelWarmer) -> Tokenizer:
     return Tokenizer.from_spec(spec)
 
 
-def _prepare_drafts(warmer: KernelWarmer, engine: Engine, n_rows: int) -> None:
+def _prepare_drafts(ahead: BatchesAhead, engine: Engine, n_rows: int) -> None:
     """Makes the plan of steps with drafts, outside of answers."""
-    warmer.prepare_drafts(engine.runner, n_rows)
+    ahead.prepare_drafts(n_rows)
     engine.speculator.add_plan(n_rows, n_requests=1, most_rows=n_rows)
 
 
@@ -414,9 +416,12 @@ def _offer_spare(split: ModelSplit, fit: CacheFit, backends: Sequence[Backend], 
             backend.offer_spare(room - fit.plan.n_bytes(index), graph, n_parallel)
 
 
-def _spare_while_loading(fit: CacheFit) -> int | None:
-    """Bytes that the first device has left beside the model, the cache and what loading takes; None: no known limit."""
-    return None if fit.room[0] is None else fit.room[0] - fit.plan.n_bytes(0) - _LOADING_BYTES
+def _spare_while_loading(fit: CacheFit) -> list[int | None]:
+    """Bytes that each device has left beside the model, the cache and what loading takes; None: no known limit."""
+    return [
+        None if room is None else room - fit.plan.n_bytes(device) - _LOADING_BYTES
+        for device, room in enumerate(fit.room)
+    ]
 
 
 def _plan_beside(

@@ -64,7 +64,7 @@ def start(capability: int, shared_memory: int, n_workers: int | None = None) -> 
 
     `capability`: of the GPU, e.g. 90. `shared_memory`: bytes that a program may have there.
     """
-    numbers = capability, shared_memory, n_workers or _n_cores()
+    numbers = capability, shared_memory, n_workers or n_cores()
     # Hide the GPUs: each worker would allocate memory there. PYTHONPATH: the worker must import this package.
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     own = {
@@ -85,7 +85,7 @@ def start(capability: int, shared_memory: int, n_workers: int | None = None) -> 
     )
 
 
-def _n_cores() -> int:
+def n_cores() -> int:
     """The cores that this process may use: a container often has a few of a large machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

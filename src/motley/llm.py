@@ -48,7 +48,7 @@ from motley.runtime import CacheConfig, DeviceFigures, KVStats, Progress, cache_
 from motley.runtime.background_warming import BackgroundWarming
 from motley.runtime.exchange import CacheExchange, identity_of
 from motley.runtime.traffic import token_bytes
-from motley.runtime.warming import WarmUp
+from motley.runtime.warm_up import WarmUp
 from motley.text import ChatTemplate, Tokenizer
 from motley.units import parse_bytes
 
@@ -216,7 +216,9 @@ class LLM:
 
     @property
     def compiles_ahead(self) -> bool:
-        """Whether kernels are compiled before their first use: only on GPUs of one kind, without a CPU beside them."""
+        """Whether kernels are compiled before their first use: those of GPUs of this process, unless that failed, or a
+        crew with devices in other processes has a CPU or GPUs of several kinds.
+        """
         return self._loaded.warmer.compiles_ahead
 
     def finish_compiling(self) -> None:

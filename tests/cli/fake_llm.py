@@ -12,7 +12,7 @@ import numpy as np
 
 from motley.engine import Completion, SamplingParams, Timings
 from motley.errors import MotleyError
-from motley.runtime.warming import WarmUp
+from motley.runtime.warm_up import WarmUp
 
 TIMINGS = Timings(prompt_tokens=5, cached_tokens=1, prompt_seconds=0.5, new_tokens=4, new_seconds=0.25)
 CHAT_SPEC = SimpleNamespace(metadata={"tokenizer.chat_template": "…"})

@@ -18,7 +18,7 @@ from motley.cli.console import loading_bar
 from motley.cli.loading import LoadOptions, load
 from motley.runtime import crew, defaults
 from motley.runtime.crew import make_crew
-from motley.runtime.warming import WarmUp
+from motley.runtime.warm_up import WarmUp
 
 Motley = Callable[..., Result]
 
@@ -32,7 +32,6 @@ class FakeLLM:
     """Notes how it is made, and chooses its devices as a model would."""
 
     made: list[dict[str, Any]]
-    is_of_several_kinds = False  # its GPUs
     warm_up = COMPILED
     load_seconds = 0.5
     details = ("gpu: a detail",)
@@ -50,7 +49,7 @@ class FakeLLM:
 
     @property
     def compiles_ahead(self) -> bool:
-        return not self.is_of_several_kinds and all(device.is_gpu for device in self._crew.devices)
+        return any(device.is_gpu for device in self._crew.devices)
 
     def device_memory(self) -> dict[str, dict[str, int]]:
         return {self._crew.label(i): {"weights": 1} for i in range(len(self._crew))}
@@ -155,16 +154,22 @@ def test_warm_compiles_for_one_request_and_for_the_usual_number(
     assert [(each["n_parallel"], each["cache_type_k"]) for each in made] == [(1, "q8_0")]
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cuda:0,cpu", "cuda:0,cuda:0"])
 def test_where_nothing_is_compiled_ahead_warm_says_so(
-    motley: Motley, made: list[dict[str, Any]], model: str, devices: str, monkeypatch: pytest.MonkeyPatch
+    motley: Motley, made: list[dict[str, Any]], model: str
 ) -> None:
-    monkeypatch.setattr(FakeLLM, "is_of_several_kinds", devices == "cuda:0,cuda:0")
-    result = motley("warm", model, "--device", devices)
+    result = motley("warm", model, "--device", "cpu")
     assert result.exit_code == 0
     assert "nothing is compiled ahead" in result.stderr
+    assert "note: not compiled: _gate: no memory" in result.stderr
     assert "all compiled before" not in result.stderr
     assert len(made) == 1
+
+
+def test_warm_compiles_for_a_gpu_beside_a_cpu(motley: Motley, made: list[dict[str, Any]], model: str) -> None:
+    result = motley("warm", model, "--device", "cuda:0,cpu")
+    assert result.exit_code == 0, result.output
+    assert [each["is_finished"] for each in made] == [True, True]
+    assert "nothing is compiled ahead" not in result.stderr
 
 
 def test_the_progress_bar_says_that_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

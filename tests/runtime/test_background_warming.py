@@ -40,6 +40,9 @@ class FakeWarmer:
     def give_up(self, why: str) -> None:
         self._said.append(why)
 
+    def hurry(self) -> None:
+        self._said.append("hurry")
+
 
 def warming(
     warmer: FakeWarmer,
@@ -73,6 +76,16 @@ def test_where_all_batches_are_recorded_there_is_no_pause() -> None:
     warmer.waiting.clear()
     warming(warmer, said).run()
     assert said == ["wait", "limit None"]
+
+
+def test_waiting_for_all_kernels_lifts_the_limit_of_the_compiler() -> None:
+    said: list[str] = []
+    background = warming(FakeWarmer(said), said)
+    thread = Thread(target=background.wait, daemon=True)
+    background._is_compiled.wait = lambda timeout=None: True  # type: ignore[method-assign]
+    thread.start()
+    thread.join(60)
+    assert said == ["hurry"]
 
 
 def test_requests_get_a_pause_after_each_batch() -> None:

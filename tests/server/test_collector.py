@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from motley import LLM
-from motley.runtime.warming import WarmUp
+from motley.runtime.warm_up import WarmUp
 from motley.server import collector as module
 from motley.server.collector import Collector
 from motley.server.engine_process import Worker

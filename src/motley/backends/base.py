@@ -248,6 +248,12 @@ class Executable(ABC):
         """A way to run the crew's executables (one is a crew, too) without a thread for each; None: there is none."""
         return None
 
+    def record(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Go through a run without the other devices, where the kernels that it would compile are recorded. The results
+        are meaningless. Default: there are no such kernels.
+        """
+        return ()
+
     @property
     @abstractmethod
     def n_activation_bytes(self) -> int: ...
@@ -296,6 +302,8 @@ class Backend(ABC):
     )
     computes_padding: ClassVar[bool] = True  # whether rows that pad a plan (`bucket`) take as long as others
     takes_lists: ClassVar[bool] = False  # whether executables take integer inputs as lists, without a tensor
+    pads: ClassVar[bool] = False  # whether plans may have more rows than a batch (`bucket`)
+    compiles_kernels: ClassVar[bool] = False  # whether a kernel is compiled at its first launch
 
     @property
     @abstractmethod
@@ -382,6 +390,10 @@ class Backend(ABC):
 
     def weight_like(self, weight: Tensor) -> LoadedWeight:
         """For a `stand_in`: a weight of a graph as `load` returns it, without its contents."""
+        raise AssertionError(f"{self.name} has no stand-ins")
+
+    def borrowed_like(self, weight: Tensor) -> LoadedWeight:
+        """For a `stand_in`: a weight of a graph as `borrow` returns it, without its contents."""
         raise AssertionError(f"{self.name} has no stand-ins")
 
     def can_borrow(self, weight: Tensor) -> bool:

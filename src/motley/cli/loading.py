@@ -15,7 +15,7 @@ from motley.units import show_bytes
 if TYPE_CHECKING:
     from motley.llm import LLM
     from motley.runtime.crew import Crew
-    from motley.runtime.warming import WarmUp
+    from motley.runtime.warm_up import WarmUp
 
 _ALL_LAYERS = 2**31 - 1  # more than any model has
 _OWN = {

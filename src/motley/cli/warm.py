@@ -35,9 +35,9 @@ def warm(
                     if i == 0:
                         say_choices(llm)
                     if not llm.compiles_ahead:
-                        say(
-                            "kernels: nothing is compiled ahead; that is done for GPUs of one kind, without a CPU"
-                        )
+                        say("kernels: nothing is compiled ahead; that is done for GPUs of this process")
+                        for notice in llm.warm_up.notices:
+                            say(f"note: {notice}")
                         return
                     llm.finish_compiling()
                     say_kernels(llm.warm_up, is_verbose=chosen.verbose)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Event, Thread
 
 from motley.errors import MotleyError
@@ -47,6 +48,9 @@ class BackgroundWarming:
     def wait(self) -> None:
         """Wait until all kernels are compiled; nothing pauses meanwhile."""
         self._has_hurry.set()
+        if not self._is_compiled.is_set():
+            with suppress(MotleyError):  # the model is closed
+                self._call(self._warmer.hurry)
         self._is_compiled.wait()
         self._has_hurry.clear()
 

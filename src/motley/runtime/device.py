@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Protocol
 
-from motley.backends import Backend, BatchInputs, Executable, LoadedWeight
+import torch
+
+from motley.backends import Backend, BatchInputs, Executable, LoadedWeight, join
 from motley.graph import CACHE, RECURRENT, Graph
 from motley.graph.ops import cache_layer
 from motley.kvcache.arena import Arena, ArenaLayer
@@ -18,6 +21,12 @@ from motley.runtime.group import CollectiveKernel
 from motley.runtime.shifting import KeyRotator
 
 
+class Build(Protocol):
+    def __call__(self, shape: BatchShape, lends: bool | None = None) -> Graph:
+        """A device's graph for a batch shape. `lends`: see `ModelSplit.split`."""
+        ...
+
+
 class DeviceRunner:
     """Runs batches on one device. `build` gives this device's graph for a batch shape."""
 
@@ -26,7 +35,7 @@ class DeviceRunner:
         backend: Backend,
         weights: Mapping[str, LoadedWeight],
         arena: Arena,
-        build: Callable[[BatchShape], Graph],
+        build: Build,
         collectives: CollectiveKernel,
         n_weight_bytes: int,
     ) -> None:
@@ -37,9 +46,9 @@ class DeviceRunner:
         self._build = build
         self.arena = arena
 
-    def prepare(self, shape: BatchShape) -> Executable:
+    def prepare(self, shape: BatchShape, lends: bool | None = None) -> Executable:
         """The executable for batches of a shape."""
-        graph = self._build(shape)
+        graph = self._build(shape, lends)
         plan = DevicePlan.of(graph, (self._collectives.of(graph), *self._backend.kernels))
         return self._backend.prepare(plan, self._weights)
 
@@ -77,3 +86,26 @@ class DeviceRunner:
     def n_weight_bytes(self) -> int:
         """Bytes of the loaded weights, without tables that stay mapped."""
         return self._n_weight_bytes
+
+
+def record_batch(
+    runners: Sequence[DeviceRunner],
+    shape: BatchShape,
+    batch: PlacedBatch,
+    inputs: Mapping[str, Numbers],
+    *,
+    lends: bool | None,
+    is_whole: bool,
+) -> torch.Tensor:
+    """What the first device takes for a batch's logits, while kernels are recorded and not launched. Goes through the
+    kernels of some of a crew's devices, without the others. Plans are not kept.
+
+    `lends`: see `ModelSplit.split`. `is_whole`: these are all devices of the crew, which may have a joint run.
+    """
+    executables = [runner.prepare(shape, lends) for runner in runners]
+    given = [runner.begin(batch, inputs, ()) for runner in runners]
+    joint = join(executables) if is_whole else None
+    if joint is not None:
+        return joint.run(given)[0][0]
+    outputs = [executable.record(own) for executable, own in zip(executables, given, strict=True)]
+    return outputs[0][0]

@@ -115,7 +115,7 @@ def settle_rows(
     split: ModelSplit, backends: Mapping[int, Backend], weights: Mapping[int, Mapping[str, LoadedWeight]]
 ) -> None:
     """Measures from how many rows on batches are lent for, unless the user says it. To be called by the owner's thread,
-    before the first plan is made. `backends`, `weights`: by device; the borrower's include what it borrows.
+    before a plan of so many rows is made. `backends`, `weights`: by device; the borrower's include what it borrows.
     """
     owner, borrower = split.crew.lender, split.crew.borrower
     if owner is None or borrower is None or not split.lends or _given_rows() is not None:
@@ -147,8 +147,7 @@ def lent_weights(
     missing = [node for node in share.graph.weights if node.name not in own]
     ops = {node.name: node.op for node in missing if isinstance(node.op, Weight)}
     files = _Files(split.spec)
-    is_matrix = (2, 3) if split.crew.lent is not None else (3,)
-    matrices = [n for n in missing if len(n.shape) in is_matrix and role_of(n).group != ROUTER]
+    matrices = [node for node in missing if _is_copied(split, node)]
     borrowed = backend.borrow(
         {node.name: files.tensor(ops[node.name].source) for node in matrices}, split.crew.n_lent_ahead
     )
@@ -166,6 +165,25 @@ def lent_weights(
             lent[node.name] = backend.load(part)
     backend.finish_loading()
     return lent
+
+
+def lent_stand_ins(
+    split: ModelSplit, device: int, backend: Backend, own: Sequence[str]
+) -> dict[str, LoadedWeight]:
+    """The same weights without contents, for a stand-in (`Backend.stand_in`). Nothing is copied or loaded."""
+    if split.crew.borrower != device:
+        return {}
+    missing = [node for node in split.lent_share(device).graph.weights if node.name not in own]
+    return {
+        node.name: backend.borrowed_like(node) if _is_copied(split, node) else backend.weight_like(node)
+        for node in missing
+    }
+
+
+def _is_copied(split: ModelSplit, weight: Tensor) -> bool:
+    """Whether a borrowed weight stays in the file, and is copied for each batch."""
+    is_matrix = (2, 3) if split.crew.lent is not None else (3,)
+    return len(weight.shape) in is_matrix and role_of(weight).group != ROUTER
 
 
 class _Files:

@@ -54,14 +54,10 @@ def load_weights(
     return [loader.weights for loader in loaders]
 
 
-def stand_in_weights(
-    shares: Sequence[LocalGraph], backends: Sequence[Backend]
-) -> list[dict[str, LoadedWeight]]:
-    """Each device's weights without contents, by name; no file is read. `backends`: see Backend.stand_in."""
-    return [
-        {node.name: backend.weight_like(node) for node in sorted(share.graph.weights, key=packed_bytes)[::-1]}
-        for share, backend in zip(shares, backends, strict=True)
-    ]
+def stand_in_weights(share: LocalGraph, backend: Backend) -> dict[str, LoadedWeight]:
+    """A device's weights without contents, by name; no file is read. `backend`: see Backend.stand_in."""
+    largest_first = sorted(share.graph.weights, key=packed_bytes)[::-1]
+    return {node.name: backend.weight_like(node) for node in largest_first}
 
 
 class _Loader:

@@ -42,11 +42,8 @@ class Runner:
         n_threads: int | None = None,
         progress: Progress | None = None,
         hosts: Hosts | None = None,
-        has_stand_ins: bool = False,
     ) -> None:
-        """`backends`: of all devices. `hosts`: the workers of devices in other processes, already opened.
-        `has_stand_ins`: the backends are stand-ins (Backend.stand_in), and nothing is loaded.
-        """
+        """`backends`: of all devices. `hosts`: the workers of devices in other processes, already opened."""
         self._experts = split.params.experts
         self._n_vocab = split.params.n_vocab
         self._is_demand_paged = cache.config.demand_paged
@@ -69,7 +66,6 @@ class Runner:
             n_threads=n_threads,
             progress=progress,
             link=link,
-            has_stand_ins=has_stand_ins,
         )
         self._owners = split.crew.owners
         if hosts is not None:
@@ -133,6 +129,18 @@ class Runner:
         self.hidden = outputs[0][1][: batch.shape.n_tokens] if batch.shape.keeps_hidden else None
         logits, n_outputs = outputs[0][0], batch.shape.n_outputs
         return logits if shape.n_outputs == n_outputs else logits[:n_outputs]
+
+    def record(self, batch: PlacedBatch, devices: Sequence[int], lends: bool | None) -> torch.Tensor:
+        """Goes through the kernels of a batch on some devices of this process, which are recorded and not launched. The
+        others do not compute. Returns what the first of `devices` takes for the logits.
+
+        `lends`: whether a device lends its weights for the batch; None: if it has enough rows. Workers of other
+        processes run the batch: they compile kernels when they launch them.
+        """
+        if self._hosts is not None:
+            return self.run(batch, [0] * batch.shape.n_tokens, ())
+        inputs = {"tokens": self._packed([0] * batch.shape.n_tokens), **batch.inputs}
+        return self.local.record(self._padded(batch.shape), batch, inputs, devices, lends)
 
     def draft(
         self,
@@ -207,6 +215,12 @@ class Runner:
         """
         return self._can_chain
 
+    def settle_rows(self) -> None:
+        """Measures from how many rows on batches multiply by borrowed weights. To be called once, while no other work
+        uses the cores, before such batches run.
+        """
+        self.local.settle_rows()
+
     def plan(self, shape: BatchShape) -> None:
         """Make the plan that batches of a shape run by."""
         self.local.prepare(self._padded(shape))
@@ -227,19 +241,14 @@ class Runner:
         return self.bucket(n_rows) if all(b.computes_padding for b in self._backends) else n_rows
 
     def _padded(self, shape: BatchShape) -> BatchShape:
-        """The shape that plans are made for: rows are rounded up to a bucket, if all devices have the same buckets."""
-        padded = self._padded_shapes.get(shape)
-        if padded is None:
-            n_tokens = {b.bucket(shape.n_tokens) for b in self._backends}
-            n_outputs = {b.output_bucket(shape.n_tokens, shape.n_outputs) for b in self._backends}
-            is_common = len(n_tokens) == 1 and len(n_outputs) == 1
-            padded = (
-                replace(shape, n_tokens=n_tokens.pop(), n_outputs=n_outputs.pop()) if is_common else shape
-            )
+        """The shape that plans are made for: see `padded`."""
+        found = self._padded_shapes.get(shape)
+        if found is None:
+            found = padded(shape, self._backends)
             if len(self._padded_shapes) >= _MAX_SHAPES:
                 self._padded_shapes.clear()
-            self._padded_shapes[shape] = padded
-        return padded
+            self._padded_shapes[shape] = found
+        return found
 
     def store_random(self, manager: CacheManager, sequence: int, n_tokens: int) -> None:
         """Fills the next slots of a sequence with random keys and values. The slots must be reserved before."""
@@ -322,6 +331,18 @@ class Runner:
             self._hosts.close()
         self.local.close()
         self._backends.clear()
+
+
+def padded(shape: BatchShape, backends: Sequence[Backend]) -> BatchShape:
+    """The shape that plans of a crew are made for: rows are rounded up to a bucket, if all devices have the same ones.
+
+    Of outputs, a GPU has fewer sizes than a CPU beside it: the largest number applies.
+    """
+    n_tokens = {backend.bucket(shape.n_tokens) for backend in backends}
+    n_outputs = {backend.output_bucket(shape.n_tokens, shape.n_outputs) for backend in backends}
+    if len(n_tokens) > 1 or (len(n_outputs) > 1 and not all(backend.pads for backend in backends)):
+        return shape
+    return replace(shape, n_tokens=n_tokens.pop(), n_outputs=max(n_outputs))
 
 
 def _max_experts(n_used: int, experts: ExpertParams) -> int:

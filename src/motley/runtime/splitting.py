@@ -104,7 +104,7 @@ class ModelSplit:
 
     def lent_share(self, device: int) -> LocalGraph:
         """A device's graph with all weights that it ever borrows."""
-        return self.share(device, BatchShape(self._min_lent_rows, 1))
+        return self.share(device, BatchShape(self.crew.min_lent_rows, 1), lends=True)
 
     @property
     def min_lent_rows(self) -> int | None:
@@ -113,7 +113,7 @@ class ModelSplit:
 
     def lend_from(self, n_rows: int) -> None:
         """Batches of so many rows or more are computed with copied weights, not fewer than the crew says: there is
-        memory for these. Call it before the first plan is made.
+        memory for these. Call it before a plan of as many rows as the crew says is made.
         """
         self._min_lent_rows = max(n_rows, self.crew.min_lent_rows)
 
@@ -121,11 +121,11 @@ class ModelSplit:
         """From now on, no batch is computed with copied weights. Call it before the first plan is made."""
         self.lends = False
 
-    def split(self, batch: BatchShape, group: int = 0, *, lends: bool = True) -> SplitGraph:
-        """The graph of a group of devices for a batch shape, with the states of its tensors. `lends` False: as if no
-        device lent its weights.
+    def split(self, batch: BatchShape, group: int = 0, *, lends: bool | None = None) -> SplitGraph:
+        """The graph of a group of devices for a batch shape, with the states of its tensors. `lends`: whether a device
+        lends its weights for it; None: if the batch has enough rows.
         """
-        is_lent = lends and self.is_lent(batch)
+        is_lent = self._lends_for(batch, lends)
 
         def make() -> SplitGraph:
             own = self._groups[group]
@@ -147,16 +147,20 @@ class ModelSplit:
         """How often each KV head is stored in a group's layers."""
         return self._groups[group].options.kv_repeat
 
-    def share(self, device: int, batch: BatchShape, *, lends: bool = True) -> LocalGraph:
+    def share(self, device: int, batch: BatchShape, *, lends: bool | None = None) -> LocalGraph:
         """One device's graph. A device alone has the whole graph: nothing is split, so that nothing is inferred.
 
         `lends`: see `split`.
         """
-        key = device, batch, lends and self.is_lent(batch)
+        lends = self._lends_for(batch, lends)
+        key = device, batch, lends
         if len(self.crew) == 1:
             return self._shares.get(key, lambda: self._whole(batch))
         group = next(i for i, group in enumerate(self._groups) if device in group.members)
         return self._shares.get(key, lambda: localize(self.split(batch, group, lends=lends), device))
+
+    def _lends_for(self, batch: BatchShape, lends: bool | None) -> bool:
+        return self.is_lent(batch) if lends is None else lends and self.crew.borrower is not None
 
     def _graph(self, kv_repeat: int, batch: BatchShape) -> Graph:
         options = replace(self.options, kv_repeat=kv_repeat)

@@ -2,39 +2,41 @@
 
 Inert batches (`inert_batch`: nothing is stored, no context is read) go through the runner without kernel launches, one
 for each class of batch sizes for which kernels differ. The kernels that they would have compiled are compiled on all
-cores meanwhile. A manifest beside the compiled kernels records that this is done: later processes skip it.
+cores meanwhile, for each kind of GPU in the crew (`target_kernels`). A manifest beside the compiled kernels records
+that this is done: later processes skip it. A CPU in the crew computes none of these batches: what it would send to a
+GPU does not matter to the GPU's kernels. Where a GPU borrows weights in batches of many rows, these batches are
+recorded with and without borrowing, because the number of rows is measured, and borrowing may end.
 
 Loading waits only for the kernels of a single row, about a fifth of all. Those of a few rows and then all others,
 samplers among them, are compiled while requests run (`rehearsals.tiers`, `background_warming`). Until then, steps have
 no more rows than that (`KernelWarmer.max_rows`): a prompt is computed in small chunks, further requests wait in the
 queue, and tokens are chosen on the host.
-At last a decode of one request is run: its kernels are loaded, its plan is made and captured. Prompts of a whole batch,
-steps with drafts and decodes of several requests are prepared later, while the engine is idle.
+Batches of first requests are run after that (`batches_ahead`).
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from motley.backends import Backend
+from motley.compile_process import n_cores
 from motley.errors import DeviceError
 from motley.milestones import mark
 from motley.models import N_EXPERT_USED, BatchShape
+from motley.runtime.batch import PlacedBatch
 from motley.runtime.caching import CachePlan
 from motley.runtime.loading import Progress
 from motley.runtime.rehearsals import (
-    PREPARED_ROWS,
     Rehearsal,
-    captured_ahead,
     inert_batch,
     rehearse_sampling,
     tiers,
@@ -42,42 +44,25 @@ from motley.runtime.rehearsals import (
 from motley.runtime.runner import Runner
 from motley.runtime.splitting import ModelSplit
 from motley.runtime.stand_in_runner import layers_to_record, stand_in_runner
+from motley.runtime.target_kernels import TargetKernels
+from motley.runtime.warm_up import WarmUp
 
 if TYPE_CHECKING:
-    from motley.backends.gpu import Compiled, Compiler, Job, Manifest, Target
+    from motley.backends.gpu import Compiled, Target
+
+_log = logging.getLogger(__name__)
 
 _LARGE = 2**15  # rows of a matrix over the vocabulary, which prompts are not multiplied by
+_CPU_PART = 4  # of the cores beside a CPU device, one of so many compiles while requests run
 _NARROW = 32  # columns; what has fewer is no matrix of a product (a convolution)
 
 
-@dataclass(frozen=True)
-class WarmUp:
-    """The compiled kernels: their names with core-seconds each, and the wall-clock seconds in all."""
+class Recorder(Protocol):
+    """A `Runner`, or one without weights (`stand_in_runner`)."""
 
-    kernels: tuple[tuple[str, float], ...] = ()
-    seconds: float = 0.0
-    failures: tuple[str, ...] = ()
-    n_others: int = 0  # kernels that are still being compiled, as far as they are known
-
-    def __str__(self) -> str:
-        if not self.kernels:
-            return "kernels: all compiled before"
-        total = sum(seconds for _, seconds in self.kernels)
-        others = f"; {self.n_others} others are being compiled" if self.n_others else ""
-        return f"kernels: {len(self.kernels)} compiled in {self.seconds:.1f} s ({total:.0f} s of one core){others}"
-
-    @property
-    def details(self) -> list[str]:
-        """A line for each name, the slowest first; none if nothing was compiled."""
-        names = Counter(name for name, _ in self.kernels)
-        seconds = {name: sum(s for other, s in self.kernels if other == name) for name in names}
-        slowest_first = sorted(names, key=lambda name: -seconds[name])
-        return [f"  {names[name]} × {name}, {seconds[name]:.2f} s" for name in slowest_first]
-
-    @property
-    def notices(self) -> list[str]:
-        """A sentence about each kernel that failed."""
-        return [f"not compiled: {failure}" for failure in self.failures]
+    def record(self, batch: PlacedBatch, devices: Sequence[int], lends: bool | None) -> torch.Tensor:
+        """See `Runner.record`."""
+        ...
 
 
 class KernelWarmer:
@@ -100,59 +85,68 @@ class KernelWarmer:
         n_batch = min(n_batch, n_parallel * split.options.n_ctx)  # no batch is larger
         self._tiers = tiers(n_batch, n_parallel, is_one=waits_for_all)
         self._n_compiled = len(self._tiers)  # tiers whose kernels are compiled, or are compiled at first use
-        self._ends: list[int] = []  # jobs up to the end of each recorded tier
         self.waiting: list[Rehearsal] = []  # batches that are not recorded yet
         self.warm_up = WarmUp()
-        self._n_batch, self._max_decodes = n_batch, min(n_parallel, n_batch)
-        self._is_gpu = False
+        self._n_batch = n_batch
+        self.uses_gpus, self.has_cpu = False, False  # GPUs of this process alone, with a CPU beside them
         self._started = time.monotonic()
-        self._jobs: dict[Job, None] = {}  # recorded so far
-        self._held: list[tuple[list[Job], bool]] = []  # recorded later, and whether a tier ends with it
+        self._kernels: list[TargetKernels] = []  # of each kind of GPU
         self._n_recorded = 0  # tiers
         self._n_layers: int | None = None  # layers that are recorded (`layers_to_record`), once it is known
-        self._manifests: list[Manifest] = []  # of the tiers
-        self._target: Target | None = None
-        self._compiler: Compiler | None = None
         self._libraries: list[Thread] = []
         self._preparing: list[Thread] = []
         self._early: Thread | None = None  # records while weights are loaded
         self._is_loaded, self._is_first_recorded = Event(), Event()
-        if any(backend.device.type != "cuda" for backend in backends):
-            return  # a CPU does not pad batches and would compute these
-        own = [backend for backend in backends if not backend.is_remote]
-        gpus = sorted({backend.device for backend in own}, key=str)
-        from motley.backends import gpu as compiling
-
-        if not compiling.can_compile_ahead():
+        crew = split.crew
+        compiling = {d: backends[d] for d in crew.members(0) if backends[d].compiles_kernels}
+        has_others = any(not backend.compiles_kernels for backend in backends)
+        if not compiling or (crew.hosts and has_others):
             return
-        self._is_gpu = not split.crew.hosts
-        self._driver = _started(compiling.load_driver)
-        self._preparing += [_started(compiling.load_compiler), self._driver]
-        self._start_libraries(split, gpus)
-        targets = sorted({compiling.Target.of(gpu) for gpu in gpus})
-        variants = [backend.kernel_variant for backend in own]
-        described = targets, _description(split, cache), variants
-        if len(targets) > 1:  # several kinds of GPU: compiled at first use
+        from motley.backends import gpu
+
+        if not gpu.can_compile_ahead():
             return
-        self._target = targets[0]
-        self._manifests = [
-            compiling.Manifest(*described, self._tiers[: i + 1]) for i in range(len(self._tiers))
-        ]
-        self._n_compiled = next(
-            (i for i, each in enumerate(self._manifests) if not each.exists), len(self._tiers)
-        )
-        self._ends, self._n_recorded = [0] * self._n_compiled, self._n_compiled
-        self.waiting = [each for tier in self._tiers[self._n_compiled :] for each in tier.shapes]
-        if not self._n_compiled:
-            self._start_compiler()
+        self.uses_gpus, self.has_cpu = not crew.hosts, has_others
+        self._driver = _started(gpu.load_driver)
+        self._preparing += [_started(gpu.load_compiler), self._driver]
+        self._start_libraries(compiling)
+        try:
+            self._kernels = self._find_kernels(compiling, [backend.name for backend in backends])
+            self._find_tiers()
+        except Exception as error:  # a model must not fail to load for that
+            self._fail(error)
 
-    def _start_compiler(self) -> Compiler:
-        from motley.backends.gpu import Compiler
+    def _find_tiers(self) -> None:
+        """Find the tiers that are not compiled yet, for all kinds of GPU. If there is the first one, compile processes
+        start.
+        """
+        n_compiled = min((each.n_missing for each in self._kernels), default=len(self._tiers))
+        for each in self._kernels:
+            each.skip(n_compiled)
+            if not n_compiled:
+                each.start()
+        self._n_compiled = self._n_recorded = n_compiled
+        self.waiting = [each for tier in self._tiers[n_compiled:] for each in tier.shapes]
 
-        if self._compiler is None:
-            assert self._target is not None
-            self._compiler = Compiler(self._target)
-        return self._compiler
+    def _find_kernels(self, compiling: Mapping[int, Backend], names: Sequence[str]) -> list[TargetKernels]:
+        """The kernels of each kind of GPU. `names`: of all devices' backends."""
+        from motley.backends import gpu
+
+        devices_of: dict[Target, list[int]] = {}
+        for device, backend in compiling.items():
+            devices_of.setdefault(gpu.Target.of(backend.device), []).append(device)
+        if self._split.crew.hosts and len(devices_of) > 1:  # workers would run each batch for each kind
+            return []
+        found = []
+        n_at_once = max(1, n_cores() // (_CPU_PART * len(devices_of))) if self.has_cpu else None
+        for target, devices in sorted(devices_of.items()):
+            first_of = {compiling[device].device: device for device in devices[::-1]}
+            places = [first_of[compiling[device].device] for device in devices]  # equal ones: on one GPU
+            variants = [compiling[device].kernel_variant for device in devices]
+            described = target, names, places, variants, _description(self._split, self._cache, devices)
+            manifests = [gpu.Manifest(*described, self._tiers[: i + 1]) for i in range(len(self._tiers))]
+            found.append(TargetKernels(target, devices, manifests, n_at_once))
+        return found
 
     @property
     def max_rows(self) -> int | None:
@@ -161,51 +155,53 @@ class KernelWarmer:
 
     @property
     def compiles_ahead(self) -> bool:
-        """Whether kernels are compiled before their first use: only on GPUs of one kind, without a CPU beside them."""
-        return self._target is not None
+        """Whether kernels are compiled before their first use: those of GPUs of this process."""
+        return bool(self._kernels)
 
     @property
     def is_compiling(self) -> bool:
         """Whether kernels are not compiled yet, and will be before their first use."""
         return self._n_compiled < len(self._tiers)
 
-    def _start_libraries(self, split: ModelSplit, gpus: Sequence[torch.device]) -> None:
+    def _start_libraries(self, compiling: Mapping[int, Backend]) -> None:
         """Load what multiplies prompts, on other threads: while weights are read."""
-        from motley.backends import gpu as products
+        from motley.backends import gpu
 
-        weights = split.share(0, BatchShape(1, 1)).graph.weights
-        matrices = (weight.shape for weight in weights if len(weight.shape) == 2)
-        shapes = {(n, m) for n, m in matrices if m >= _NARROW and max(n, m) < _LARGE}
-        for gpu in gpus:
-            task = partial(products.load_library, gpu, self._n_batch, sorted(shapes))
-            self._libraries.append(_started(task))
+        shapes: dict[torch.device, set[tuple[int, int]]] = {}
+        for device, backend in compiling.items():
+            weights = self._split.share(device, BatchShape(1, 1)).graph.weights
+            matrices = (weight.shape for weight in weights if len(weight.shape) == 2)
+            own = {(n, m) for n, m in matrices if m >= _NARROW and max(n, m) < _LARGE}
+            shapes[backend.device] = shapes.get(backend.device, set()) | own
+        for place, found in shapes.items():
+            self._libraries.append(_started(partial(gpu.load_library, place, self._n_batch, sorted(found))))
 
     def close(self) -> None:
         """Nothing is recorded any more. What was recorded is still compiled, for the next process."""
         self._n_compiled = len(self._tiers)
-        if self._compiler is not None:
-            self._compiler.leave()
+        for each in self._kernels:
+            each.leave()
         for thread in (*self._preparing, *self._libraries):
             thread.join()
 
     def abort(self) -> None:
         """The model is not loaded: nothing is compiled any more."""
         self._finish_early()
-        if self._compiler is not None:
-            self._compiler.close()
+        for each in self._kernels:
+            each.close()
         self.close()
 
-    def record_early(self, backends: Sequence[Backend], max_bytes: int | None) -> None:
+    def record_early(self, backends: Sequence[Backend], max_bytes: Sequence[int | None]) -> None:
         """Begin to record kernels with stand-ins for the weights, on a thread, while these are loaded: those of a first
         answer are compiled meanwhile. The others are held back, because the compiler would take cores from loading.
         `warm` records the kernels that are not recorded by then, or whose recording failed. `max_bytes`: memory for
-        stand-ins.
+        stand-ins, of each device.
         """
-        is_first = self._compiler is not None and self._tiers[0].max_rows == 1
-        if is_first and len(backends) == 1:  # several devices would do collectives, beside those of loading
+        is_first = bool(self._kernels) and not self._n_compiled and self._tiers[0].max_rows == 1
+        if is_first and not self._split.crew.hosts:  # workers take part in recording, once they are there
             self._early = _started(partial(self._record_early, backends, max_bytes))
 
-    def _record_early(self, backends: Sequence[Backend], max_bytes: int | None) -> None:
+    def _record_early(self, backends: Sequence[Backend], max_bytes: Sequence[int | None]) -> None:
         try:
             self._driver.join()
             runner = stand_in_runner(self._split, backends, self._cache, max_bytes)
@@ -213,13 +209,19 @@ class KernelWarmer:
                 return
             try:
                 while self.waiting and not self._is_loaded.is_set():
-                    self.record_next(runner, holds=bool(self._ends))
-                    if self._ends:
+                    self.record_next(runner, holds=self._is_handed_over(0))
+                    if self._is_handed_over(0):
                         self._is_first_recorded.set()
             finally:
                 runner.close()
+        except Exception as error:
+            _log.info("kernels are not recorded while weights are read: %s", error)
         finally:
             self._is_first_recorded.set()
+
+    def _is_handed_over(self, tier: int) -> bool:
+        """Whether all kernels of a tier are being compiled, or are compiled."""
+        return all(each.n_tiers > tier for each in self._kernels)
 
     def wait_early(self) -> None:
         """Wait until `record_early` has handed the first kernels over: a fraction of a second."""
@@ -232,146 +234,154 @@ class KernelWarmer:
         if self._early is not None:
             self._early.join()
 
-    def warm(self, runner: Runner, progress: Progress | None = None) -> WarmUp:
+    def warm(
+        self,
+        runner: Runner,
+        progress: Progress | None = None,
+        measure: Callable[[], None] = lambda: None,
+    ) -> WarmUp:
         """Compiles the kernels that a first request needs; `progress(done, total)` counts them. Kernels of other
         batches are recorded as long as that takes, or all of them after `record_early`. One that fails here is
-        compiled at first use.
+        compiled at first use; if recording fails, all are. `measure` is called before these others are compiled: then
+        no compiler uses the cores.
         """
         self._finish_early()
-        if self._n_compiled or self._compiler is None:
-            return self.warm_up
-        while not self._ends:
-            self.record_next(runner)
-        if progress is not None:
-            progress(0, self._ends[0])
-        runner.plan(BatchShape(1, 1))  # of a first answer, while its kernels are compiled
-        # With stand-ins, few kernels remain to be recorded, and a short command should leave none to the next one.
-        while self.waiting and (self._early is not None or not self._compiler.is_done(self._ends[0])):
-            self.record_next(runner, holds=True)
-        self.advance(progress=progress)
+        if self._kernels and not self._n_compiled:
+            try:
+                self._warm(runner, progress)
+            except Exception as error:  # a model must not fail to load for that
+                self._fail(error)
+        measure()
         self._hand_over()
         return self.warm_up
 
-    def record_next(self, runner: Runner, *, holds: bool = False) -> None:
+    def _warm(self, runner: Runner, progress: Progress | None) -> None:
+        while not self._is_handed_over(0):
+            self.record_next(runner)
+        if progress is not None:
+            progress(0, self._n_jobs_of(0))
+        runner.plan(BatchShape(1, 1))  # of a first answer, while its kernels are compiled
+        # With stand-ins, few kernels remain to be recorded, and a short command should leave none to the next one.
+        while self.waiting and (self._early is not None or not self._is_done(0)):
+            self.record_next(runner, holds=True)
+        self.advance(progress=progress)
+
+    def record_next(self, runner: Recorder, *, holds: bool = False) -> None:
         """Record the kernels of the next waiting batch, and have them compiled: a fraction of a second. `holds`: not
         before the next call of `record_next` or the end of `warm`.
         """
-        from motley.backends.gpu import recording
-
-        compiler = self._start_compiler()
-        if not self._jobs:
+        if not any(each.n_jobs for each in self._kernels):
             self._started = time.monotonic()
         if self._n_layers is None:
-            self._n_layers = layers_to_record(self._split)
-        tier, n_before = self._tiers[self._n_recorded], len(self._jobs)
+            devices = [device for each in self._kernels for device in each.devices]
+            # Workers launch the kernels of all their layers, and compile them then.
+            self._n_layers = 0 if self._split.crew.hosts else layers_to_record(self._split, devices)
+        tier = self._tiers[self._n_recorded]
         shape, longest = self.waiting[0]
         some_layers = replace(shape, n_layers=self._n_layers)
         is_first = not self._n_recorded  # kernels of a first answer are compiled as soon as they are recorded
-        with recording(self._jobs, (lambda job: compiler.submit([job])) if is_first else None):
-            self._run_inert(runner, some_layers, longest, samples=tier.max_rows is None)
+        samples = tier.max_rows is None
+        for each in self._kernels:
+            record = partial(self._record, runner, each.devices, some_layers, longest, samples=samples)
+            each.record(record, is_urgent=is_first)
         del self.waiting[0]  # not before: what has failed is recorded again
         is_last = (shape, longest) == tier.shapes[-1]
-        new = [] if is_first else list(self._jobs)[n_before:]
-        self._held.append((new, is_last))
+        for each in self._kernels:
+            each.take(is_urgent=is_first, is_last=is_last)
         self._n_recorded += is_last
         if not holds:
             self._hand_over()
 
+    def _record(
+        self, runner: Recorder, devices: Sequence[int], shape: BatchShape, longest: int, *, samples: bool
+    ) -> None:
+        """Go through a batch on some devices, without launches; also as one with weights that are lent."""
+        crew = self._split.crew
+        may_lend = crew.borrower in devices and shape.n_tokens >= crew.min_lent_rows
+        batch = inert_batch(shape, longest, self._cache, self._extra)
+        for lends in (True, False) if may_lend else (False,):
+            logits = runner.record(batch, devices, lends)
+        if samples and crew.members(0)[0] in devices:  # this process's first device has the logits
+            rehearse_sampling(logits)
+
     def _hand_over(self) -> None:
         """Have all recorded kernels compiled."""
-        held, self._held = self._held, []
-        for jobs, is_last in held:
-            assert self._compiler is not None
-            self._compiler.submit(jobs, is_urgent=False)
-            if is_last:
-                self._compiler.send(self._manifests[len(self._ends)])
-                self._ends.append(self._compiler.n_jobs)
-                mark(f"{self._compiler.n_jobs} kernels recorded")
+        for each in self._kernels:
+            each.hand_over()
+
+    def _n_jobs_of(self, tier: int) -> int:
+        return sum(each.n_jobs_of(tier) for each in self._kernels)
+
+    def _is_done(self, tier: int) -> bool:
+        return all(each.is_done(tier) for each in self._kernels)
 
     def advance(self, *, waits: bool = True, progress: Progress | None = None) -> bool:
         """Whether another tier's kernels are compiled now. `waits`: wait for that, if the tier is recorded."""
-        if not self.is_compiling or len(self._ends) <= self._n_compiled or self._compiler is None:
+        tier = self._n_compiled
+        if not self.is_compiling or not self._kernels or not self._is_handed_over(tier):
             return False
-        n_jobs = self._ends[self._n_compiled]
-        if not waits and not self._compiler.is_done(n_jobs):
+        if not waits and not self._is_done(tier):
             return False
         try:
-            done = self._compiler.wait(n_jobs, progress)
+            done = self._wait(tier, progress)
         except DeviceError as error:
             self.give_up(error.message)
             return True
-        self.warm_up = self._summary(done)
-        mark(f"{n_jobs} kernels compiled", self._compiler.when_done(n_jobs))
-        self._n_compiled = min(self._n_compiled + 1, len(self._tiers))
+        self.warm_up = self._summary(tier, done)
+        mark(f"{len(done)} kernels compiled", max(each.when_done(tier) for each in self._kernels))
+        self._n_compiled = max(tier + 1, self._n_compiled)  # all, if the model was closed meanwhile
         if self._n_compiled == len(self._tiers):
-            self._compiler.leave()
+            for each in self._kernels:
+                each.leave()
         return True
+
+    def _wait(self, tier: int, progress: Progress | None) -> list[Compiled]:
+        """Wait for a tier of all kinds of GPUs."""
+        total = self._n_jobs_of(tier)
+        done: list[Compiled] = []
+
+        def report(n: int, _: int) -> None:
+            if progress is not None:
+                progress(len(done) + n, total)
+
+        for each in self._kernels:
+            done += each.wait(tier, None if progress is None else report)
+        return done
+
+    def _fail(self, error: Exception) -> None:
+        """Recording has failed: kernels are compiled at their first use."""
+        _log.info("kernels are not compiled ahead", exc_info=error)
+        self.give_up(f"the kernels ahead of their first use ({error})")
 
     def give_up(self, why: str) -> None:
         """End the processes. What is not compiled will be at its first use."""
         self.warm_up = replace(self.warm_up, failures=(*self.warm_up.failures, why), n_others=0)
         self.waiting.clear()
-        self._held.clear()
         self._n_compiled = len(self._tiers)
-        if self._compiler is not None:
-            self._compiler.close()
+        for each in self._kernels:
+            each.close()
 
-    def _summary(self, done: Sequence[Compiled]) -> WarmUp:
-        assert self._compiler is not None
+    def _summary(self, tier: int, done: Sequence[Compiled]) -> WarmUp:
         kernels = tuple((each.name, each.seconds) for each in done)
         failures = tuple(f"{each.name}: {each.error}" for each in done if each.error)
-        seconds = self._compiler.when_done(len(done)) - self._started
-        return WarmUp(kernels, seconds, failures, len(self._jobs) - len(done))
+        seconds = max(each.when_done(tier) for each in self._kernels) - self._started
+        n_others = sum(each.n_jobs for each in self._kernels) - len(done)
+        return WarmUp(kernels, seconds, failures, n_others)
 
-    def run_first_batches(self, runner: Runner) -> float:
-        """Run the batches of a first request on GPUs: a decode, launched once and then captured, and, while batches
-        have few rows, a part of a prompt.
+    def hurry(self) -> None:
+        """Compile as fast as possible: a caller waits for it."""
+        for each in self._kernels:
+            each.hurry()
 
-        Returns the seconds that the plan of a decode takes, its capture included; 0.0: not measured.
-        """
-        if not self._is_gpu:
-            return 0.0
+    def wait_prepared(self) -> None:
+        """Wait for what a first batch needs beside its kernels."""
         for thread in self._preparing:
             thread.join()
-        n_prompt, samples = min(self.max_rows or 1, self._n_batch), self.max_rows is None
-        if n_prompt > 1:
-            self._run_inert(runner, BatchShape(n_prompt, 1), n_prompt)
-        self._run_inert(runner, BatchShape(1, 1), 1, samples=samples)
-        started = time.perf_counter()
-        self._run_inert(runner, BatchShape(1, 1), 1, samples=samples)
-        return 2 * (
-            time.perf_counter() - started
-        )  # the first run has loaded kernels, too; a plan takes as long
 
-    @property
-    def batches_ahead(self) -> list[Rehearsal]:
-        """Batches of later requests, to be run while the engine is idle: a prompt of a whole batch, which loads kernels
-        and libraries, and decode batches, which are captured.
-        """
-        prompt = BatchShape(self._n_batch, 1), self._n_batch
-        return [prompt, *captured_ahead(self._max_decodes)] if self._is_gpu else []
-
-    def run_ahead(self, runner: Runner, shape: BatchShape, longest: int) -> None:
-        """Run one of `batches_ahead`."""
+    def wait_libraries(self) -> None:
+        """Wait for the libraries that multiply prompts."""
         for thread in self._libraries:
             thread.join()
-        self._run_inert(runner, shape, longest)
-
-    @property
-    def draft_rows(self) -> tuple[int, ...]:
-        """Rows of a sequence with drafts for which `prepare_drafts` makes plans, the most useful first."""
-        return tuple(n for n in PREPARED_ROWS if n <= self._n_batch) if self._is_gpu else ()
-
-    def prepare_drafts(self, runner: Runner, n_rows: int) -> None:
-        """Makes the plan of a step of one sequence with `n_rows`, and captures it, so that no answer waits for that."""
-        for _ in range(2):
-            self._run_inert(runner, BatchShape(n_rows, n_rows), n_rows)
-
-    def _run_inert(self, runner: Runner, shape: BatchShape, longest: int, *, samples: bool = True) -> None:
-        batch = inert_batch(shape, longest, self._cache, self._extra)
-        logits = runner.run(batch, [0] * shape.n_tokens, ())
-        if samples:
-            rehearse_sampling(logits)
 
 
 def _started(task: Callable[[], None]) -> Thread:
@@ -386,24 +396,32 @@ def _started(task: Callable[[], None]) -> Thread:
     return thread
 
 
-def _description(split: ModelSplit, cache: CachePlan) -> list[object]:
-    """All properties of a model on its crew that kernels may depend on."""
-    weights = {
-        (weight.dtype, weight.shape)
-        for device in range(len(split.crew))
-        for weight in split.share(device, BatchShape(1, 1)).graph.weights
-    }
+def _description(split: ModelSplit, cache: CachePlan, devices: Sequence[int]) -> list[object]:
+    """All properties of a model on its crew that kernels of these devices may depend on. The number of layers whose
+    experts are elsewhere is none of them: it may follow from the memory that is free.
+    """
+    crew = split.crew
+    shares = [split.share(device, BatchShape(1, 1), lends=False) for device in devices]
+    if crew.borrower is not None and crew.borrower in devices:
+        shares.append(split.lent_share(crew.borrower))
+    weights = [sorted({(weight.dtype, weight.shape) for weight in share.graph.weights}) for share in shares]
+    ops = [sorted({node.op.name for node in share.graph.nodes}) for share in shares]
     config = cache.config
     heads = [sorted(set(heads.values())) for heads in cache.heads]
     windows = [group.window for group in cache.groups]
     kinds = config.k_type.name, config.v_type.name, config.block_size, config.state_type
+    apart = crew.apart and replace(crew.apart, n_layers=0)
     return [
-        sorted(weights),
+        devices,
+        weights,
+        ops,
         kinds,
         cache.head_dim,
         heads,
         windows,
         repr(replace(split.options, n_ctx=0)),
-        split.crew.mode,
-        split.crew.groups,
+        crew.mode,
+        crew.groups,
+        repr(apart),
+        repr(crew.lent),
     ]

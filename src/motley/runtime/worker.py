@@ -30,12 +30,12 @@ from motley.kvcache.sequences import BlockCopy, BlockShift
 from motley.models import BatchShape
 from motley.runtime.batch import Numbers, PlacedBatch
 from motley.runtime.caching import CachePlan
-from motley.runtime.device import DeviceRunner
+from motley.runtime.device import DeviceRunner, record_batch
 from motley.runtime.group import CollectiveKernel, Communicator, ThreadGroup
 from motley.runtime.hosts.link import MeshLine, MeshLink
 from motley.runtime.hosts.mesh import PeerLostError
 from motley.runtime.lending import lent_weights, settle_rows
-from motley.runtime.loading import Progress, load_weights, stand_in_weights, weight_bytes
+from motley.runtime.loading import Progress, load_weights, weight_bytes
 from motley.runtime.rendezvous_line import RendezvousLine
 from motley.runtime.splitting import ModelSplit
 
@@ -83,10 +83,9 @@ class Worker:
         n_threads: int | None = None,
         progress: Progress | None = None,
         link: MeshLink | None = None,
-        has_stand_ins: bool = False,
     ) -> None:
         """`backends`: by the device's number in the crew. `n_threads`: of all devices of this process. `link`: to the
-        other processes of the crew, if there are any. `has_stand_ins`: nothing is loaded (Backend.weight_like).
+        other processes of the crew, if there are any.
         """
         self._split = split
         self.members = tuple(backends)
@@ -111,31 +110,34 @@ class Worker:
         if link is not None:
             lines = [MeshLine(self._group, index, self.members, link) for index in range(len(own))]
         # Each device's own threads touch its memory first: Linux then allocates it on their NUMA node.
-        if has_stand_ins:
-            weights = stand_in_weights(shares, own)
-        else:
-            weights = load_weights(split.spec, shares, own, self._group.run, progress, self.members)
+        weights = load_weights(split.spec, shares, own, self._group.run, progress, self.members)
         for index, device in enumerate(self.members):
             weights[index] |= lent_weights(split, device, own[index], tuple(weights[index]))
-        if split.lends and split.crew.lender in self.members and not has_stand_ins:
-            by_device = dict(zip(self.members, weights, strict=True))
-            owner = self.members.index(split.crew.lender)
-            self._group.run(lambda index: settle_rows(split, backends, by_device) if index == owner else None)
         arenas = self._group.run(lambda index: cache.arena(self.members[index], own[index].device))
         self.devices = [
             DeviceRunner(
                 own[index],
                 weights[index],
                 arenas[index],
-                build=partial(_graph_of, split, device),
+                build=partial(graph_of, split, device),
                 collectives=CollectiveKernel(lines[index]),
                 n_weight_bytes=weight_bytes(shares[index]),
             )
             for index, device in enumerate(self.members)
         ]
+        self._backends, self._weights = dict(backends), dict(zip(self.members, weights, strict=True))
         self._is_single = len(own) == 1 and own[0].has_own_threads
         self._steps: OrderedDict[BatchShape, _Step] = OrderedDict()
         self.n_plans = 0  # batch shapes that were planned so far
+
+    def settle_rows(self) -> None:
+        """See `Runner.settle_rows`."""
+        split = self._split
+        if split.lends and split.crew.lender in self.members:
+            owner = self.members.index(split.crew.lender)
+            self._group.run(
+                lambda index: settle_rows(split, self._backends, self._weights) if index == owner else None
+            )
 
     def run(
         self,
@@ -157,6 +159,19 @@ class Worker:
             if isinstance(error, aborted) or isinstance(error.__cause__, aborted):
                 raise PeerLostError("another process has ended or failed") from error
             raise
+
+    def record(
+        self,
+        shape: BatchShape,
+        batch: PlacedBatch,
+        inputs: Mapping[str, Numbers],
+        devices: Sequence[int],
+        lends: bool | None,
+    ) -> torch.Tensor:
+        """See `Runner.record`."""
+        chosen = [self.devices[self.members.index(device)] for device in devices]
+        is_whole = len(chosen) == len(self._split.crew)
+        return record_batch(chosen, shape, batch, inputs, lends=lends, is_whole=is_whole)
 
     def _stop_lending(self, error: Exception) -> None:
         """After a batch with borrowed weights has failed: from now on, the devices that have them compute with them."""
@@ -309,6 +324,8 @@ class Worker:
         self._group.close()
         self._steps.clear()
         self.devices.clear()
+        self._backends.clear()
+        self._weights.clear()
 
 
 def _rendezvous_lines(rendezvous: HostRendezvous, backends: Sequence[Backend]) -> list[RendezvousLine]:
@@ -326,5 +343,6 @@ def _rendezvous_lines(rendezvous: HostRendezvous, backends: Sequence[Backend]) -
     ]
 
 
-def _graph_of(split: ModelSplit, device: int, shape: BatchShape) -> Graph:
-    return split.share(device, shape).graph
+def graph_of(split: ModelSplit, device: int, shape: BatchShape, lends: bool | None = None) -> Graph:
+    """A device's graph for a batch shape. `lends`: see `ModelSplit.split`."""
+    return split.share(device, shape, lends=lends).graph

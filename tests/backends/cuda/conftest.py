@@ -64,3 +64,11 @@ def undefined_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are recorded and compiled as on a GPU that is not there."""
+    from fake_compiling import pretend_gpu
+
+    pretend_gpu(monkeypatch)

@@ -25,7 +25,7 @@ from motley.kvcache.types import get_cache_type
 from motley.models import N_EXPERT_USED, read_params
 from motley.runtime import CacheConfig, Runner, fit_cache, make_crew, split_model
 from motley.runtime.rehearsals import inert_batch, tiers
-from motley.runtime.stand_in_runner import layers_to_record, stand_in_runner
+from motley.runtime.stand_in_runner import StandInRunner, layers_to_record, stand_in_runner
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from random_models import GEMMA3
@@ -60,18 +60,18 @@ def compare(path: Path) -> tuple[int, int]:
     split = split_model(spec, params, make_crew("cpu"), config, n_ctx=128, rotate=True)
     backend = CudaBackend("cpu", captures=False)
     fit = fit_cache(split, [get_backend("auto")], config, n_batch=N_BATCH, n_parallel=N_PARALLEL)
-    twin = stand_in_runner(split, [backend], fit.plan, None)
+    twin = stand_in_runner(split, [backend], fit.plan, [None])
     assert twin is not None
     n_layers = layers_to_record(split)
     extra = {} if params.experts is None else {N_EXPERT_USED: params.experts.n_used}
 
-    def record(runner: Runner, n_layers: int) -> dict[Job, None]:
+    def record(runner: Runner | StandInRunner, n_layers: int) -> dict[Job, None]:
         jobs: dict[Job, None] = {}
         for tier in tiers(N_BATCH, N_PARALLEL):
             for shape, longest in tier.shapes:
                 some = replace(shape, n_layers=n_layers)
                 with recording(jobs):
-                    runner.run(inert_batch(some, longest, fit.plan, extra), [0] * shape.n_tokens, ())
+                    runner.record(inert_batch(some, longest, fit.plan, extra), [0], None)
         runner.close()
         return jobs
 

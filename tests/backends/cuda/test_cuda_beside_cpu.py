@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -19,6 +20,9 @@ from motley.backends import BACKENDS, Backend, is_available
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.borrowing import Borrowing
 from motley.bundled import bundled_experts_path
+from motley.models import BatchShape
+from motley.runtime import lending
+from motley.runtime.batches_ahead import BatchesAhead
 from random_models import RandomModel
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native module is not built")
@@ -63,6 +67,48 @@ def test_logits_of_a_dense_model_are_those_of_one_device(
 ) -> None:
     path, expected = dense
     with open_crew(path, monkeypatch, **options) as llm:
+        assert_close(llm.logits(TOKENS), expected)
+
+
+def test_rows_from_which_weights_are_copied_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = RandomModel("llama", 2, 4, 2, {"rope.freq_base": 500_000.0}).write(
+        tmp_path / "llama.gguf", is_q8_0=True
+    )
+    measured: list[int] = []
+
+    def measure(*_: Any) -> int:
+        measured.append(48)
+        return 48
+
+    monkeypatch.delenv("MOTLEY_BORROW_ROWS", raising=False)
+    monkeypatch.setattr(lending, "measured_rows", measure)
+    with open_crew(path, monkeypatch, split_mode="layer", tensor_split=(1, 1)) as llm:
+        assert measured == [48]
+        assert llm._loaded.split.min_lent_rows == 48
+
+
+def test_first_batches_change_no_answer_and_a_failed_recording_refuses_no_model(
+    on_a_gpu: None, dense: tuple[Path, npt.NDArray[np.float32]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = dense
+    ran: list[int] = []
+    run = BatchesAhead._run_stored
+
+    def watched(self: BatchesAhead, shape: BatchShape, longest: int) -> torch.Tensor | None:
+        logits = run(self, shape, longest)
+        assert logits is not None
+        ran.append(shape.n_tokens)
+        return logits
+
+    monkeypatch.setattr(BatchesAhead, "_run_stored", watched)
+    with open_crew(path, monkeypatch, split_mode="layer", tensor_split=(3, 1)) as llm:
+        assert ran == [1, 1]
+        assert not llm.warm_up.kernels  # the interpreter would launch kernels: these are not recorded
+        (notice,) = llm.warm_up.notices
+        assert "ahead of their first use (peers would wait)" in notice
+        assert llm._loaded.engine.scheduler.max_rows is None
         assert_close(llm.logits(TOKENS), expected)
 
 

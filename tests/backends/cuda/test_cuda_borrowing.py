@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
+import weakref
 from typing import Any, cast
 
 import pytest
@@ -84,6 +86,19 @@ def test_a_copy_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Borrowing, "_copy", copy)
     run(Values({}))
     assert same(seen[0], whole(source))
+
+
+def test_the_memory_of_the_sets_is_free_as_soon_as_the_model_is_closed() -> None:
+    """Nothing of it waits for the garbage collector: the next model may need the GPU's memory."""
+    borrowing = Borrowing(CPU)
+    borrowing.assign(["up"], [experts(1)])
+    codes = weakref.ref(borrowing.planes("up").codes)
+    gc.disable()
+    try:
+        del borrowing
+        assert codes() is None
+    finally:
+        gc.enable()
 
 
 def test_pages_that_neighbours_share_are_in_one_range() -> None:

@@ -24,12 +24,15 @@ from motley.backends import get_backend
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.compiling import Compiled, Manifest, is_recording, recording
 from motley.gguf import read_spec
+from motley.kvcache.manager import CacheManager
 from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, read_params
 from motley.runtime import CacheConfig, Runner, fit_cache, make_crew, split_model
+from motley.runtime.batches_ahead import BatchesAhead
 from motley.runtime.group import ThreadGroup
 from motley.runtime.rehearsals import inert_batch, rehearsals
-from motley.runtime.warming import KernelWarmer, WarmUp
+from motley.runtime.warm_up import WarmUp
+from motley.runtime.warming import KernelWarmer
 
 pytestmark = pytest.mark.slow  # interpreted kernels: run them after a change of kernels
 
@@ -129,14 +132,16 @@ def test_an_inert_batch_leaves_the_cache_as_it_is(tmp_path: Path, monkeypatch: p
         assert logits.shape == (shape.n_outputs, spec.tensors["token_embd.weight"].shape[0])
     assert all(bool((plane == 3).all()) for plane in planes)
     n_plans = runner.n_plans
-    warmer = KernelWarmer(split, [CudaBackend("cpu")], fit.plan, n_batch=12, n_parallel=2)
-    warmer.run_first_batches(runner)
+    sizes = {"n_batch": 12, "n_parallel": 2}
+    warmer = KernelWarmer(split, [CudaBackend("cpu")], fit.plan, **sizes)
+    ahead = BatchesAhead(warmer, runner, split, fit.plan, CacheManager(fit.plan.group_specs(), 16), **sizes)
+    assert ahead.run_first() == 0.0
     assert runner.n_plans == n_plans  # there is no GPU
-    warmer._is_gpu = True
-    warmer.run_first_batches(runner)  # a prompt, which has its plan, and a token
+    warmer.uses_gpus = True
+    assert ahead.run_first() > 0.0  # a prompt, which has its plan, and a token
     assert runner.n_plans == n_plans + 1
-    assert warmer.draft_rows == (8, 4, 2)  # a batch has at most 12
-    warmer.prepare_drafts(runner, 4)
+    assert ahead.draft_rows == (8, 4, 2)  # a batch has at most 12
+    ahead.prepare_drafts(4)
     assert runner.n_plans == n_plans + 2
     assert all(bool((plane == 3).all()) for plane in planes)
     runner.close()
@@ -169,5 +174,6 @@ def test_a_manifest_is_found_by_what_it_describes(tmp_path: Path, monkeypatch: p
 
 def test_what_was_compiled_is_said_in_one_line() -> None:
     assert str(WarmUp()) == "kernels: all compiled before"
+    assert str(WarmUp(failures=("all",))) == "kernels: compiled at their first use"
     done = WarmUp((("_a", 1.0), ("_b", 2.5)), 1.26)
     assert str(done) == "kernels: 2 compiled in 1.3 s (4 s of one core)"

@@ -2,171 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
+
+from fake_compiling import (
+    MODEL,
+    N_BATCH,
+    N_PARALLEL,
+    N_SHAPES,
+    FakeRunner,
+    compiler_of,
+    make_warmer,
+    record_early,
+    wait_for_thread,
+)
 
 import motley
 from motley import assembly, compile_process
 from motley.backends import get_backend, gpu
-from motley.backends.cuda.planning import GpuPlanning
 from motley.gguf import read_spec
 from motley.kvcache.types import get_cache_type
 from motley.models import BatchShape, read_params
-from motley.runtime import CacheConfig, fit_cache, make_crew, split_model, warming
+from motley.runtime import CacheConfig, fit_cache, make_crew, split_model
 from motley.runtime.rehearsals import tiers
-from motley.runtime.stand_in_runner import layers_to_record, stand_in_runner
+from motley.runtime.stand_in_runner import stand_in_runner
 from motley.runtime.warming import KernelWarmer
-
-MODEL = Path(motley.__file__).parent / "bundled" / "motley-15m-q8_0.gguf"
-N_BATCH, N_PARALLEL = 64, 2
-N_SHAPES = sum(len(tier.shapes) for tier in tiers(N_BATCH, N_PARALLEL))
-
-
-class FakeGpu(GpuPlanning):
-    """A GPU that is not there."""
-
-    def load(self, weight: Any) -> Any:
-        raise AssertionError("nothing is loaded here")
-
-    def prepare(self, plan: Any, weights: Any) -> Any:
-        raise AssertionError("nothing runs here")
-
-
-class FakeCompiler:
-    """Compiles a job as soon as it has it."""
-
-    def __init__(self, *_: object) -> None:
-        self.jobs: list[object] = []
-        self.urgent: list[object] = []
-        self.n_manifests = 0
-        self.is_closed = False
-
-    @property
-    def n_jobs(self) -> int:
-        return len(self.jobs)
-
-    def submit(self, jobs: list[object], *, is_urgent: bool = True) -> None:
-        self.jobs += jobs
-        self.urgent += jobs if is_urgent else []
-
-    def send(self, manifest: object) -> None:
-        self.n_manifests += 1
-
-    def is_done(self, n_jobs: int) -> bool:
-        return False  # so that recording goes on
-
-    def wait(self, n_jobs: int, on_done: object = None) -> list[gpu.Compiled]:
-        return [gpu.Compiled("a kernel", 0.5)] * n_jobs
-
-    def when_done(self, n_jobs: int) -> float:
-        return time.monotonic()
-
-    def leave(self) -> None: ...
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-class FakeManifest:
-    exists = False
-
-    def __init__(self, *_: object) -> None: ...
-
-
-class FakeRunner:
-    """Each batch has one kernel, of its rows. `on_run` is called before."""
-
-    def __init__(self, name: str, said: list[str], on_run: Callable[[int], None] | None = None) -> None:
-        self._name, self._said, self._on_run = name, said, on_run
-        self.is_closed = False
-
-    def run(self, batch: Any, tokens: list[int], copies: object) -> torch.Tensor:
-        if self._on_run is not None:
-            self._on_run(len(tokens))
-        self._said.append(f"{self._name} {len(tokens)}")
-        assert _now is not None, "only recorded batches run here"
-        _now(batch.shape.n_tokens, batch.shape.n_outputs)
-        return torch.empty(0)
-
-    def plan(self, shape: BatchShape) -> None:
-        self._said.append(f"{self._name} plans {shape.n_tokens}")
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-_now: Callable[[int, int], None] | None = None
-
-
-@contextlib.contextmanager
-def fake_recording(jobs: dict[Any, None], on_new: Callable[[Any], None] | None) -> Iterator[None]:
-    global _now
-
-    def note(*job: int) -> None:
-        if job not in jobs:
-            jobs[job] = None
-            if on_new is not None:
-                on_new(job)
-
-    _now = note
-    try:
-        yield
-    finally:
-        _now = None
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "can_compile_ahead", lambda: True)
-    monkeypatch.setattr(gpu, "Compiler", FakeCompiler)
-    monkeypatch.setattr(gpu, "Manifest", FakeManifest)
-    monkeypatch.setattr(gpu, "recording", fake_recording)
-    monkeypatch.setattr(gpu.Target, "of", staticmethod(lambda _: gpu.Target(90, 227 << 10)))
-    for name in ("load_compiler", "load_driver", "load_library"):
-        monkeypatch.setattr(gpu, name, lambda *_: None)
-
-
-def make_warmer(devices: str = "cpu", **options: bool) -> tuple[KernelWarmer, list[FakeGpu]]:
-    spec, kind = read_spec(MODEL), get_cache_type("f16")
-    config, crew = CacheConfig(kind, kind), make_crew(devices)
-    split = split_model(spec, read_params(spec), crew, config, n_ctx=64, rotate=True)
-    hosts = [get_backend("auto") for _ in crew.devices]
-    fit = fit_cache(split, hosts, config, n_batch=N_BATCH, n_parallel=N_PARALLEL)
-    backends = [FakeGpu("cuda:0") for _ in crew.devices]
-    made = KernelWarmer(split, backends, fit.plan, n_batch=N_BATCH, n_parallel=N_PARALLEL, **options)
-    return made, backends
-
-
-def compiler_of(warmer: KernelWarmer) -> FakeCompiler:
-    assert isinstance(warmer._compiler, FakeCompiler)
-    return warmer._compiler
-
-
-def record_early(
-    monkeypatch: pytest.MonkeyPatch, said: list[str], on_run: Callable[[int], None] | None = None
-) -> tuple[KernelWarmer, FakeRunner]:
-    """A warmer whose thread has begun to record by stand-ins."""
-    twin = FakeRunner("stand-in", said, on_run)
-    monkeypatch.setattr(warming, "stand_in_runner", lambda *_: twin)
-    warmer, backends = make_warmer()
-    warmer.record_early(backends, None)
-    return warmer, twin
-
-
-def wait_for_thread(warmer: KernelWarmer) -> None:
-    assert warmer._early is not None
-    warmer._early.join(60)
-    assert not warmer._early.is_alive()
 
 
 def test_first_jobs_are_handed_over_before_there_is_a_loaded_model(
@@ -176,14 +41,21 @@ def test_first_jobs_are_handed_over_before_there_is_a_loaded_model(
     warmer, twin = record_early(monkeypatch, said)
     wait_for_thread(warmer)
     compiler = compiler_of(warmer)
+    assert compiler.limits == []
     assert len(said) == N_SHAPES
     assert said[0] == "stand-in 1"
     assert compiler.jobs == compiler.urgent == [(1, 1)]  # the others would take cores from loading
     assert compiler.n_manifests == 1
     assert twin.is_closed
     done: list[tuple[int, int]] = []
-    warmer.warm(FakeRunner("model", said), lambda *counts: done.append(counts))  # type: ignore[arg-type]
+    compiled_at: list[int] = []
+    warmer.warm(
+        FakeRunner("model", said),  # type: ignore[arg-type]
+        lambda *counts: done.append(counts),
+        measure=lambda: compiled_at.append(compiler.n_jobs),
+    )
     assert said[N_SHAPES:] == ["model plans 1"]  # nothing is recorded again
+    assert compiled_at == [1]  # the first ones are compiled, and others are not begun
     assert done == [(0, 1)]
     assert compiler.n_jobs == len(set(compiler.jobs)) == N_SHAPES
     assert compiler.urgent == [(1, 1)]
@@ -197,7 +69,7 @@ def test_first_jobs_are_handed_over_before_there_is_a_loaded_model(
 
 def test_without_stand_ins_the_loaded_model_records(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     warmer, backends = make_warmer()
-    warmer.record_early(backends, None)  # FakeGpu has no stand-in
+    warmer.record_early(backends, [None])  # FakeGpu has no stand-in
     wait_for_thread(warmer)
     said: list[str] = []
     warmer.warm(FakeRunner("model", said))  # type: ignore[arg-type]
@@ -285,6 +157,20 @@ def test_without_early_recording_others_are_left_to_the_background(on_a_gpu: Non
     assert not warmer.is_compiling
 
 
+def test_a_model_that_is_closed_while_kernels_are_compiled_waits_for_no_others(on_a_gpu: None) -> None:
+    warmer, _ = make_warmer()
+    compiler, wait = compiler_of(warmer), compiler_of(warmer).wait
+    warmer.warm(FakeRunner("model", []))  # type: ignore[arg-type]
+
+    def close(n_jobs: int, on_done: object = None) -> list[gpu.Compiled]:
+        warmer.close()
+        return wait(n_jobs, on_done)
+
+    compiler.wait = close  # type: ignore[method-assign]
+    assert warmer.advance()
+    assert not warmer.is_compiling
+
+
 def test_a_model_that_is_not_loaded_ends_the_thread_and_the_compiler(
     on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,29 +193,11 @@ def test_the_vocabulary_is_read_after_kernels_are_recorded(
     warmer.abort()
 
 
-def test_several_devices_and_models_with_drafts_record_after_loading(on_a_gpu: None) -> None:
-    for warmer, backends in (make_warmer("cpu,cpu"), make_warmer(waits_for_all=True)):
-        warmer.record_early(backends, None)
-        assert warmer._early is None
-        warmer.abort()
-
-
-def test_kernels_of_gpus_of_several_kinds_are_compiled_at_their_first_use(
-    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warmer, _ = make_warmer()
-    assert warmer.compiles_ahead
+def test_models_with_drafts_record_after_loading(on_a_gpu: None) -> None:
+    warmer, backends = make_warmer(waits_for_all=True)
+    warmer.record_early(backends, [None])
+    assert warmer._early is None
     warmer.abort()
-    kinds = iter([80, 90])
-    monkeypatch.setattr(gpu.Target, "of", staticmethod(lambda _: gpu.Target(next(kinds), 227 << 10)))
-    spec, kind = read_spec(MODEL), get_cache_type("f16")
-    config = CacheConfig(kind, kind)
-    split = split_model(spec, read_params(spec), make_crew("cpu,cpu"), config, n_ctx=64, rotate=True)
-    fit = fit_cache(split, [get_backend("auto")] * 2, config, n_batch=N_BATCH, n_parallel=N_PARALLEL)
-    backends = [FakeGpu("cuda:0"), FakeGpu("cuda:1")]
-    mixed = KernelWarmer(split, backends, fit.plan, n_batch=N_BATCH, n_parallel=N_PARALLEL)
-    assert not mixed.compiles_ahead
-    mixed.abort()
 
 
 def test_a_cpu_records_nothing() -> None:
@@ -339,9 +207,9 @@ def test_a_cpu_records_nothing() -> None:
     fit = fit_cache(split, backends, config, n_batch=N_BATCH, n_parallel=N_PARALLEL)
     warmer = KernelWarmer(split, backends, fit.plan, n_batch=N_BATCH, n_parallel=N_PARALLEL)
     assert not warmer.compiles_ahead
-    warmer.record_early(backends, None)
+    warmer.record_early(backends, [None])
     assert warmer._early is None
-    assert stand_in_runner(split, backends, fit.plan, None) is None
+    assert stand_in_runner(split, backends, fit.plan, [None]) is None
     with pytest.raises(AssertionError, match="no stand-ins"):
         backends[0].weight_like(split.graph(BatchShape(1, 1)).weights[0])
 
@@ -363,15 +231,6 @@ def test_recording_begins_before_weights_are_read(monkeypatch: pytest.MonkeyPatc
     with motley.LLM(n_ctx=64, devices="cpu"):
         assert said == ["record", "dismiss", "weights"]
     assert sys.getswitchinterval() == before
-
-
-def test_all_layers_are_recorded_where_devices_have_layers_of_their_own() -> None:
-    spec, kind = read_spec(MODEL), get_cache_type("f16")
-    config = CacheConfig(kind, kind)
-    for devices, n_layers in (("cpu", 1), ("cpu,cpu", 0)):
-        crew = make_crew(devices, "layer") if "," in devices else make_crew(devices)
-        split = split_model(spec, read_params(spec), crew, config, n_ctx=64, rotate=True)
-        assert layers_to_record(split) == n_layers
 
 
 def test_two_models_that_are_loaded_at_once_leave_the_interval_as_it_was() -> None:

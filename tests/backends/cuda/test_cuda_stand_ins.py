@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from motley.backends.cuda.backend import CudaBackend
 from motley.backends.cuda.planes import WeightPlanes, join_rows, to_planes
 from motley.backends.cuda.stand_ins import StandIns
-from motley.backends.cuda.weights import DeviceMatrix
+from motley.backends.cuda.weights import BorrowedMatrix, DeviceMatrix
 from motley.errors import DeviceError
 from motley.formats import PackedTensor, get_format
 from motley.graph import Tensor
@@ -100,3 +100,45 @@ def test_models_have_the_same_kernels_by_stand_ins_of_their_first_layers(tmp_pat
     )
     assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-2000:]}"
     assert run.stdout.splitlines()[-1] == "bundled:1 mixed:2 plain:1 hybrid:2 gemma3:0"
+
+
+@pytest.mark.slow
+def test_crews_have_the_same_kernels_by_stand_ins(tmp_path: Path) -> None:
+    """And its batches, with borrowed weights and without, need no others."""
+    script = Path(__file__).parent / "record_crews.py"
+    run = subprocess.run(
+        [sys.executable, script, tmp_path],
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-2000:]}"
+    messages = "_advance,_post,_fetch"
+    assert run.stdout.splitlines()[1:] == [
+        f"layer: True 0 {messages},_repack_q4_k",
+        f"cpu_first: True 0 {messages},_repack_q4_k",
+        f"tensor: True 0 {messages}",
+        f"experts: True 2 {messages},_repack_q4_k",
+        f"some_experts: True 2 {messages},_repack_q4_k",
+        f"shared_experts: True 2 {messages}",
+        "virtual_tensor: True 0 ",
+        "virtual_layer: True 0 ",
+        f"expert_layers: True 0 {messages},_repack_q4_k",
+    ]
+
+
+def test_planes_of_borrowed_weights_share_the_memory_of_all_stand_ins() -> None:
+    twin = CudaBackend("cpu").stand_in(None)
+    resident = twin.weight_like(node("Q8_0", 64, 256))
+    borrowed = twin.borrowed_like(node("Q4_K", 8, 256))
+    assert isinstance(resident, DeviceMatrix)
+    assert isinstance(borrowed, BorrowedMatrix)
+    assert borrowed.source.shape == (8, 256)
+    assert borrowed.source.data.untyped_storage().nbytes() == 144  # one row
+    assert twin._stand_ins is not None
+    planes = twin._stand_ins.borrowed_planes(borrowed.source, 8)
+    assert (planes.kind, planes.n_rows, planes.n_columns) == ("Q4_K", 8, 256)
+    assert planes.codes.data_ptr() == resident.ref.planes.codes.data_ptr()
+    with pytest.raises(AssertionError, match="only a stand-in"):
+        CudaBackend("cpu").borrowed_like(node("Q4_K", 8, 256))

@@ -83,6 +83,10 @@ class CudaBackend(GpuPlanning):
         with as_device_errors(self.device):
             return self._stand_ins.weight(weight)
 
+    def borrowed_like(self, weight: Tensor) -> LoadedWeight:
+        assert self._stand_ins is not None, "only a stand-in has no contents"
+        return self._stand_ins.borrowed(weight)
+
     def can_borrow(self, weight: Tensor) -> bool:
         return len(weight.shape) in (2, 3) and has_planes(weight.dtype, weight.shape[-1])
 
@@ -103,7 +107,7 @@ class CudaBackend(GpuPlanning):
 
     def make_messages(self) -> DeviceMessages | None:
         with as_device_errors(self.device):
-            return PinnedMessages(self.device)
+            return PinnedMessages(self.device, is_stand_in=self._stand_ins is not None)
 
     def finish_loading(self) -> None:
         with as_device_errors(self.device):
@@ -116,8 +120,9 @@ class CudaBackend(GpuPlanning):
         with as_device_errors(self.device):
             model = self._models.get(id(weights))
             if model is None:
-                join = join_rows if self._stand_ins is None else self._stand_ins.join
-                matrices = Matrices(self.device, self.copies, self._n_ahead, join)
+                twin = self._stand_ins
+                how = (join_rows, None) if twin is None else (twin.join, twin.borrowed_planes)
+                matrices = Matrices(self.device, self.copies, self._n_ahead, *how)
                 model = _Model(weights, matrices, GraphPool(self.device))
                 self._models[id(weights)] = model
             own = own_weights(weights)

@@ -112,9 +112,17 @@ def _unpin(addresses: list[int], kept: list[torch.Tensor]) -> None:
 class Borrowing:
     """The borrowed matrices of one model on one GPU."""
 
-    def __init__(self, device: torch.device, n_sets: int = 2) -> None:
-        """`n_sets`: of planes, for the matrices of so many stages."""
+    def __init__(
+        self,
+        device: torch.device,
+        n_sets: int = 2,
+        make_planes: Callable[[PackedTensor, int], WeightPlanes] | None = None,
+    ) -> None:
+        """`n_sets`: of planes, for the matrices of so many stages. `make_planes`: for so many rows of such a matrix;
+        None: memory of their own.
+        """
         self._device = device
+        self._make_planes = make_planes  # not a method of ours: a cycle would keep the planes' memory
         self.n_sets = n_sets
         self._is_gpu = device.type == "cuda"
         self._sources: dict[str, PackedTensor] = {}
@@ -157,7 +165,8 @@ class Borrowing:
     def _set(self, key: tuple[object, ...], source: PackedTensor, n_rows: int) -> WeightPlanes:
         """Planes for such a matrix with `n_rows`, without its values; the same ones for the same key."""
         if key not in self._sets:
-            self._sets[key] = self._empty(source, n_rows)
+            make_planes = self._make_planes or self._empty
+            self._sets[key] = make_planes(source, n_rows)
         return self._sets[key]
 
     def _empty(self, source: PackedTensor, n_rows: int) -> WeightPlanes:
@@ -185,6 +194,7 @@ class Borrowing:
 
         def run(values: Values) -> None:
             if is_recording():
+                self._record_copy(own)
                 step(values)
                 return
             self._bring(own)
@@ -229,6 +239,14 @@ class Borrowing:
         for lane, event in zip(self._lanes, self._copied[number] if self._copied else [], strict=True):
             event.record(lane)
         self._held[number] = names
+
+    def _record_copy(self, names: tuple[str, ...]) -> None:
+        """Have the kernels of a copy recorded: one row uses the same as many."""
+        for name in names:
+            source = self._sources[name]
+            if can_repack(source.format.name):
+                row = torch.empty((1, source.data.shape[-1]), dtype=torch.uint8, device=self._device)
+                repack(row, self._planes[name].rows(0, 1))
 
     def _copy(self, portion: PackedTensor, planes: WeightPlanes, start: int) -> None:
         there = PackedTensor(portion.data.to(self._device, non_blocking=True), portion.format)

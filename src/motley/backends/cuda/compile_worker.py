@@ -2,7 +2,8 @@
 SHARED_MEMORY WORKERS, in which `without_torch` stands in for torch.
 
 Reads a job on each line, until the input ends; writes [number of the line, name, seconds, error] for each, as they are
-done. Needs no GPU. Jobs that are not urgent are compiled at a low priority: a model is at work meanwhile.
+done. Needs no GPU. Jobs that are not urgent are compiled at a low priority: a model is at work meanwhile. If the model
+needs the cores itself, it limits how many of them are compiled at once (`Limit`).
 It imports everything once and then forks: it has no threads and has touched no GPU, so that is safe here. In the
 process of the model it would not be.
 """
@@ -15,11 +16,12 @@ import os
 import pkgutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from threading import Lock, Thread
+from queue import SimpleQueue
+from threading import Condition, Lock, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,17 +126,65 @@ def _as_tuple(kind: Any) -> Any:
     return tuple(map(_as_tuple, kind)) if isinstance(kind, list) else kind
 
 
-def _tasks(jobs: CompiledJobs, lock: Lock) -> Iterator[tuple[int, str]]:
+class Limit:
+    """How many jobs that are not urgent are compiled at once.
+
+    A CPU device of the model uses all cores: at a low priority, such jobs would hardly advance while requests run, and
+    as many as there are cores would delay all of its threads. A few at the usual priority leave other cores alone.
+    """
+
+    def __init__(self) -> None:
+        self._most: int | None = None  # None: no limit
+        self._under_way: set[int] = set()
+        self._changed = Condition()
+
+    def set(self, most: int | None) -> None:
+        with self._changed:
+            self._most = most
+            self._changed.notify_all()
+
+    def admit(self, number: int, line: str) -> str:
+        """Wait until a job may be compiled; returns it, at the usual priority if there is a limit."""
+        module, name, data, is_urgent = json.loads(line)
+        with self._changed:
+            if is_urgent or self._most is None:
+                return line
+            self._changed.wait_for(lambda: self._most is None or len(self._under_way) < self._most)
+            self._under_way.add(number)
+        return json.dumps([module, name, data, True])
+
+    def note_done(self, number: int) -> None:
+        with self._changed:
+            self._under_way.discard(number)
+            self._changed.notify_all()
+
+
+def _tasks(lines: Iterable[str], jobs: CompiledJobs, lock: Lock, limit: Limit) -> Iterator[tuple[int, str]]:
     """The jobs with their numbers. A line with an object is a manifest, to be written when the jobs before are done."""
     number = 0
-    for line in sys.stdin:
+    for line in lines:
         if line.startswith("{"):
-            manifest = json.loads(line)
+            message = json.loads(line)
             with lock:
-                jobs.expect(manifest["n_jobs"], Path(manifest["manifest"]))
+                jobs.expect(message["n_jobs"], Path(message["manifest"]))
         elif line.strip():
-            yield number, line
+            yield number, limit.admit(number, line)
             number += 1
+
+
+def _read_lines(limit: Limit, lines: SimpleQueue[str]) -> None:
+    """Reads the input. A limit applies at once, to jobs that came before it, too."""
+    try:
+        for line in sys.stdin:
+            if not line.endswith("\n"):  # the model's process was killed while it wrote
+                break
+            if line.startswith("{") and "n_at_once" in (message := json.loads(line)):
+                limit.set(message["n_at_once"])
+            else:
+                lines.put(line)
+    finally:
+        limit.set(None)  # the model's process has ended
+        lines.put("")
 
 
 def import_kernels() -> None:
@@ -161,8 +211,11 @@ def main() -> None:
         with suppress(OSError):
             print(f"{READY}{time.monotonic()}", flush=True)
         pool.apply_async(build_driver)
-        jobs, lock = CompiledJobs(), Lock()  # the pool reads tasks on a thread of its own
-        for result in pool.imap_unordered(compile_job, _tasks(jobs, lock)):
+        jobs, lock = CompiledJobs(), Lock()  # the pool takes tasks on a thread of its own
+        limit, lines = Limit(), SimpleQueue[str]()
+        Thread(target=_read_lines, args=(limit, lines), daemon=True).start()
+        for result in pool.imap_unordered(compile_job, _tasks(iter(lines.get, ""), jobs, lock, limit)):
+            limit.note_done(result[0])
             with lock:
                 jobs.note(result[0], Compiled(*result[1:]))
             with suppress(OSError):  # the model's process may have ended

@@ -168,6 +168,13 @@ class Compiler:
             )
             self._process.stdin.flush()
 
+    def limit(self, n_at_once: int | None) -> None:
+        """Compile so many jobs at once that are not urgent; None: as many as there are cores, at a low priority."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._process.stdin.write(json.dumps({"n_at_once": n_at_once}) + "\n")
+            self._process.stdin.flush()
+
     def is_done(self, n_jobs: int) -> bool:
         """Whether the first `n_jobs` are compiled, or never will be."""
         return self._has_ended or all(number in self._results for number in range(n_jobs))

@@ -30,6 +30,9 @@ class CudaExecutable(Executable):
     def run(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         return self._own_run.run([inputs])[0]
 
+    def record(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        return self._own_run.record([inputs])[0]
+
     @property
     def n_activation_bytes(self) -> int:
         return self._program.n_activation_bytes

@@ -12,15 +12,15 @@ _N_LINE = 32  # words of 4 bytes, apart from all others
 
 
 class PinnedMessages:
-    def __init__(self, device: torch.device, n_values: int = N_VALUES) -> None:
+    def __init__(self, device: torch.device, n_values: int = N_VALUES, *, is_stand_in: bool = False) -> None:
+        """`is_stand_in`: kernels are only recorded. Then nothing is pinned, and the system gives no memory."""
         self.n_values = n_values
         self.aborted_error: type[Exception] = DeviceError
         self._device = device
-        is_gpu = device.type == "cuda"
-        self._sent, self._heard = (
-            torch.zeros(n_values, dtype=torch.int64, pin_memory=is_gpu) for _ in range(2)
-        )
-        self._aborted = torch.zeros(_N_LINE, dtype=torch.int32, pin_memory=is_gpu)
+        is_pinned = device.type == "cuda" and not is_stand_in
+        make = torch.empty if is_stand_in else torch.zeros  # nobody writes to empty memory, or reads it
+        self._sent, self._heard = (make(n_values, dtype=torch.int64, pin_memory=is_pinned) for _ in range(2))
+        self._aborted = torch.zeros(_N_LINE, dtype=torch.int32, pin_memory=is_pinned)
         self._tag = torch.zeros(1, dtype=torch.int32, device=device)
         self._done: torch.cuda.Event | None = None
 

@@ -27,6 +27,8 @@ class GpuPlanning(Backend):
 
     name: ClassVar[str] = "cuda"
     has_trees = True
+    pads: ClassVar[bool] = True
+    compiles_kernels: ClassVar[bool] = True
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)

@@ -206,10 +206,20 @@ class ThreadRun(Run):
         super().__init__(programs)
         self._messages = programs[0].messages
         self.can_start_again = self._messages is not None
+        self._is_alone = False  # its peers do not run
+
+    def record(self, inputs: Sequence[Mapping[str, Any]]) -> Outputs:
+        """A run of this device alone, while kernels are recorded and not launched. What peers would send is missing."""
+        assert is_recording(), "peers would wait"
+        self._is_alone = True
+        try:
+            return self.run(inputs)
+        finally:
+            self._is_alone = False
 
     def _run(self, inputs: Sequence[Mapping[str, Any]]) -> Outputs:
         outputs = super()._run(inputs)
-        if self._messages is not None:
+        if self._messages is not None and not self._is_alone:
             self._messages.finish()
         return outputs
 
@@ -235,7 +245,8 @@ class ThreadRun(Run):
         dtype = torch.int32 if node.dtype == I32 else torch.float32
         out = torch.empty(node.shape, dtype=dtype, device=self._device)
         again = partial(self._programs[0].launches[node], inputs, out)
-        again()
+        if self._messages is not None or not self._is_alone:  # messages are kernels, which are recorded
+            again()
         values.put(node, out)
         values.forget(segment.dead)
         return again

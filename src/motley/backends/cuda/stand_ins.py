@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from motley.backends.cuda.planes import WeightPlanes, has_planes, stays_plain, to_planes
-from motley.backends.cuda.weights import DeviceMatrix, DeviceWeight, PlaneRef
+from motley.backends.cuda.weights import BorrowedMatrix, DeviceMatrix, DeviceWeight, PlaneRef
 from motley.errors import DeviceError
 from motley.formats import PackedTensor, get_format
 from motley.graph import Tensor
@@ -36,6 +36,16 @@ class StandIns:
             return DeviceMatrix(PlaneRef(self._planes(node.dtype, n_rows, shape[-1])))
         data = torch.zeros((*shape[:-1], form.row_bytes(shape[-1])), dtype=torch.uint8, device=self._device)
         return PackedTensor(data, form)
+
+    def borrowed(self, node: Tensor) -> BorrowedMatrix:
+        """A stand-in of a weight that is copied for each batch: one row of the host's memory stands for all."""
+        form = get_format(node.dtype)
+        row = torch.zeros(form.row_bytes(node.shape[-1]), dtype=torch.uint8)
+        return BorrowedMatrix(PackedTensor(row.expand(*node.shape[:-1], -1), form))
+
+    def borrowed_planes(self, source: PackedTensor, n_rows: int) -> WeightPlanes:
+        """Planes for `n_rows` like those of a borrowed matrix."""
+        return self._like(_one_row(source.format.name, source.shape[-1]), n_rows)
 
     def join(self, parts: Sequence[WeightPlanes]) -> WeightPlanes:
         """A joined stand-in, in the form that `planes.join_rows` returns: stand-ins have no contents to copy."""

@@ -129,11 +129,13 @@ class Matrices:
         copies: Copies | None = None,
         n_ahead: int = 2,
         join: Callable[[Sequence[WeightPlanes]], WeightPlanes] = join_rows,
+        borrowed_planes: Callable[[PackedTensor, int], WeightPlanes] | None = None,
     ) -> None:
+        """`join`, `borrowed_planes`: how planes of several matrices, and those of `Borrowing`, are made."""
         self.device = device
         self._join = join
         self.copies = copies or Copies()
-        self.borrowing = Borrowing(device, n_ahead)
+        self.borrowing = Borrowing(device, n_ahead, borrowed_planes)
         self._small: dict[Hashable, torch.Tensor] = {}
         self._refs: dict[str, PlaneRef] = {}
         self._joined: dict[tuple[str, ...], WeightPlanes] = {}
