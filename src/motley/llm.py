@@ -469,18 +469,18 @@ class LLM:
 
     def forget(
         self,
-        tokens: Sequence[int],
+        prompt: Prompt,
         *,
         cache_salt: str | None = None,
         n_expert_used: int | None = None,
         n_layer_exit: int | None = None,
     ) -> None:
-        """Drop a text's cache: a prompt that begins with these tokens is computed again.
+        """Drop the cache of a prompt (text or token ids): one that begins with its tokens is computed again.
 
         Only of requests with the same `cache_salt`, number of experts and number of layers (None: the default): others
         have blocks of their own.
         """
-        engine = self._loaded.engine
+        engine, tokens = self._open_engine(), self._tokens(prompt)
         effort = engine.efforts.choose(n_expert_used, n_layer_exit)
         self._call(lambda: engine.forget(tokens, prefix_salt(effort, cache_salt)))
 

@@ -257,3 +257,14 @@ def test_a_text_is_forgotten_for_its_own_effort_and_salt(bundled: Path) -> None:
             assert all(n_cached(other) for other in kinds)
             llm.forget(prompt, **kind)
             assert [n_cached(other) > 0 for other in kinds] == [other != kind for other in kinds]
+
+
+def test_a_prompt_of_text_is_forgotten_and_other_things_are_refused(bundled: Path) -> None:
+    text = "There was a fox who lived in the forest with an owl, a hare and two small hedgehogs. " * 3
+    with LLM(bundled, n_ctx=256) as llm:
+        llm.generate(text, max_tokens=1)
+        assert llm.generate(text, max_tokens=1).timings.cached_tokens
+        llm.forget(text)
+        assert not llm.generate(text, max_tokens=1).timings.cached_tokens
+        with pytest.raises(RequestError):
+            llm.forget(3)  # type: ignore[arg-type]
