@@ -75,6 +75,20 @@ HEADS = slice(0, KV_HEADS)
 Case = tuple[str, Callable[[], object]]  # what it is, and the launch
 
 
+def note_launches() -> list[str]:
+    """From now on, the names of kernels that are launched are added to the returned list."""
+    launched: list[str] = []
+    run = JITFunction.run
+
+    def note(self: JITFunction[object], *args: object, warmup: bool, **kwargs: object) -> object:
+        if not warmup:
+            launched.append(self.__name__)
+        return run(self, *args, warmup=warmup, **kwargs)
+
+    JITFunction.run = note
+    return launched
+
+
 class NoGpu:
     """What Triton asks of a driver. Devices are numbered by capability: kernels are cached by device."""
 

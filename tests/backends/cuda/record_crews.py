@@ -18,7 +18,6 @@ import compile_kernels
 import numpy as np
 import torch
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from motley.backends import Backend, get_backend
 from motley.backends.cuda.backend import CudaBackend
@@ -157,15 +156,7 @@ def compare(case: Case, path: Path) -> tuple[int, str]:
 def main() -> int:
     os.environ.pop("MOTLEY_BORROW_ROWS", None)
     driver.set_active(compile_kernels.NoGpu(90))
-    launched: list[str] = []
-    run = JITFunction.run
-
-    def note(self: JITFunction[object], *args: object, warmup: bool, **kwargs: object) -> object:
-        if not warmup:
-            launched.append(self.__name__)
-        return run(self, *args, warmup=warmup, **kwargs)
-
-    JITFunction.run = note
+    launched = compile_kernels.note_launches()
     folder = Path(sys.argv[1])
     random_model.SHAPES = {"dense": DENSE, "experts": EXPERTS}
     paths = {name: folder / f"{name}.gguf" for name in random_model.SHAPES}

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import compile_kernels
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 import motley
 from motley.backends import get_backend
@@ -85,15 +84,7 @@ def compare(path: Path) -> tuple[int, int]:
 
 def main() -> int:
     driver.set_active(compile_kernels.NoGpu(90))
-    launched: list[str] = []
-    run = JITFunction.run
-
-    def note(self: JITFunction[object], *args: object, warmup: bool, **kwargs: object) -> object:
-        if not warmup:
-            launched.append(self.__name__)
-        return run(self, *args, warmup=warmup, **kwargs)
-
-    JITFunction.run = note
+    launched = compile_kernels.note_launches()
     found = {name: compare(path) for name, path in models(Path(sys.argv[1])).items()}
     print(f"launched: {launched}")
     print(" ".join(f"{name}:{n_layers}" for name, (_, n_layers) in found.items()))

@@ -88,34 +88,31 @@ def test_a_backends_stand_in_has_a_state_of_its_own() -> None:
         backend.weight_like(node("Q8_0", 8, 256))
 
 
-@pytest.mark.slow
-def test_models_have_the_same_kernels_by_stand_ins_of_their_first_layers(tmp_path: Path) -> None:
-    script = Path(__file__).parent / "record_stand_ins.py"
+def lines_of(script: str, folder: Path) -> list[str]:
+    """What a script beside this file prints, in a process without Triton's interpreter. It must succeed."""
     run = subprocess.run(
-        [sys.executable, script, tmp_path],
+        [sys.executable, Path(__file__).parent / script, folder],
         env=os.environ | {"TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-2000:]}"
-    assert run.stdout.splitlines()[-1] == "bundled:1 mixed:2 plain:1 hybrid:2 gemma3:0"
+    return run.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_models_have_the_same_kernels_by_stand_ins_of_their_first_layers(tmp_path: Path) -> None:
+    lines = lines_of("record_stand_ins.py", tmp_path)
+    assert lines[-1] == "bundled:1 mixed:2 plain:1 hybrid:2 gemma3:0"
 
 
 @pytest.mark.slow
 def test_crews_have_the_same_kernels_by_stand_ins(tmp_path: Path) -> None:
     """And its batches, with borrowed weights and without, need no others."""
-    script = Path(__file__).parent / "record_crews.py"
-    run = subprocess.run(
-        [sys.executable, script, tmp_path],
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, f"{run.stdout[-3000:]}\n{run.stderr[-2000:]}"
+    lines = lines_of("record_crews.py", tmp_path)
     messages = "_advance,_post,_fetch"
-    assert run.stdout.splitlines()[1:] == [
+    assert lines[1:] == [
         f"layer: True 0 {messages},_repack_q4_k",
         f"cpu_first: True 0 {messages},_repack_q4_k",
         f"tensor: True 0 {messages}",

@@ -18,7 +18,7 @@ class PinnedMessages:
         self.aborted_error: type[Exception] = DeviceError
         self._device = device
         is_pinned = device.type == "cuda" and not is_stand_in
-        make = torch.empty if is_stand_in else torch.zeros  # nobody writes to empty memory, or reads it
+        make = torch.empty if is_stand_in else torch.zeros  # pages that are not written take no memory
         self._sent, self._heard = (make(n_values, dtype=torch.int64, pin_memory=is_pinned) for _ in range(2))
         self._aborted = torch.zeros(_N_LINE, dtype=torch.int32, pin_memory=is_pinned)
         self._tag = torch.zeros(1, dtype=torch.int32, device=device)
