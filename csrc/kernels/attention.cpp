@@ -29,6 +29,7 @@ constexpr int kMaxSegments = 16;     // of a row
 constexpr int kMinSegmentLog2 = 8;   // keys, a multiple of kChunk
 static_assert((1 << kMinSegmentLog2) % kChunk == 0);
 constexpr int kStretches = kChunk / kStretch;
+constexpr int kScoreRows = kVectorBytes == 64 ? 16 : 12;  // rows whose sums stay in registers while plain keys are multiplied
 constexpr int kValueRows = kVectorBytes == 64 ? 16 : 4;  // rows whose outputs stay in registers while values are added
 
 // The keys that a row sees, low … high, as positions.
@@ -54,7 +55,8 @@ struct Scratch {
     int32_t q_code_sums[2 * kMaxTiles];
     float out[kMaxRows][kMaxDim];
     float scores[kMaxRows][kChunk];
-    float largest[kMaxRows], total[kMaxRows], fade[kMaxRows];
+    float largest[kMaxRows], total[kMaxRows], chunk_total[kMaxRows];
+    float rescale[kMaxRows + kLanes];  // of the results of earlier chunks; a vector more, as the last rows may begin within one
     RowKeys keys[kMaxRows];
     int64_t segment[kMaxRows];  // the one that `out` is of; -1: none yet
     float merged[kMaxRows][kMaxDim + 2];  // of the segments before, see merge_segment
@@ -268,7 +270,7 @@ void score_floats(Scratch& s, int row, int64_t dim, int stretch) {
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; r++) sums[r] += keys * s.q[row + r][d];
     };
-    if constexpr (Rows <= 3) {
+    if constexpr (kQuarters * Rows <= kScoreRows) {
         f32v sums[kQuarters][Rows] = {};
         for (int64_t d = 0; d < share; d++)
 #pragma GCC unroll 4
@@ -295,7 +297,7 @@ void score_stretch(const AttentionArgs& a, const Task& task, int64_t first, int6
             read_key_codes(a.k.kind, cells, s.key_codes[tile]);
     }
     if (is_float_kind(a.k.kind))
-        in_tiles<12>(rows.n, [&](auto count, int64_t r) { score_floats<count.value>(s, rows.first + r, a.shape.dim, stretch); });
+        in_tiles<kScoreRows>(rows.n, [&](auto count, int64_t r) { score_floats<count.value>(s, rows.first + r, a.shape.dim, stretch); });
     else if (run_of(max_code_of(a.k.kind)) == 8)
         score_code_rows<15>(s, rows, a.shape.n_tiles, stretch);
     else if (run_of(max_code_of(a.k.kind)) == 4)
@@ -304,8 +306,9 @@ void score_stretch(const AttentionArgs& a, const Task& task, int64_t first, int6
         score_code_rows<kMaxFull>(s, rows, a.shape.n_tiles, stretch);
 }
 
-// Scores of a chunk → probabilities relative to the largest score so far.
-void soften(Scratch& s, int row, int64_t first, int n_stretches) {
+// Scores of a chunk → probabilities relative to the largest score so far. The row's earlier results have to be multiplied by
+// e^rescale: see rescale_totals.
+void take_exponentials(Scratch& s, int row, int64_t first, int n_stretches) {
     const RowKeys& keys = s.keys[row];
     f32v most = splat(s.largest[row]);
     for (int i = 0; i < n_stretches; i++) {
@@ -323,13 +326,21 @@ void soften(Scratch& s, int row, int64_t first, int n_stretches) {
     const float base = largest == -INFINITY ? 0.0f : largest;  // no visible key yet: e^-inf = 0, not NaN
     f32v total = {};
     for (int i = 0; i < n_stretches; i++) {
-        const f32v p = vexp(load<f32v>(s.scores[row] + i * kStretch) - base);
+        const f32v p = vexp_below_zero(load<f32v>(s.scores[row] + i * kStretch) - base);
         total += p;
         store(s.scores[row] + i * kStretch, p);
     }
-    s.fade[row] = vexp(splat(s.largest[row] - base))[0];
-    s.total[row] = s.total[row] * s.fade[row] + sum_lanes(total);
+    s.rescale[row] = s.largest[row] - base;
+    s.chunk_total[row] = sum_lanes(total);
     s.largest[row] = largest;
+}
+
+// Scores of a chunk → probabilities, totals, and the factors of earlier outputs, a row in each lane.
+void softmax_chunk(Scratch& s, const RowRange& rows, int64_t first, int n_stretches) {
+    for (int r = rows.first; r < rows.first + rows.n; r++) take_exponentials(s, r, first, n_stretches);
+    for (int r = rows.first; r < rows.first + rows.n; r += kLanes)  // lanes of other rows are not read before they are written
+        store(s.rescale + r, vexp_below_zero(load<f32v>(s.rescale + r)));
+    for (int r = rows.first; r < rows.first + rows.n; r++) s.total[r] = s.total[r] * s.rescale[r] + s.chunk_total[r];
 }
 
 using ChunkCells = TileCells[kStretches];  // of one tile
@@ -343,7 +354,7 @@ void add_values(const ChunkCells* cells, int64_t tile, int row, int64_t n_keys, 
     const int64_t at = tile * kTile + First * 16;
     for (int r = 0; r < Rows; r++)
         for (int h = 0; h < Halves; h++)
-            for (int k = 0; k < kValueVectors; k++) out[r][h][k] = load<f32v>(s.out[row + r] + at + 16 * h + kLanes * k) * s.fade[row + r];
+            for (int k = 0; k < kValueVectors; k++) out[r][h][k] = load<f32v>(s.out[row + r] + at + 16 * h + kLanes * k) * s.rescale[row + r];
     for (int i = 0; i * kStretch < n_keys; i++) {
         const int n = n_keys - i * kStretch < kStretch ? static_cast<int>(n_keys - i * kStretch) : kStretch;
         alignas(64) float scaled[kTiles][Rows][kStretch];
@@ -466,7 +477,7 @@ void attend_keys(const AttentionArgs& a, const Cut& cut, const Task& task, int64
         }
         if (!rows.path)
             for (int i = 0; i < kStretches; i++) Stretch(a.k, a.shape, task, stop + i * kStretch, n_keys).fetch_all();
-        for (int r = 0; r < rows.n; r++) soften(s, rows.first + r, first, n_stretches);
+        softmax_chunk(s, rows, first, n_stretches);
         add_chunk(a, values, stop - first, rows, s);
     }
 }

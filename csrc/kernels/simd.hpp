@@ -389,18 +389,22 @@ inline void store_some(float* p, f32v v, int n) {
 // Ties to even, for |v| < 2^22.
 inline f32v round_even(f32v v) { return (v + 12582912.0f) - 12582912.0f; }
 
-// e^x to within 2 units in the last place; 0 below -87.3, infinity above 88.7, NaN stays.
-inline f32v vexp(f32v x) {
-    const f32v lowest = splat(-87.3f), highest = splat(88.7f);
-    const f32v clamped = x < lowest ? lowest : (x > highest ? highest : x);
-    const f32v n = round_even(clamped * 1.44269504f);
-    const f32v r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+// e^r for |r| <= ln(2) / 2.
+inline f32v exp_of_remainder(f32v r) {
     f32v p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    return p * (r * r) + r + 1.0f;
+}
+
+// e^x to within 2 units in the last place; 0 below -87.3, infinity above 88.7, NaN stays.
+inline f32v vexp(f32v x) {
+    const f32v lowest = splat(-87.3f), highest = splat(88.7f);
+    const f32v clamped = x < lowest ? lowest : (x > highest ? highest : x);
+    const f32v n = round_even(clamped * 1.44269504f);
+    const f32v p = exp_of_remainder((clamped - n * 0.693359375f) + n * 2.12194440e-4f);
     const f32v whole = n == n ? n : f32v{};
     const i32v power = __builtin_convertvector(whole, i32v);
     const i32v half = power >> 1;  // two factors: 2^128 is no float
@@ -408,6 +412,15 @@ inline f32v vexp(f32v x) {
                      as<f32v>((power - half + 127) << 23);
     const f32v limited = x > highest ? splat(INFINITY) : y;
     return x < lowest ? f32v{} : limited;
+}
+
+// The same for x <= 0, which needs no second factor and no upper limit.
+inline f32v vexp_below_zero(f32v x) {
+    const f32v shifted = x * 1.44269504f + 12582912.0f;  // as in round_even: the nearest whole number is in the lowest bits
+    const f32v n = shifted - 12582912.0f;
+    const f32v power = as<f32v>((as<u32v>(shifted) << 23) + (127u << 23));  // 2^n
+    const f32v y = exp_of_remainder((x - n * 0.693359375f) + n * 2.12194440e-4f) * power;
+    return x < splat(-87.3f) ? f32v{} : y;
 }
 
 }  // namespace motley::MOTLEY_ISA
