@@ -1,7 +1,8 @@
 // softmax(scale · q·kᵀ) · v over the paged cache, computed directly from its packed tiles.
 //
-// A task is one KV head and up to 64 *rows*: the queries of the head's group for some tokens of one sequence. It reads
-// the keys 128 at a time (a chunk), each kLanes of them (a stretch) in the lanes of a vector:
+// A task is up to 64 *rows*: the queries of some KV heads' groups for some tokens of one sequence. It reads the keys 128 at a
+// time (a chunk), for one head after the other, as they follow each other in a block: memory read in the order of addresses is
+// half as fast again as one head's parts of all blocks. Each kLanes keys (a stretch) are in the lanes of a vector:
 //
 //     s = scale_k · (codes_k · codes_q) - minimum_k · Σq            scores, for each tile of 32 dims
 //     m' = max(m, s),  p = e^(s - m'),  l = l·e^(m - m') + Σp       online softmax
@@ -68,29 +69,51 @@ static_assert(sizeof(Scratch) <= kScratchBytes);
 
 // The division of the work into tasks. It depends only on the arguments, so all threads compute the same division.
 struct Cut {
-    int64_t group, tokens_per_task, n_tasks;
-    int n_splits;
+    int64_t group, tokens_per_task;
+    int64_t max_heads = kMaxRows;  // KV heads of a task
+    int64_t n_tasks = 0;           // before splits
+    int n_splits = 1;
 };
 
-int64_t n_query_tiles(const SequenceView& s, const Cut& cut) {
-    return (s.n_tokens + cut.tokens_per_task - 1) / cut.tokens_per_task;
+// How many tasks a sequence has: tiles of queries, and heads of each.
+struct SequenceTasks {
+    int64_t n_tiles, heads_per_task, n_parts;  // n_parts: of the heads
+
+    SequenceTasks(const SequenceView& s, const AttentionArgs& a, const Cut& cut) {
+        n_tiles = (s.n_tokens + cut.tokens_per_task - 1) / cut.tokens_per_task;
+        const int64_t fit = kMaxRows / (cut.group * (s.n_tokens < cut.tokens_per_task ? s.n_tokens : cut.tokens_per_task));
+        heads_per_task = fit < 1 ? 1 : (fit < cut.max_heads ? fit : cut.max_heads);
+        n_parts = (a.shape.n_heads + heads_per_task - 1) / heads_per_task;
+    }
+    int64_t n() const { return n_tiles * n_parts; }
+};
+
+int64_t count_tasks(const AttentionArgs& a, const Cut& cut) {
+    int64_t n = 0;
+    for (int64_t i = 0; i < a.batch->n_sequences; i++)
+        if (a.batch->sequences[i].n_tokens) n += SequenceTasks(a.batch->sequences[i], a, cut).n();
+    return n;
 }
 
+// As few tasks as give each thread about four: first keys are split, as parts of them are contiguous, then heads.
 Cut cut_work(const AttentionArgs& a) {
-    Cut cut{a.n_heads / a.shape.n_heads, 1, 0, 1};
+    Cut cut{.group = a.n_heads / a.shape.n_heads, .tokens_per_task = 1};
     cut.tokens_per_task = kMaxRows / cut.group < 1 ? 1 : kMaxRows / cut.group;
+    cut.n_tasks = count_tasks(a, cut);
+    if (!cut.n_tasks || a.n_threads < 2) return cut;
     int64_t most = 0;  // segments of a sequence's first row
     for (int64_t i = 0; i < a.batch->n_sequences; i++) {
-        const SequenceView& s = a.batch->sequences[i];
-        cut.n_tasks += n_query_tiles(s, cut) * a.shape.n_heads;
-        const RowKeys keys(s, 0, a.window);
+        const RowKeys keys(a.batch->sequences[i], 0, a.window);
         const int64_t n = keys.last_segment() - keys.first_segment() + 1;
         most = n > most ? n : most;
     }
     const int64_t room = a.n_partial / (a.n_tokens * a.n_heads * (a.shape.dim + 2));
-    if (!cut.n_tasks || a.n_threads < 2 || room < kMaxSegments) return cut;
-    const int64_t wanted = (4 * a.n_threads + cut.n_tasks - 1) / cut.n_tasks;
-    cut.n_splits = static_cast<int>(wanted < most ? wanted : most);
+    const auto n_more = [&] { return (4 * a.n_threads + cut.n_tasks * cut.n_splits - 1) / (cut.n_tasks * cut.n_splits); };
+    if (room >= kMaxSegments) cut.n_splits = static_cast<int>(n_more() < most ? n_more() : most);
+    if (n_more() > 1) {
+        cut.max_heads = a.shape.n_heads / n_more() < 1 ? 1 : a.shape.n_heads / n_more();
+        cut.n_tasks = count_tasks(a, cut);
+    }
     return cut;
 }
 
@@ -107,26 +130,40 @@ struct Path {
 
 struct Task {
     const SequenceView* sequence;
-    int64_t head, first_token, n_tokens;  // of the KV heads; tokens of the sequence
+    int64_t first_head, n_heads;  // KV heads
+    int64_t first_token, n_tokens;  // of the sequence
     int split;
 };
 
 Task find_task(const AttentionArgs& a, const Cut& cut, int64_t i) {
-    Task task{a.batch->sequences, 0, 0, 0, static_cast<int>(i % cut.n_splits)};
+    Task task{a.batch->sequences, 0, 0, 0, 0, static_cast<int>(i % cut.n_splits)};
     i /= cut.n_splits;
-    while (i >= n_query_tiles(*task.sequence, cut) * a.shape.n_heads)
-        i -= n_query_tiles(*task.sequence++, cut) * a.shape.n_heads;
-    task.head = i % a.shape.n_heads;
-    task.first_token = i / a.shape.n_heads * cut.tokens_per_task;
-    const int64_t left = task.sequence->n_tokens - task.first_token;
-    task.n_tokens = left < cut.tokens_per_task ? left : cut.tokens_per_task;
-    return task;
+    for (;; task.sequence++) {
+        if (!task.sequence->n_tokens) continue;
+        const SequenceTasks tasks(*task.sequence, a, cut);
+        if (i >= tasks.n()) {
+            i -= tasks.n();
+            continue;
+        }
+        task.first_head = i % tasks.n_parts * tasks.heads_per_task;
+        const int64_t heads_left = a.shape.n_heads - task.first_head;
+        task.n_heads = heads_left < tasks.heads_per_task ? heads_left : tasks.heads_per_task;
+        task.first_token = i / tasks.n_parts * cut.tokens_per_task;
+        const int64_t left = task.sequence->n_tokens - task.first_token;
+        task.n_tokens = left < cut.tokens_per_task ? left : cut.tokens_per_task;
+        return task;
+    }
 }
 
+// A task's rows are in the order (KV head, token, query head of the group).
+int64_t rows_per_head(const Cut& cut, const Task& task) { return task.n_tokens * cut.group; }
+
+int64_t token_of(const Cut& cut, const Task& task, int64_t row) { return task.first_token + row % rows_per_head(cut, task) / cut.group; }
+
 // A task's row as one number of (token, head).
-int64_t row_number(const AttentionArgs& a, const Cut& cut, const Task& task, int row) {
-    const int64_t token = task.sequence->first_token + task.first_token + row / cut.group;
-    return token * a.n_heads + task.head * cut.group + row % cut.group;
+int64_t row_number(const AttentionArgs& a, const Cut& cut, const Task& task, int64_t row) {
+    const int64_t head = task.first_head + row / rows_per_head(cut, task);
+    return (task.sequence->first_token + token_of(cut, task, row)) * a.n_heads + head * cut.group + row % cut.group;
 }
 
 // A segment's result: m, l, then o (see the top of the file).
@@ -156,7 +193,7 @@ void read_queries(const AttentionArgs& a, const Cut& cut, const Task& task, int 
         for (int64_t d = 0; d < padded; d++) s.q[r][d] = d < a.shape.dim ? q[d] * a.scale : 0.0f;
         if (!is_float_kind(a.k.kind))
             quantize_row(s.q[r], padded, s.q_codes[r], s.q_scales[r], s.q_sums[r], s.q_half_sums[r], s.q_code_sums);
-        s.keys[r] = RowKeys(*task.sequence, task.first_token + r / cut.group, a.window);
+        s.keys[r] = RowKeys(*task.sequence, token_of(cut, task, r), a.window);
         s.segment[r] = -1;
         clear_segment(s.merged[r]);
     }
@@ -167,8 +204,9 @@ void read_queries(const AttentionArgs& a, const Cut& cut, const Task& task, int 
 class Stretch {
 public:
     Stretch() = default;
-    Stretch(const CacheStoreView& store, const CacheShape& shape, const Task& task, int64_t first, int64_t n_keys, const Path* path = nullptr)
-        : store_(&store), shape_(&shape), sequence_(task.sequence), path_(path), head_(task.head), first_(first), n_keys_(n_keys) {
+    Stretch(const CacheStoreView& store, const CacheShape& shape, const SequenceView& sequence, int64_t head, int64_t first, int64_t n_keys,
+            const Path* path = nullptr)
+        : store_(&store), shape_(&shape), sequence_(&sequence), path_(path), head_(head), first_(first), n_keys_(n_keys) {
         const bool is_whole = shape.block_size % kStretch == 0 && sequence_->first % kStretch == 0 && first >= sequence_->first &&
                               first < n_keys && !(path && first + kStretch > path->base);
         if (is_whole) whole_ = cell(first);
@@ -247,8 +285,9 @@ void score_codes(Scratch& s, int row, int64_t n_tiles, int stretch) {
     for (int r = 0; r < Rows; r++) store(s.scores[row + r] + stretch * kStretch, score[r]);
 }
 
-// Some rows of a task, and the path of their token if they read on their own.
+// Some rows of a task, all of one KV head, and the path of their token if they read on their own.
 struct RowRange {
+    int64_t head;
     int first, n;
     const Path* path = nullptr;
 };
@@ -266,7 +305,8 @@ void score_floats(Scratch& s, int row, int64_t dim, int stretch) {
     const int64_t share = dim / kQuarters;
     f32v score[Rows] = {};
     const auto add = [&](f32v (&sums)[Rows], int64_t d) {
-        const f32v keys = load<f32v>(s.panel[d]);
+        f32v keys = load<f32v>(s.panel[d]);
+        keep_in_register(keys);
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; r++) sums[r] += keys * s.q[row + r][d];
     };
@@ -287,8 +327,7 @@ void score_floats(Scratch& s, int row, int64_t dim, int stretch) {
     for (int r = 0; r < Rows; r++) store(s.scores[row + r] + stretch * kStretch, score[r]);
 }
 
-void score_stretch(const AttentionArgs& a, const Task& task, int64_t first, int64_t n_keys, const RowRange& rows, int stretch, Scratch& s) {
-    const Stretch keys(a.k, a.shape, task, first, n_keys, rows.path);
+void score_stretch(const AttentionArgs& a, const Stretch& keys, const RowRange& rows, int stretch, Scratch& s) {
     for (int64_t tile = 0; tile < a.shape.n_tiles; tile++) {
         const TileCells cells = keys.cells(tile, s.staged);
         if (is_float_kind(a.k.kind))
@@ -463,32 +502,53 @@ void enter_segment(const AttentionArgs& a, const Cut& cut, const Task& task, int
     }
 }
 
-// Adds the keys at positions `start` … `end` - 1, below `n_keys`, to some rows; `start` is a multiple of kChunk.
-void attend_keys(const AttentionArgs& a, const Cut& cut, const Task& task, int64_t start, int64_t end, int64_t n_keys, const RowRange& rows, Scratch& s) {
-    for (int64_t first = start; first < end; first += kChunk) {
-        enter_segment(a, cut, task, first, rows, s);
-        const int64_t stop = n_keys - first < kChunk ? n_keys : first + kChunk;
-        const int n_stretches = static_cast<int>((stop - first + kStretch - 1) / kStretch);
-        Stretch values[kStretches];
-        for (int i = 0; i < n_stretches; i++) {
-            values[i] = Stretch(a.v, a.shape, task, first + i * kStretch, n_keys, rows.path);
-            if (!rows.path) values[i].fetch_all();
-            score_stretch(a, task, first + i * kStretch, n_keys, rows, i, s);
+// Adds the keys at positions `first` … `stop` - 1, a chunk, to some rows. Meanwhile its values are prefetched, and the keys of
+// the chunk that is read next.
+void attend_chunk(const AttentionArgs& a, const Task& task, int64_t first, int64_t stop, const RowRange& rows, const RowRange& next_rows, int64_t next_first,
+                  int64_t n_keys, Scratch& s) {
+    const SequenceView& sequence = *task.sequence;
+    const int n_stretches = static_cast<int>((stop - first + kStretch - 1) / kStretch);
+    Stretch values[kStretches];
+    for (int i = 0; i < n_stretches; i++) {
+        const int64_t offset = i * kStretch;
+        values[i] = Stretch(a.v, a.shape, sequence, rows.head, first + offset, n_keys, rows.path);
+        if (!rows.path) {
+            values[i].fetch_all();
+            Stretch(a.k, a.shape, sequence, next_rows.head, next_first + offset, n_keys).fetch_all();
         }
-        if (!rows.path)
-            for (int i = 0; i < kStretches; i++) Stretch(a.k, a.shape, task, stop + i * kStretch, n_keys).fetch_all();
-        softmax_chunk(s, rows, first, n_stretches);
-        add_chunk(a, values, stop - first, rows, s);
+        score_stretch(a, Stretch(a.k, a.shape, sequence, rows.head, first + offset, n_keys, rows.path), rows, i, s);
+    }
+    softmax_chunk(s, rows, first, n_stretches);
+    add_chunk(a, values, stop - first, rows, s);
+}
+
+// The task's keys at positions `start` … `end` - 1, below `n_keys`; `start` is a multiple of kChunk.
+struct KeyRange {
+    int64_t start, end, n_keys;
+};
+
+// Adds keys to the rows of some tokens of each of the task's heads: `first` … `first` + `n` of a head's rows.
+void attend_keys(const AttentionArgs& a, const Cut& cut, const Task& task, const KeyRange& keys, int first, int n, const Path* path, Scratch& s) {
+    const auto rows_of = [&](int64_t i) {
+        return RowRange{task.first_head + i, static_cast<int>(i * rows_per_head(cut, task)) + first, n, path};
+    };
+    for (int64_t chunk = keys.start; chunk < keys.end; chunk += kChunk) {
+        const int64_t stop = keys.n_keys - chunk < kChunk ? keys.n_keys : chunk + kChunk;
+        for (int64_t i = 0; i < task.n_heads; i++) {
+            enter_segment(a, cut, task, chunk, rows_of(i), s);
+            const bool is_last = i + 1 == task.n_heads;
+            attend_chunk(a, task, chunk, stop, rows_of(i), rows_of(is_last ? 0 : i + 1), is_last ? chunk + kChunk : chunk, keys.n_keys, s);
+        }
     }
 }
 
 void attend(const AttentionArgs& a, const Cut& cut, const Task& task, Scratch& s) {
-    const int n_rows = static_cast<int>(task.n_tokens * cut.group);
+    const int per_head = static_cast<int>(rows_per_head(cut, task)), n_rows = static_cast<int>(task.n_heads) * per_head;
     const SequenceView& sequence = *task.sequence;
     read_queries(a, cut, task, n_rows, s);
     int64_t n_keys = 0, lowest = s.keys[0].low;  // up to the last row's own key; in a tree, a later row may be less deep
     int segment_log2 = 0;
-    for (int r = 0; r < n_rows; r++) {
+    for (int r = 0; r < per_head; r++) {
         n_keys = s.keys[r].high + 1 > n_keys ? s.keys[r].high + 1 : n_keys;
         lowest = s.keys[r].low < lowest ? s.keys[r].low : lowest;
         segment_log2 = s.keys[r].segment_log2 > segment_log2 ? s.keys[r].segment_log2 : segment_log2;
@@ -499,15 +559,15 @@ void attend(const AttentionArgs& a, const Cut& cut, const Task& task, Scratch& s
     const auto begin = [&](int64_t split) { return (first_segment + n_segments * split / cut.n_splits) << segment_log2; };
     const int64_t start = begin(task.split) < low ? low : begin(task.split), end = begin(task.split + 1) < n_keys ? begin(task.split + 1) : n_keys;
     if (!sequence.seen) {
-        attend_keys(a, cut, task, start, end, n_keys, {0, n_rows}, s);
+        attend_keys(a, cut, task, {start, end, n_keys}, 0, per_head, nullptr, s);
     } else {
         const int64_t base = sequence.position, own = base / kChunk * kChunk;  // the chunk of the tree's first key
-        attend_keys(a, cut, task, start, end < own ? end : own, base, {0, n_rows}, s);
+        attend_keys(a, cut, task, {start, end < own ? end : own, base}, 0, per_head, nullptr, s);
         for (int64_t t = 0; t < task.n_tokens; t++) {
             const int row = static_cast<int>(t * cut.group);
             const Path path(sequence, task.first_token + t);
             const int64_t n_own = s.keys[row].high + 1;
-            attend_keys(a, cut, task, start < own ? own : start, end < n_own ? end : n_own, n_own, {row, static_cast<int>(cut.group), &path}, s);
+            attend_keys(a, cut, task, {start < own ? own : start, end < n_own ? end : n_own, n_own}, row, static_cast<int>(cut.group), &path, s);
         }
     }
     for (int r = 0; r < n_rows; r++)
@@ -538,7 +598,7 @@ void attention(const AttentionArgs& a, const Worker& worker) {
         const Task task = find_task(a, cut, i);
         attend(a, cut, task, s);
         if (cut.n_splits > 1) continue;
-        for (int r = 0; r < task.n_tokens * cut.group; r++) write_row(a, row_number(a, cut, task, r), s.merged[r]);
+        for (int64_t r = 0; r < task.n_heads * rows_per_head(cut, task); r++) write_row(a, row_number(a, cut, task, r), s.merged[r]);
     }
 }
 

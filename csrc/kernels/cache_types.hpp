@@ -87,18 +87,19 @@ inline void read_key_codes(int kind, const TileCells& cells, KeyCodes& out) {
 
 // Keys of the tile as floats (dim, token).
 inline void read_key_floats(int kind, const TileCells& cells, float out[kTile][kStretch]) {
-    u32v words[16];
-    const auto* bytes = reinterpret_cast<const uint8_t*>(words);
     if (kind == kCacheF32) {
+        u32v words[16];
         for (int half = 0; half < 2; half++) {
             transpose_words<16>([&](int t) { return cells.codes + 128 * t + 64 * half; }, words);
             std::memcpy(out[16 * half], words, sizeof words);
         }
         return;
     }
-    transpose_words<16>([&](int t) { return cells.codes + 64 * t; }, words);
-#pragma GCC unroll 32
-    for (int d = 0; d < kTile; d++) store(out[d], kind == kCacheF16 ? F16::column(bytes, d) : BF16::column(bytes, d));
+    const auto row = [&](int t) { return cells.codes + 64 * t; };
+    if (kind == kCacheF16)
+        transpose_halves(row, [&](int d, u16l keys) { store(out[d], halves_to_float(keys)); });
+    else
+        transpose_halves(row, [&](int d, u16l keys) { store(out[d], bf16_to_float(keys)); });
 }
 
 // The level (plus 128) of each lane's code.

@@ -73,6 +73,16 @@ inline void store(void* p, V v) {
     std::memcpy(p, &v, sizeof v);
 }
 
+// Has the compiler load a vector once, not for each of its uses.
+template <class V>
+[[gnu::always_inline]] inline void keep_in_register(V& v) {
+#if defined(__x86_64__)
+    asm("" : "+v"(v));
+#elif defined(__aarch64__)
+    asm("" : "+w"(v));
+#endif
+}
+
 inline f32v splat(float x) { return x - f32v{}; }
 inline i32v splat(int32_t x) { return x - i32v{}; }
 inline u32v splat(uint32_t x) { return x - u32v{}; }

@@ -85,4 +85,66 @@ inline void transpose_dense4(const uint8_t* rows, u32v out[4]) {
 #endif
 }
 
+// Numbers of 16 bits from the low or the high half of each 128-bit lane of a and b, in turn.
+template <bool IsHigh, int... Place>
+inline u16v interleave_halves(u16v a, u16v b, std::integer_sequence<int, Place...>) {
+    return __builtin_shufflevector(a, b, (Place % 2 * (kVectorBytes / 2) + Place / 8 * 8 + IsHigh * 4 + Place % 8 / 2)...);
+}
+
+// Squares of 8 × 8 numbers of 16 bits, one in each 128-bit lane of 8 vectors: each round moves the highest bit of a number's
+// vector to the lowest of its place, and the highest of its place to the lowest of its vector.
+inline void transpose_half_squares(u16v (&v)[8]) {
+    constexpr auto places = std::make_integer_sequence<int, kVectorBytes / 2>{};
+#pragma GCC unroll 3
+    for (int round = 0; round < 3; round++) {
+        u16v next[8];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            next[2 * i] = interleave_halves<false>(v[i], v[i + 4], places);
+            next[2 * i + 1] = interleave_halves<true>(v[i], v[i + 4], places);
+        }
+        std::memcpy(v, next, sizeof v);
+    }
+}
+
+// kLanes rows of 32 numbers of 16 bits, each beginning at row(r): calls visit(column, that number of all rows).
+template <class Row, class Visit>
+inline void transpose_halves(Row&& row, Visit&& visit) {
+#if MOTLEY_VECTOR_BYTES == 64
+    u16v v[2][8];
+    for (int half = 0; half < 2; half++) {
+        for (int r = 0; r < 8; r++) v[half][r] = load<u16v>(row(8 * half + r));
+        transpose_half_squares(v[half]);
+    }
+    using Pairs = uint64_t __attribute__((vector_size(64)));
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        const Pairs a = as<Pairs>(v[0][i]), b = as<Pairs>(v[1][i]);
+        const Pairs low = __builtin_shufflevector(a, b, 0, 1, 8, 9, 2, 3, 10, 11), high = __builtin_shufflevector(a, b, 4, 5, 12, 13, 6, 7, 14, 15);
+        visit(i, as<u16l>(__builtin_shufflevector(low, low, 0, 1, 2, 3)));
+        visit(8 + i, as<u16l>(__builtin_shufflevector(low, low, 4, 5, 6, 7)));
+        visit(16 + i, as<u16l>(__builtin_shufflevector(high, high, 0, 1, 2, 3)));
+        visit(24 + i, as<u16l>(__builtin_shufflevector(high, high, 4, 5, 6, 7)));
+    }
+#elif MOTLEY_VECTOR_BYTES == 32
+    for (int half = 0; half < 2; half++) {
+        u16v v[8];
+        for (int r = 0; r < 8; r++) v[r] = load<u16v>(row(r) + 32 * half);
+        transpose_half_squares(v);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            visit(16 * half + i, __builtin_shufflevector(v[i], v[i], 0, 1, 2, 3, 4, 5, 6, 7));
+            visit(16 * half + 8 + i, __builtin_shufflevector(v[i], v[i], 8, 9, 10, 11, 12, 13, 14, 15));
+        }
+    }
+#else
+    u32v words[16];
+    transpose_words<16>(row, words);
+    for (int w = 0; w < 16; w++) {
+        visit(2 * w, narrow(words[w] & 0xffff));
+        visit(2 * w + 1, narrow(words[w] >> 16));
+    }
+#endif
+}
+
 }  // namespace motley::MOTLEY_ISA
