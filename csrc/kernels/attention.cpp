@@ -230,9 +230,9 @@ public:
         for (int64_t tile = 0; tile < shape_->n_tiles; tile++) {
             const TileCells found = cells(tile, nullptr);
             fetch(found.codes, n_bytes);
-            fetch(found.scale, 1);  // a null address has no effect
-            fetch(found.minimum, 1);
-            fetch(found.high_bits, 1);
+            if (found.scale) fetch(found.scale, 1);  // a prefetch of a null address takes as long as a miss of the TLB
+            if (found.minimum) fetch(found.minimum, 1);
+            if (found.high_bits) fetch(found.high_bits, 1);
         }
     }
 
