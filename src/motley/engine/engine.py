@@ -464,25 +464,26 @@ class Engine:
         step = steady.with_drafts(self._drafts, self.cache)
         return None if step is None else _Planned(step, None, steady)
 
-    def _can_repeat_drafts(self, step: Step) -> bool:
-        is_whole = len(step.drafts) == len(self._drafts) and not step.trees
-        return is_whole and self.runner.can_repeat and not self.speculator.learns_from(self._drafts)
-
     def _repeatable(self, step: Step) -> _Planned:
         """The step, staged so that it can be repeated, if the runner and the samplers of its requests allow that."""
-        if step.drafts and not self._can_repeat_drafts(step):
+        rows = [row_of(request) for request in step.requests]
+        settings = None if self._chooser is None else self._chooser.settings(rows)
+        if settings is None or (step.drafts and not self._can_repeat_drafts(step)):
             return _Planned(step)
         single = step.without_drafts() if step.drafts else step
         batch = self._place(single)
-        rows = [row_of(request) for request in step.requests]
-        settings = None if self._chooser is None else self._chooser.settings(rows)
-        run = None if settings is None else self.runner.steady(batch, settings)
+        run = self.runner.steady(batch, settings)
         if run is not None:
             steady = Steady(single, run)
             if steady.is_next(self.scheduler) and (planned := self._repeated(steady)) is not None:
                 self._steady = steady
                 return planned
         return _Planned(step, None if step.drafts else batch)
+
+    def _can_repeat_drafts(self, step: Step) -> bool:
+        """Whether all drafts that were proposed are in the step, and a repeated one can have such drafts."""
+        is_whole = len(step.drafts) == len(self._drafts) and not step.trees
+        return is_whole and self.runner.can_repeat and not self.speculator.learns_from(self._drafts)
 
     def _plan_ahead(self, *, is_computing: bool, is_uncertain: bool) -> _Planned | None:
         """The look-ahead plan: the step expected after the one that has just been launched. None: no plan.

@@ -10,7 +10,6 @@ verification.finish(speculator)                             drafters are told
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +47,11 @@ def chosen_of(pending: Pending) -> Chosen:
 
 def first_rows(step: Step, ready: Sequence[Request]) -> list[int]:
     """The row of the logits for the next token of each request of `ready`; the rows of its draft follow."""
-    counts = [1 + step.n_drafted(request) for request in ready]
-    return [0, *accumulate(counts)][:-1]
+    first, rows, drafts = 0, [], step.drafts
+    for request in ready:
+        rows.append(first)
+        first += 1 + len(drafts[request]) if request in drafts else 1
+    return rows
 
 
 def choose_all(
@@ -121,7 +123,10 @@ class DraftVerification:
     def __init__(self, step: Step, ready: Sequence[Request], drafts: Mapping[Request, Draft]) -> None:
         """`ready`: the requests that get tokens. `drafts`: as they were proposed; the step may have shorter ones."""
         self._step = step
-        self._drafts = {request: drafts[request].cut(len(tokens)) for request, tokens in step.drafts.items()}
+        self._drafts: dict[Request, Draft] = {}
+        for request, tokens in step.drafts.items():
+            draft = drafts[request]
+            self._drafts[request] = draft if len(draft.tokens) == len(tokens) else draft.cut(len(tokens))
         self._first_row = dict(zip(ready, first_rows(step, ready), strict=True))
         self._chooser: Chooser | None = None
         self._logits: torch.Tensor | None = None
