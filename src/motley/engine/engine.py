@@ -529,7 +529,7 @@ class Engine:
                 request.accept(token, logprobs.get(row) if logprobs else None)
             except BaseException as error:  # an error of this request only
                 self._fail(request, error)
-            if request.is_finished:
+            if request.finish_reason is not None:  # `is_finished`, in the engine's hottest loop
                 self._steady = None
                 self.scheduler.remove(request)
 

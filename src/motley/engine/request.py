@@ -240,7 +240,9 @@ class Request:
             self.outbox.put(piece)
         if self.text.is_stopped or (self.matcher is not None and self.matcher.is_complete):
             self.finish(STOP)
-        elif (self.max_tokens is not None and len(self.generated) >= self.max_tokens) or self._is_late:
+        elif (self.max_tokens is not None and len(self.generated) >= self.max_tokens) or (
+            self.max_seconds is not None and time.perf_counter() - self.first_token >= self.max_seconds
+        ):
             self.finish(LENGTH)
 
     def expect(self, drafter: str, draft: tuple[int, ...], parents: Parents = ()) -> None:
@@ -268,11 +270,6 @@ class Request:
             self.draft_place = place
         else:
             self.draft = ()  # the later rows were computed after a wrong token, or there are none
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether it has taken all the time that it may."""
-        return self.max_seconds is not None and time.perf_counter() - self.first_token >= self.max_seconds
 
     def drop(self, n_keep: int, n_drop: int) -> None:
         """Drops `n_drop` tokens after the first `n_keep`, as its sequence in the cache does."""
