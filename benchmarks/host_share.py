@@ -46,6 +46,12 @@ class TimedTeam:
         TimedTeam.seconds += time.perf_counter() - started
         return rounds
 
+    def rows(self, *arguments: Any) -> Any:
+        started = time.perf_counter()
+        tokens = self._team.rows(*arguments)
+        TimedTeam.seconds += time.perf_counter() - started
+        return tokens
+
     def draft(self, *arguments: Any) -> Any:
         started = time.perf_counter()
         rounds = self._team.draft(*arguments)
@@ -54,8 +60,8 @@ class TimedTeam:
 
 
 def time_native_calls() -> None:
-    """Replace the CPU backend's teams by `TimedTeam`, and time its sampler: a step without drafts computes and chooses
-    in one native call, a step with drafts in two.
+    """Replace the CPU backend's teams by `TimedTeam`, and time its sampler: a repeated step computes and chooses in one
+    native call, a scheduled one in two.
     """
     core = cpu_backend.core
     own = type("Core", (), {name: getattr(core, name) for name in dir(core) if not name.startswith("__")})

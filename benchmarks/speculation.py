@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +39,7 @@ from motley import LLM
 from motley.bench import SHAPES, random_model_path, write_random_model
 from motley.bundled import bundled_draft_path, bundled_model_path
 from motley.engine import Engine, Request, verifying
-from motley.engine.choosing import Chooser, chooser_for
+from motley.engine.choosing import Chooser, TokenOrError, chooser_for
 from motley.engine.scheduler import Step
 from motley.engine.service import TURN_SECONDS
 from motley.engine.steady import Steady
@@ -246,7 +247,7 @@ def _script(engine: Engine) -> Scripted:
     gpus = [backend.device for backend in engine.runner._backends if backend.device.type == "cuda"]
     scripted = Scripted(chooser_for(gpus[0] if gpus else torch.device("cpu")))
     engine._chooser = scripted
-    run, choose_all = Steady.run, verifying.choose_all
+    run, run_rows, choose_all = Steady.run, Steady.run_rows, verifying.choose_all
 
     def run_scripted(steady: Steady, n_rounds: int = 1) -> Chosen:
         """Repeated steps, which are computed and chosen in one native call."""
@@ -258,22 +259,36 @@ def _script(engine: Engine) -> Scripted:
                 tokens[row] = token
         return Chosen(list(steady._rounds[0]), {})
 
+    def run_rows_scripted(steady: Steady) -> list[TokenOrError]:
+        """The same with drafts."""
+        found = run_rows(steady)
+        rows = accumulate(steady._counts, initial=0)
+        for request, n_rows, row in zip(steady.requests, steady._counts, rows, strict=False):
+            _write(scripted, request, found, row, n_rows)
+        return found
+
     def choose_scripted(
         chooser: Chooser, step: Step, ready: Sequence[Request], logits: torch.Tensor
-    ) -> list[Any] | None:
+    ) -> list[TokenOrError] | None:
         """The rows of a step with drafts, of which one native call chooses all."""
         found = choose_all(chooser, step, ready, logits)
         if found is None or step.trees:
             return found
         for request, row in zip(ready, verifying.first_rows(step, ready), strict=True):
-            n_rows, start = 1 + step.n_drafted(request), len(request.generated)
-            written = scripted.texts.get(id(request.sampler), ())[start : start + n_rows]
-            found[row : row + len(written)] = written
+            _write(scripted, request, found, row, 1 + step.n_drafted(request))
         return found
 
     Steady.run = run_scripted  # type: ignore[method-assign]
+    Steady.run_rows = run_rows_scripted  # type: ignore[method-assign]
     verifying.choose_all = choose_scripted  # type: ignore[assignment]
     return scripted
+
+
+def _write(scripted: Scripted, request: Request, found: list[TokenOrError], row: int, n_rows: int) -> None:
+    """Replaces the tokens of a request's rows, from its next token on, by those of its written text."""
+    start = len(request.generated)
+    written = scripted.texts.get(id(request.sampler), ())[start : start + n_rows]
+    found[row : row + len(written)] = written
 
 
 if __name__ == "__main__":

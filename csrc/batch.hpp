@@ -55,10 +55,16 @@ public:
         view.seen = trees_.emplace_back(seen).data();
     }
 
-    // Moves each sequence to a position; its blocks must reach so far.
-    void move_to(const std::vector<int32_t>& positions) {
-        if (positions.size() != sequences_.size()) throw std::invalid_argument("a position for each sequence");
-        for (size_t i = 0; i < positions.size(); i++) sequences_[i].position = positions[i];
+    // Gives each sequence so many rows from a position on; its blocks must reach so far.
+    void move_to(const std::vector<int32_t>& positions, const std::vector<int32_t>& counts) {
+        if (positions.size() != sequences_.size() || counts.size() != sequences_.size())
+            throw std::invalid_argument("a position and a number of rows for each sequence");
+        int64_t first = 0;
+        for (size_t i = 0; i < positions.size(); first += counts[i++]) {
+            sequences_[i].first_token = first;
+            sequences_[i].n_tokens = counts[i];
+            sequences_[i].position = positions[i];
+        }
         finish();
     }
 

@@ -320,22 +320,26 @@ std::vector<std::vector<int32_t>> draft(Team& team, const std::vector<DraftTuple
     return draft_tokens(team, programs, at(logits), n_columns, samplers, indexes, n_rounds);
 }
 
-// (program, tokens and outputs of a batch, address of its tokens, of its positions, other inputs, its batches by group)
-using SteadyTuple = std::tuple<Program*, int64_t, int64_t, Address, Address, std::vector<std::tuple<Address, std::vector<int32_t>>>,
+// (program, addresses of its tokens, positions and output rows, numbers of each sequence by address, its batches by group);
+// an address may be 0
+using SteadyTuple = std::tuple<Program*, Address, Address, Address, std::vector<std::tuple<Address, std::vector<int32_t>>>,
                                std::vector<std::tuple<size_t, Batch*>>>;
 
-void make_steady(SteadyBatch* self, const std::vector<SteadyTuple>& devices, size_t n_rows, size_t n_groups, Address logits,
-                 int64_t n_columns, const std::vector<const RowSampler*>& samplers) {
+void make_steady(SteadyBatch* self, size_t n_sequences, size_t n_groups, int64_t n_columns, const std::vector<const RowSampler*>& samplers) {
     for (const RowSampler* each : samplers)
-        if (!each) throw std::invalid_argument("a row without a sampler");
+        if (!each) throw std::invalid_argument("a sequence without a sampler");
+    new (self) SteadyBatch(n_sequences, n_groups, n_columns, samplers);
+}
+
+void add_programs(SteadyBatch& self, int64_t max_rows, const std::vector<SteadyTuple>& devices, Address logits) {
     std::vector<SteadyDevice> list;
-    for (const auto& [program, n_tokens, n_outputs, tokens, positions, others, slots] : devices) {
+    for (const auto& [program, tokens, positions, output_rows, others, slots] : devices) {
         if (!program) throw std::invalid_argument("a device without a program");
-        SteadyDevice& device = list.emplace_back(SteadyDevice{program, n_tokens, n_outputs, at<int32_t>(tokens), at<int32_t>(positions), {}, {}});
+        SteadyDevice& device = list.emplace_back(SteadyDevice{program, at<int32_t>(tokens), at<int32_t>(positions), at<int32_t>(output_rows), {}, {}});
         for (const auto& [target, numbers] : others) device.others.push_back({at<int32_t>(target), numbers});
         for (const auto& [group, slot] : slots) device.slots.emplace_back(group, slot);
     }
-    new (self) SteadyBatch(std::move(list), n_rows, n_groups, at(logits), n_columns, samplers);
+    self.add({max_rows, std::move(list), at(logits)});
 }
 
 // (row, tokens, length of the match)
@@ -403,8 +407,9 @@ NB_MODULE(_core, m) {
         .def(nb::init<>())
         .def("place", &place_batch, "block_size"_a, "sequences"_a)
         .def("set_tree", &Batch::set_tree, "sequence"_a, "seen"_a);
-    nb::class_<SteadyBatch>(m, "SteadyBatch", "The same sequences in step after step, with one token each.")
-        .def("__init__", &make_steady, "devices"_a, "n_rows"_a, "n_groups"_a, "logits"_a, "n_columns"_a, "samplers"_a)
+    nb::class_<SteadyBatch>(m, "SteadyBatch", "The same sequences in step after step.")
+        .def("__init__", &make_steady, "n_sequences"_a, "n_groups"_a, "n_columns"_a, "samplers"_a)
+        .def("add", &add_programs, "max_rows"_a, "devices"_a, "logits"_a, "Adds the programs for steps of up to so many rows.")
         .def("place", [](SteadyBatch& steady, size_t group, int64_t block_size, const std::vector<SequenceTuple>& sequences) {
             place_batch(steady.tables(group), block_size, sequences);
         }, "group"_a, "block_size"_a, "sequences"_a, "Sets the block tables of a group of cache layers.");
@@ -455,5 +460,10 @@ NB_MODULE(_core, m) {
             return steady.run(team, std::move(tokens), std::move(positions), std::move(indexes), n_rounds, stops);
         }, "steady"_a, "tokens"_a, "positions"_a, "indexes"_a, "n_rounds"_a = 1, "stops"_a = std::vector<int32_t>(),
              nb::call_guard<nb::gil_scoped_release>(),
-             "Runs a steady batch, and returns the tokens of each round, each of which is the input of the next.");
+             "Runs a steady batch, and returns the tokens of each round, each of which is the input of the next.")
+        .def("rows", [](Team& team, SteadyBatch& steady, const std::vector<int32_t>& tokens, const std::vector<int32_t>& counts,
+                        const std::vector<int32_t>& positions, const std::vector<int64_t>& indexes) {
+            return steady.run_rows(team, tokens, counts, positions, indexes);
+        }, "steady"_a, "tokens"_a, "counts"_a, "positions"_a, "indexes"_a, nb::call_guard<nb::gil_scoped_release>(),
+             "Runs `counts` tokens of each sequence of a steady batch, and returns the token after each of them.");
 }

@@ -1,4 +1,5 @@
-// Several rounds of one call: each round's tokens are the next one's inputs, at the next positions and slots.
+// Several rounds of one call: each round's tokens are the next one's inputs, at the next positions and slots. And steps in
+// which sequences have several tokens.
 #pragma once
 #include "../drafting.hpp"
 #include "../steady.hpp"
@@ -22,16 +23,18 @@ inline void put_logits(int32_t token, int32_t position, float* logits) {
 // A model of one step, which notes its slots. Its logits depend on tokens and positions only; `none_after`: the token after
 // which no token can be chosen.
 struct TinyModel {
-    std::vector<int32_t> tokens, positions;
-    std::vector<float> logits = std::vector<float>(kRows * kVocab);
+    std::vector<int32_t> tokens, positions, output_rows, others;
+    std::vector<float> logits;
     std::vector<int64_t> slots;
     int32_t none_after = -1;
     Batch batch;
     Program program{std::make_shared<Pool>(2, "", std::vector<int>{})};
 
-    TinyModel() : tokens(kRows), positions(kRows) {
+    explicit TinyModel(size_t max_rows = kRows)
+        : tokens(max_rows), positions(max_rows), output_rows(max_rows), others(max_rows), logits(max_rows * kVocab) {
         program.add([this](const Worker&) {
-            for (size_t row = 0; row < kRows; row++) {
+            const SequenceView& last = batch.view.sequences[batch.view.n_sequences - 1];
+            for (int64_t row = 0; row < last.first_token + last.n_tokens; row++) {
                 slots.push_back(batch.view.slots[row]);
                 float* const own = logits.data() + row * kVocab;
                 put_logits(tokens[row], positions[row], own);
@@ -40,6 +43,12 @@ struct TinyModel {
         }, 0);
     }
 };
+
+inline SteadyPrograms programs_of(TinyModel& model, int64_t max_rows) {
+    return {max_rows,
+            {{&model.program, model.tokens.data(), model.positions.data(), model.output_rows.data(), {{model.others.data(), {6, 7}}}, {{0, &model.batch}}}},
+            model.logits.data()};
+}
 
 inline void place(Batch& batch, const std::vector<int32_t>& positions) {
     batch.clear(kBlock);
@@ -98,8 +107,8 @@ inline void check_rounds() {
     Team team(1);
 
     TinyModel model;
-    const SteadyDevice device{&model.program, -1, -1, model.tokens.data(), model.positions.data(), {}, {{0, &model.batch}}};
-    SteadyBatch steady({device}, kRows, 1, model.logits.data(), kVocab, samplers);
+    SteadyBatch steady(kRows, 1, kVocab, samplers);
+    steady.add(programs_of(model, kRows));
     place(steady.tables(0), {0, 0});
     const auto run = [&](int n_rounds, const std::vector<int32_t>& stops) {
         model.slots.clear();
@@ -121,9 +130,27 @@ inline void check_rounds() {
     require(is_refused([&] { steady.run(team, tokens, {1}, indexes, 1, {}); }), "a position for one of two rows", where);
     require(is_refused([&] { steady.run(team, tokens, positions, {}, 1, {}); }), "rows without an index", where);
     require(is_refused([&] { steady.tables(1); }), "an unknown group", where);
-    require(is_refused([&] { SteadyBatch({}, kRows, 1, model.logits.data(), kVocab, samplers); }), "no device", where);
-    require(is_refused([&] { SteadyBatch({device}, kRows, 0, model.logits.data(), kVocab, samplers); }), "a slot of no group", where);
-    require(is_refused([&] { SteadyBatch({device}, 1, 1, model.logits.data(), kVocab, samplers); }), "too many samplers", where);
+    require(is_refused([&] { steady.add({kRows, {}, model.logits.data()}); }), "no device", where);
+    require(is_refused([&] { SteadyBatch(kRows, 0, kVocab, samplers).add(programs_of(model, kRows)); }), "a slot of no group", where);
+    require(is_refused([&] { SteadyBatch(1, 1, kVocab, samplers); }), "too many samplers", where);
+
+    // Several tokens of each sequence, with the programs for so many rows.
+    TinyModel wide(5);
+    const std::vector<int32_t> rows{4, expected[0][0], 8, 9}, counts{3, 1};
+    const auto run_rows = [&](const std::vector<int32_t>& numbers) {
+        wide.slots.clear();
+        return steady.run_rows(team, rows, numbers, positions, indexes);
+    };
+    require(is_refused([&] { run_rows(counts); }), "more rows than programs have room for", where);
+    steady.add(programs_of(wide, 5));
+    const std::vector<int32_t> chosen = run_rows(counts);
+    require(chosen[0] == expected[0][0] && chosen[1] == expected[1][0] && chosen[3] == expected[0][1], "wrong tokens of rows", where);
+    require(wide.slots == std::vector<int64_t>{11, 0, 1, 3}, "wrong slots of rows", where);
+    const auto begins_with = [](const std::vector<int32_t>& all, const std::vector<int32_t>& first) { return std::equal(first.begin(), first.end(), all.begin()); };
+    require(begins_with(wide.positions, {1, 2, 3, 3}) && begins_with(wide.output_rows, {0, 1, 2, 3}), "wrong places of rows", where);
+    require(begins_with(wide.others, {6, 6, 6, 7}), "a number of another sequence", where);
+    require(is_refused([&] { run_rows({4, 0}); }) && is_refused([&] { run_rows({3, 2}); }), "tokens of no sequence", where);
+    require(run(3, {}) == expected && model.slots == expected_slots(positions, 3), "steps of one token have other programs", where);
 
     // The same as drafts of a draft model, whose first inputs are set by the caller.
     const auto draft = [&](int n_rounds) {

@@ -18,6 +18,7 @@ from motley.engine.drafting.control import AdaptiveControl, FixedControl
 from motley.engine.drafting.costs import PlanAccount, StepCosts
 from motley.engine.drafting.draft import Draft, DraftRequest
 from motley.engine.request import Request, Speculation
+from motley.runtime import Runner, SteadyRun
 
 DRAFT_MAX = 15
 Cost = Callable[[int], float]
@@ -244,14 +245,17 @@ def test_what_a_drafter_takes_is_no_part_of_what_a_steps_rows_cost(monkeypatch: 
         params = SamplingParams(temperature=0, max_tokens=17, ignore_eos=True)
         drafter = Slow(right, engine.n_vocab)
         drafter.answers[prompt] = tuple(serve(engine, [prompt], [params])[0].generated)
-        run = engine.runner.run
 
-        def timed(*given: Any) -> Any:
-            nonlocal now
-            now += 1
-            return run(*given)
+        def timing(run: Callable[..., Any]) -> Callable[..., Any]:
+            def timed(*given: Any) -> Any:
+                nonlocal now
+                now += 1
+                return run(*given)
 
-        monkeypatch.setattr(engine.runner, "run", timed)
+            return timed
+
+        for owner, name in ((Runner, "run"), (SteadyRun, "run"), (SteadyRun, "run_rows")):
+            monkeypatch.setattr(owner, name, timing(getattr(owner, name)))
         engine._clock = lambda: now
         engine.speculator = Speculator(
             [drafter],
@@ -332,7 +336,7 @@ def test_texts_that_go_on_as_drafted_or_not_at_all_are_not_taken_for_better_than
         n_right = 7 if number % 3 == 0 else 0
         rate = control.acceptance.rate(each, "lookup", 0)
         by_rate.append(sum(rate**i for i in range(1, 8)))
-        expected.append(control.acceptance.yield_ratio(each) * by_rate[-1])
+        expected.append(control.acceptance.chance(each, "lookup", 0)[1] * by_rate[-1])
         control.note_draft(each, draft, n_right, not n_right)
     assert sum(by_rate[30:]) / 270 > 2.6
     assert sum(expected[30:]) / 270 == pytest.approx(7 / 3, rel=0.08)

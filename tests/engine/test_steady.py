@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from by_hand import stepped_by_hand
+from drafters import Guess, give, half, now_and_then, right, wrong
+from drafters import serve as serve_checked
 from faults import Faults
 
 from motley import LLM
+from motley.bundled import bundled_experts_path
 from motley.engine import Engine, Request, SamplingParams
 from motley.engine.drafting.control import Drafts, FixedControl
 from motley.engine.steady import Steady
+from motley.engine.verifying import DraftVerification
 from motley.errors import DeviceError
 from motley.kvcache.leases import Lease
 from motley.runtime import Batch, Chunk, Runner, SteadyRun
@@ -129,6 +134,142 @@ def test_answers_are_the_same_if_a_call_computes_several_steps(
     with load(bundled, **CREWS[crew]) as llm:
         assert serve(llm._loaded.engine, random.Random(seed), seconds=60) == answers
     assert max(n_rounds) > 1
+
+
+@pytest.fixture
+def n_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rows of all repeated steps with drafts."""
+    counts: list[int] = []
+    run_rows = SteadyRun.run_rows
+
+    def watched(self: SteadyRun, tokens: list[int], *others: Any) -> list[int]:
+        chosen = run_rows(self, tokens, *others)
+        counts.append(len(chosen))
+        return chosen
+
+    monkeypatch.setattr(SteadyRun, "run_rows", watched)
+    return counts
+
+
+def answers_with_drafts(llm: LLM, guess: Guess, n_tokens: int = 40) -> list[tuple[int, ...]]:
+    """The answers of four requests whose drafter knows them, and guesses as `guess` does."""
+    params = [
+        SamplingParams(
+            max_tokens=n_tokens - 3 * i,
+            temperature=0.8 * (i % 2),
+            seed=i,
+            ignore_eos=True,
+            stop=("q",) if i == 3 else (),
+        )
+        for i in range(4)
+    ]
+    prompts = [[1, 50 + i, 60, *range(70, 70 + 3 * i)] for i in range(4)]
+    drafter = give(llm, guess)
+    engine = llm._loaded.engine
+    known = serve_checked(engine, prompts, [replace(each, speculative="off") for each in params])
+    texts = [tuple(request.generated) for request in known]
+    drafter.answers |= dict(zip(map(tuple, prompts), texts, strict=True))
+    found = [tuple(request.generated) for request in serve_checked(engine, prompts, params)]
+    assert found == texts
+    return texts
+
+
+@pytest.mark.parametrize("crew", CREWS)
+@pytest.mark.parametrize(
+    "guess", first(1, [half, right, wrong, now_and_then]), ids=lambda guess: guess.__name__
+)
+def test_drafts_in_repeated_steps_change_no_answer(
+    bundled: Path, crew: str, guess: Guess, n_rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(bundled, **CREWS[crew]) as llm, stepped_by_hand(llm):
+        answers = answers_with_drafts(llm, guess)
+    assert len(n_rows) > 2
+    assert max(n_rows) > 8
+    n_rows.clear()
+    monkeypatch.setattr(Runner, "steady", lambda *_: None)
+    with load(bundled, **CREWS[crew]) as llm, stepped_by_hand(llm):
+        assert answers_with_drafts(llm, guess) == answers
+    assert not n_rows
+
+
+def test_drafts_in_repeated_steps_beside_windows(random_gemma3: Path, n_rows: list[int]) -> None:
+    with load(random_gemma3, kv_block_size=4) as llm, stepped_by_hand(llm):
+        answers_with_drafts(llm, half, 60)
+    assert len(n_rows) > 10
+
+
+def test_drafts_in_repeated_steps_use_each_requests_number_of_experts(n_rows: list[int]) -> None:
+    with load(bundled_experts_path()) as llm, stepped_by_hand(llm):
+        drafter = give(llm, right)
+        engine = llm._loaded.engine
+        params = [
+            SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, n_expert_used=n)
+            for n in (1, 2, None)
+        ]
+        prompts = [[1, 50 + i, 60] for i in range(3)]
+        without = [replace(each, speculative="off") for each in params]
+        texts = [tuple(r.generated) for r in serve_checked(engine, prompts, without)]
+        drafter.answers |= dict(zip(map(tuple, prompts), texts, strict=True))
+        assert [tuple(r.generated) for r in serve_checked(engine, prompts, params)] == texts
+    assert len(n_rows) > 1
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before its work", "after its work"])
+@pytest.mark.parametrize("error", [DeviceError, MemoryError, KeyboardInterrupt])
+def test_a_repeated_step_with_drafts_that_fails_is_computed_again(
+    bundled: Path, error: type[BaseException], after: bool
+) -> None:
+    prompts = [[1, 40 + i, 50] for i in range(3)]
+    params = [SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)] * 3
+    places = [
+        (SteadyRun, "run_rows"),
+        (SteadyRun, "has_rows"),
+        (Lease, "reserve"),
+        (DraftVerification, "begin_chosen"),
+    ]
+    with load(bundled, kv_block_size=4, n_threads=1) as llm, stepped_by_hand(llm):
+        own = llm._loaded.engine
+        give(llm, right)
+        texts = [tuple(r.generated) for r in serve_checked(own, prompts, params)]
+        for owner, name in places:
+            faults = Faults(name, [(owner, name)], after=after)
+            for n in (1, 2):
+                drafter = give(llm, half, seed=n)
+                drafter.answers |= dict(zip(map(tuple, prompts), texts, strict=True))
+                with faults.armed(n, error("injected")):
+                    requests = [own.add(*each) for each in zip(prompts, params, strict=True)]
+                    while own.has_work:
+                        own.step()
+                        own.cache.check_integrity()
+                assert [tuple(r.generated) for r in requests] == texts
+                assert faults.n_calls >= n, "nothing has failed"
+                assert own.cache.stats().n_sequences == 0
+
+
+def test_a_request_without_a_token_after_its_draft_fails_alone(
+    bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[1, 50 + i, 60] for i in range(2)]
+    params = [SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)] * 2
+    with load(bundled) as llm, stepped_by_hand(llm):
+        own = llm._loaded.engine
+        drafter = give(llm, right)
+        texts = [tuple(r.generated) for r in serve_checked(own, prompts, params)]
+        drafter.answers |= dict(zip(map(tuple, prompts), texts, strict=True))
+        run_rows = SteadyRun.run_rows
+
+        def broken(self: SteadyRun, tokens: list[int], counts: list[int], *others: Any) -> list[int]:
+            chosen = run_rows(self, tokens, counts, *others)
+            return [*chosen[: counts[0] - 1], -2, *chosen[counts[0] :]] if len(counts) == 2 else chosen
+
+        monkeypatch.setattr(SteadyRun, "run_rows", broken)
+        requests = [own.add(*each) for each in zip(prompts, params, strict=True)]
+        while own.has_work:
+            own.step()
+            own.cache.check_integrity()
+        assert requests[0].finish_reason == "failed"
+        assert tuple(requests[0].generated) == texts[0][: requests[0].n_generated]
+        assert tuple(requests[1].generated) == texts[1]
 
 
 def test_each_round_counts_as_a_run(bundled: Path, n_rounds: list[int]) -> None:

@@ -204,9 +204,15 @@ class DraftingJoint(Protocol):
         """
         ...
 
+    def add_to(self, steady: SteadyProgram) -> bool:
+        """Lets a steady program of the same crew run batches of as many rows as these executables have room for. False:
+        it cannot.
+        """
+        ...
+
 
 class SteadyProgram(Protocol):
-    """Runs the next tokens of the same sequences, one of each in a round, and chooses those that follow."""
+    """Runs the next tokens of the same sequences, and chooses those that follow. Other batches may run in between."""
 
     @property
     def is_current(self) -> bool:
@@ -228,7 +234,15 @@ class SteadyProgram(Protocol):
         """The token after each of `tokens`, as `choose_rows`, then those after these, …: a list for each round.
 
         Block tables must reach as far as the last round. The round that gives one of `stops`, or no token for a row, is
-        the last one. Other batches may have run since the last call.
+        the last one.
+        """
+        ...
+
+    def run_rows(
+        self, tokens: list[int], counts: list[int], positions: list[int], indexes: list[int]
+    ) -> list[int]:
+        """The token after each of `tokens`, which are `counts` of each sequence, from `positions` on: those of drafts,
+        as if all of them were right. See `DraftingJoint.add_to`.
         """
         ...
 

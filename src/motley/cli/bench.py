@@ -145,7 +145,7 @@ class DraftedRow:
             "tokens_per_second_without": median(m.without),
             "ratio": m.ratio,
             "tokens_per_step": m.tokens_per_step,
-            "drafts": {name: asdict(count) for name, count in m.drafts.items()},
+            "drafts": {name: count._asdict() for name, count in m.drafts.items()},
         }
 
 

@@ -309,9 +309,7 @@ class Engine:
             if not step.work:
                 return step, [], NONE_CHOSEN
             if steady is not None:  # runs, completes and chooses; there is nothing to plan ahead
-                n_rounds = steady.n_rounds(seconds, 1 + self.speculator.n_quiet)
-                self.speculator.pass_over(n_rounds - 1)
-                return step, steady.requests, steady.run(n_rounds)
+                return step, steady.requests, self._repeat(steady, step, seconds)
             batch = batch or self._place(step)
             logits = self.runner.run(batch, step.tokens(), step.copies)
             if self.runner.hidden is not None:
@@ -328,8 +326,8 @@ class Engine:
         if self._chooser is None:
             self._chooser = chooser_for(logits.device, on_host=self.scheduler.max_rows is not None)
         if step.drafts:
-            self._verification = DraftVerification(self._chooser, step, ready, logits, self._drafts)
-            self._verification.begin(self.speculator)
+            self._verification = DraftVerification(step, ready, self._drafts)
+            self._verification.begin(self._chooser, logits, self.speculator)
             return step, ready, self._verification.choose(ready)
         chosen = self._chooser.choose(logits, [row_of(r) for r in ready])
         chains = self._can_chain(chosen, ready)
@@ -337,6 +335,17 @@ class Engine:
         if chains:
             self._begin_ahead(chosen, ready)
         return step, ready, chosen_of(chosen)
+
+    def _repeat(self, steady: Steady, step: Step, seconds: float) -> Chosen:
+        """Runs the steady step, with drafts or several times. Returns the first token of each request."""
+        if step.drafts:
+            tokens = steady.run_rows()
+            self._verification = DraftVerification(step, steady.requests, self._drafts)
+            self._verification.begin_chosen(tokens)
+            return self._verification.choose(steady.requests)
+        n_rounds = steady.n_rounds(seconds, 1 + self.speculator.n_quiet)
+        self.speculator.pass_over(n_rounds - 1)
+        return steady.run(n_rounds)
 
     def _follow_drafts(self) -> None:
         """Gives requests whose first token was the first of their draft their further tokens, position by position."""
@@ -409,26 +418,21 @@ class Engine:
     def _plan(self) -> _Planned:
         """The next step: the latest one again, or the look-ahead plan, if that is still valid; else newly scheduled."""
         ahead, self._ahead = self._ahead, None
-        if self._steady is not None and self._steady.is_next(self.scheduler):
-            self.scheduler.begin(self._steady.step)
-            ahead = (
-                _Planned(self._steady.step, None, self._steady) if self._steady.reserve(self.cache) else None
-            )
+        steady = self._begin_steady()
+        if steady is not None:
+            ahead = None
         elif ahead is not None and self.scheduler.is_next(ahead.step):
             self.scheduler.begin(ahead.step)
         else:
             ahead = None
-        if ahead is None:
             self.scheduler.begin()
             if shifts := self.scheduler.shift_full():
                 self.runner.shift(shifts)
         self._drafts = self.speculator.propose(self.scheduler)
+        if steady is not None and (planned := self._repeated(steady)) is not None:
+            return planned
         if ahead is not None and not self._drafts:
-            if ahead.steady is None:
-                return ahead if ahead.batch else self._repeatable(ahead.step)
-            # Drafts that are not used may have reserved slots, and moved activations by a new plan.
-            if ahead.steady.is_current and ahead.steady.reserve(self.cache):
-                return ahead
+            return ahead if ahead.batch else self._repeatable(ahead.step)
         drafts = self._drafts.items()
         step = self.scheduler.schedule(
             {request: draft.tokens for request, draft in drafts},
@@ -437,20 +441,49 @@ class Engine:
         self._is_blocked = not step.work
         if self._is_blocked and not self.n_internal:
             self._refuse_first()
-        return self._repeatable(step) if step.is_decoding else _Planned(step)
+        # A repeated step that does not take these drafts would not take them either if it were staged again.
+        can_repeat = step.is_decoding and (steady is None or not step.drafts)
+        return self._repeatable(step) if can_repeat else _Planned(step)
+
+    def _begin_steady(self) -> Steady | None:
+        """Begins the repeated step, if it is the next one and has room."""
+        steady = self._steady
+        if steady is None or not steady.is_next(self.scheduler):
+            return None
+        self.scheduler.begin(steady.step)
+        return steady if steady.reserve(self.cache) else None
+
+    def _repeated(self, steady: Steady) -> _Planned | None:
+        """The repeated step, with this step's drafts. None: it has to be scheduled."""
+        if not self._drafts:
+            # Drafts that are not used may have reserved slots, and moved activations by a new plan.
+            is_ready = steady.is_current and steady.reserve(self.cache)
+            return _Planned(steady.step, None, steady) if is_ready else None
+        if self.speculator.learns_from(self._drafts):
+            return None
+        step = steady.with_drafts(self._drafts, self.cache)
+        return None if step is None else _Planned(step, None, steady)
 
     def _repeatable(self, step: Step) -> _Planned:
         """The step, staged so that it can be repeated, if the runner and the samplers of its requests allow that."""
-        batch = self._place(step)
         rows = [row_of(request) for request in step.requests]
         settings = None if self._chooser is None else self._chooser.settings(rows)
-        run = None if settings is None else self.runner.steady(batch, settings)
+        if settings is None or (step.drafts and not self._can_repeat_drafts(step)):
+            return _Planned(step)
+        single = step.without_drafts() if step.drafts else step
+        batch = self._place(single)
+        run = self.runner.steady(batch, settings)
         if run is not None:
-            steady = Steady(step, run)
-            if steady.is_next(self.scheduler) and steady.reserve(self.cache):
+            steady = Steady(single, run)
+            if steady.is_next(self.scheduler) and (planned := self._repeated(steady)) is not None:
                 self._steady = steady
-                return _Planned(step, None, steady)
-        return _Planned(step, batch)
+                return planned
+        return _Planned(step, None if step.drafts else batch)
+
+    def _can_repeat_drafts(self, step: Step) -> bool:
+        """Whether all drafts that were proposed are in the step, and a repeated one can have such drafts."""
+        is_whole = len(step.drafts) == len(self._drafts) and not step.trees
+        return is_whole and self.runner.can_repeat and not self.speculator.learns_from(self._drafts)
 
     def _plan_ahead(self, *, is_computing: bool, is_uncertain: bool) -> _Planned | None:
         """The look-ahead plan: the step expected after the one that has just been launched. None: no plan.
@@ -496,7 +529,7 @@ class Engine:
                 request.accept(token, logprobs.get(row) if logprobs else None)
             except BaseException as error:  # an error of this request only
                 self._fail(request, error)
-            if request.is_finished:
+            if request.finish_reason is not None:  # `is_finished`, in the engine's hottest loop
                 self._steady = None
                 self.scheduler.remove(request)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from motley.engine.effort import FULL, Effort, prefix_salt
@@ -20,13 +20,15 @@ CANCELLED = "cancelled"
 FAILED = "failed"
 
 
-@dataclass(frozen=True)
-class DraftCount:
+class DraftCount(NamedTuple):
     """The tokens that a drafter has drafted for a request, and how many of them were right."""
 
     drafted: int = 0
     accepted: int = 0
     drafts: int = 0  # steps with such a draft
+
+
+_NO_DRAFTS = DraftCount()
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ class Request:
     draft_place: int = ROOT  # index of the latest token of the draft that was right
     drafts: dict[str, DraftCount] = field(default_factory=dict)  # by drafter
     _drafter: str = ""  # of `draft`
+    _n_drafted: int = 0  # tokens that the draft had; 0: it is counted in `drafts`
     n_unused_drafts: int = 0  # drafts that did not pay, since the latest one that was used
     drafts_from: int = 0  # generated tokens: before, no drafter is asked
     memory: dict[str, Any] = field(default_factory=dict)  # what a drafter keeps of this request, by drafter
@@ -237,30 +240,36 @@ class Request:
             self.outbox.put(piece)
         if self.text.is_stopped or (self.matcher is not None and self.matcher.is_complete):
             self.finish(STOP)
-        elif (self.max_tokens is not None and len(self.generated) >= self.max_tokens) or self._is_late:
+        elif (self.max_tokens is not None and len(self.generated) >= self.max_tokens) or (
+            self.max_seconds is not None and time.perf_counter() - self.first_token >= self.max_seconds
+        ):
             self.finish(LENGTH)
 
     def expect(self, drafter: str, draft: tuple[int, ...], parents: Parents = ()) -> None:
         """Sets the draft whose rows were computed; `accept` compares it with the tokens that are chosen."""
-        self.draft, self.n_matched, self._drafter = draft, 0, drafter
+        self.draft, self.n_matched, self._drafter, self._n_drafted = draft, 0, drafter, len(draft)
         self.draft_parents, self.draft_place = parents, ROOT
-        before = self.drafts.get(drafter, DraftCount())
-        self.drafts[drafter] = replace(before, drafted=before.drafted + len(draft), drafts=before.drafts + 1)
+
+    def end_draft(self) -> None:
+        """Counts the draft and forgets it: no more tokens are compared with it."""
+        self._count_draft()
+        self.draft = ()
+
+    def _count_draft(self) -> None:
+        if self._n_drafted:
+            drafted, accepted, drafts = self.drafts.get(self._drafter, _NO_DRAFTS)
+            self.drafts[self._drafter] = DraftCount(
+                drafted + self._n_drafted, accepted + self.n_matched, drafts + 1
+            )
+            self._n_drafted = 0
 
     def _compare(self, token: int) -> None:
         place = child_of(self.draft, self.draft_parents, self.draft_place, token)
         if place is not None:
             self.n_matched += 1
             self.draft_place = place
-            before = self.drafts[self._drafter]
-            self.drafts[self._drafter] = replace(before, accepted=before.accepted + 1)
         else:
             self.draft = ()  # the later rows were computed after a wrong token, or there are none
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether it has taken all the time that it may."""
-        return self.max_seconds is not None and time.perf_counter() - self.first_token >= self.max_seconds
 
     def drop(self, n_keep: int, n_drop: int) -> None:
         """Drops `n_drop` tokens after the first `n_keep`, as its sequence in the cache does."""
@@ -281,6 +290,7 @@ class Request:
     def _end(self, reason: str, error: MotleyError | None) -> None:
         assert self.finish_reason is None, "a request ends once"
         self.finish_reason = reason
+        self._count_draft()
         now = time.perf_counter()
         started = self.started or now
         first = self.first_token or now

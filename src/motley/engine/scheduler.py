@@ -72,8 +72,14 @@ class Step:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether it has one token of each request, which waits for its next one, and copies nothing."""
-        return len(self.work) == self.n_tokens and not self.copies
+        """Whether it has one token of each request, which waits for its next one, and its draft, and copies nothing."""
+        n_drafted = sum(map(len, self.drafts.values())) if self.drafts else 0
+        return len(self.work) + n_drafted == self.n_tokens and not self.copies
+
+    def without_drafts(self) -> Step:
+        """The same step with the requests' own tokens only."""
+        work = [(request, n - self.n_drafted(request)) for request, n in self.work]
+        return Step(work, self.copies, sum(n for _, n in work))
 
     def n_drafted(self, request: Request) -> int:
         """How many of the request's tokens in this step are its draft."""

@@ -1,20 +1,22 @@
-"""The steady state: the same requests get one token each, in step after step.
+"""The steady state: the same requests get their next tokens, in step after step.
 
 Nothing of such a step has to be made again. Which requests run, their block tables, samplers and all inputs except
 tokens and positions stay the same, and one native call computes and chooses the next tokens. `Steady` is a step that
-can be repeated in this way. `Engine._plan` takes it if it is the next step and no request has a draft; if anything has
-changed, a step is scheduled.
+can be repeated in this way, also with drafts (`with_drafts`). `Engine._plan` takes it if it is the next step; if
+anything has changed, a step is scheduled.
 
-Where steps are short, such a call computes several of them, its *rounds*: Python's part of a step takes as long for a
-small model as for a large one. A round in which a request ends is the last one.
+Where steps are short, a call without drafts computes several of them, its *rounds*: Python's part of a step takes as
+long for a small model as for a large one. A round in which a request ends is the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice, pairwise
 
 from motley.engine.choosing import TokenOrError, checked
+from motley.engine.drafting import Draft
+from motley.engine.request import Request
 from motley.engine.scheduler import Scheduler, Step
 from motley.engine.verifying import Chosen
 from motley.kvcache.leases import Lease
@@ -27,7 +29,7 @@ _MAX_STOPS = 64
 
 
 class Steady:
-    """A step with one token of each running request, to be repeated. Engine thread only."""
+    """A step with the next token of each running request, to be repeated. Engine thread only."""
 
     def __init__(self, step: Step, run: SteadyRun) -> None:
         self.step = step
@@ -43,6 +45,8 @@ class Steady:
         self._tokens: list[int] = []
         self._positions: list[int] = []
         self._indexes: list[int] = []
+        self._rows: list[int] = []  # tokens of the next step with drafts, these included
+        self._counts: list[int] = []  # of them, by request
 
     @property
     def is_current(self) -> bool:
@@ -77,6 +81,33 @@ class Steady:
                 return True
         return self._renew(cache)
 
+    def with_drafts(self, drafts: Mapping[Request, Draft], cache: CacheManager) -> Step | None:
+        """The step with these drafts, its slots reserved. None: it has to be scheduled. To be called when the step has
+        begun.
+        """
+        rows: list[int] = []
+        counts: list[int] = []
+        drafted: dict[Request, tuple[int, ...]] = {}
+        for request, token in zip(self.requests, self._tokens, strict=True):
+            rows.append(token)
+            draft = drafts.get(request)
+            if draft is None:
+                counts.append(1)
+                continue
+            if draft.parents:
+                return None
+            rows += draft.tokens
+            counts.append(1 + len(draft.tokens))
+            drafted[request] = draft.tokens
+        if not self._run.has_rows(len(rows)):
+            return None
+        lease = self._lease
+        is_reserved = lease is not None and lease.is_valid and lease.reserve(counts)
+        if not is_reserved and not self._renew(cache, counts):
+            return None
+        self._rows, self._counts = rows, counts
+        return Step(list(zip(self.requests, counts, strict=True)), n_tokens=len(rows), drafts=drafted)
+
     @property
     def n_computed(self) -> int:
         """The rounds of the latest call."""
@@ -101,6 +132,16 @@ class Steady:
         self._record(self._tokens)
         return Chosen(checked(self._rounds[0]), {})
 
+    def run_rows(self) -> list[TokenOrError]:
+        """Computes the step `with_drafts`. Returns the tokens of all its rows, as if all drafts were right; each
+        request's first token is in the cache from now on.
+        """
+        assert self._lease is not None
+        assert self._lease.is_valid, "the cache has changed since `with_drafts`"
+        chosen = self._run.run_rows(self._rows, self._counts, self._positions, self._indexes)
+        self._record(self._tokens)
+        return checked(chosen)
+
     def further(self) -> Iterator[list[TokenOrError]]:
         """The tokens of the further rounds. Each round is recorded in the cache when its tokens are asked for: its
         inputs must have been accepted, and no request may have ended.
@@ -117,14 +158,14 @@ class Steady:
             request.n_computed += 1
             request.n_steps += 1
 
-    def _renew(self, cache: CacheManager) -> bool:
-        """Takes a new lease: a block is full, or another sequence has changed the cache."""
+    def _renew(self, cache: CacheManager, counts: list[int] | None = None) -> bool:
+        """Takes a new lease: a block is full, or another sequence has changed the cache. `counts`: see `lease`."""
         if any(request.is_full for request in self.requests):
             return False
         sequences = [request.sequence for request in self.requests if request.sequence is not None]
         assert len(sequences) == len(self.requests)
         self._lease = None
-        lease = cache.lease(sequences)
+        lease = cache.lease(sequences, counts)
         if lease is None:
             return False
         self._run.place(lease)

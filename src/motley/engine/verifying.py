@@ -1,6 +1,6 @@
 """Tokens of a step's rows: one for each request, or one for each position of its draft.
 
-verification.begin(speculator)                              the step with drafts is computed
+verification.begin(chooser, logits, speculator)             the step with drafts is computed
 verification.choose(ready)                                  the first token of each request
 while requests := verification.advance(scheduler, runner):  whose latest token was right in their draft
     verification.choose(requests)                           their next token
@@ -10,7 +10,6 @@ verification.finish(speculator)                             drafters are told
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +47,11 @@ def chosen_of(pending: Pending) -> Chosen:
 
 def first_rows(step: Step, ready: Sequence[Request]) -> list[int]:
     """The row of the logits for the next token of each request of `ready`; the rows of its draft follow."""
-    counts = [1 + step.n_drafted(request) for request in ready]
-    return [0, *accumulate(counts)][:-1]
+    first, rows, drafts = 0, [], step.drafts
+    for request in ready:
+        rows.append(first)
+        first += 1 + len(drafts[request]) if request in drafts else 1
+    return rows
 
 
 def choose_all(
@@ -118,35 +120,39 @@ class DraftVerification:
     the next row is that of the alternative that was chosen.
     """
 
-    def __init__(
-        self,
-        chooser: Chooser,
-        step: Step,
-        ready: Sequence[Request],
-        logits: torch.Tensor,
-        drafts: Mapping[Request, Draft],
-    ) -> None:
+    def __init__(self, step: Step, ready: Sequence[Request], drafts: Mapping[Request, Draft]) -> None:
         """`ready`: the requests that get tokens. `drafts`: as they were proposed; the step may have shorter ones."""
-        self._chooser, self._step, self._logits = chooser, step, logits
-        self._drafts = {request: drafts[request].cut(len(tokens)) for request, tokens in step.drafts.items()}
+        self._step = step
+        self._drafts: dict[Request, Draft] = {}
+        for request, tokens in step.drafts.items():
+            draft = drafts[request]
+            self._drafts[request] = draft if len(draft.tokens) == len(tokens) else draft.cut(len(tokens))
         self._first_row = dict(zip(ready, first_rows(step, ready), strict=True))
+        self._chooser: Chooser | None = None
+        self._logits: torch.Tensor | None = None
         self._all_tokens: list[TokenOrError] | None = (
             None  # the tokens of all rows, if they were chosen at once
         )
         self._n_moved: dict[Request, int] = {}  # tokens of trees whose K/V are in their places
         self._left = list(self._drafts)  # requests whose drafted tokens were right so far
 
-    def begin(self, speculator: Speculator) -> None:
+    def begin(self, chooser: Chooser, logits: torch.Tensor, speculator: Speculator) -> None:
         """Gives requests their drafts to compare tokens with, passes the likeliest tokens of all rows to drafters that
         learn from them, and chooses the tokens of all rows at once if that is possible.
         """
         for request, draft in self._drafts.items():
-            request.expect(draft.drafter, draft.tokens, draft.parents)
             if speculator.learns(draft.drafter):
                 row = self._first_row[request]
-                outputs = self._logits[row : row + 1 + len(draft.tokens)].argmax(1).tolist()
+                outputs = logits[row : row + 1 + len(draft.tokens)].argmax(1).tolist()
                 speculator.learn(request, draft, outputs)
-        self._all_tokens = choose_all(self._chooser, self._step, list(self._first_row), self._logits)
+        self._chooser, self._logits = chooser, logits
+        self.begin_chosen(choose_all(chooser, self._step, list(self._first_row), logits))
+
+    def begin_chosen(self, all_tokens: list[TokenOrError] | None) -> None:
+        """The same where the tokens of all rows are chosen, and no drafter learns from them."""
+        for request, draft in self._drafts.items():
+            request.expect(draft.drafter, draft.tokens, draft.parents)
+        self._all_tokens = all_tokens
 
     def choose(self, requests: Sequence[Request]) -> Chosen:
         """The next token of each request."""
@@ -154,6 +160,8 @@ class DraftVerification:
         rows = [self._first_row[r] + (1 + r.draft_place if r in self._drafts else 0) for r in requests]
         if self._all_tokens is not None:
             return Chosen([self._all_tokens[row] for row in rows], {})
+        assert self._chooser is not None, "it comes with `begin`"
+        assert self._logits is not None
         return chosen_of(self._chooser.choose(self._logits[rows], [row_of(request) for request in requests]))
 
     def further_tokens(self) -> list[tuple[Request, list[TokenOrError]]] | None:
@@ -186,12 +194,12 @@ class DraftVerification:
                 len(draft.tokens), draft.parents, request.draft_place
             )
             speculator.note_draft(request, draft, request.n_matched, is_rejected)
-            request.draft = ()
+            request.end_draft()
 
     def abandon(self) -> None:
         """Drops all drafts after a failed step: its requests compute their next tokens without them."""
         for request in self._drafts:
-            request.draft = ()
+            request.end_draft()
 
     def _move_rows(self, scheduler: Scheduler, runner: Runner) -> None:
         """Moves K/V of rows of trees that are their requests' next tokens to these tokens' slots."""

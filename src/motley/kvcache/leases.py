@@ -1,4 +1,4 @@
-"""`Lease`: sequences that grow by a token at a time, without a `reserve` for each. Imports no torch.
+"""`Lease`: sequences that grow by a few tokens at a time, without a `reserve` for each. Imports no torch.
 
 Nearly always the next token of a sequence goes to a block that the sequence already has. A lease says up to which
 position this holds, for each of several sequences. It ends when any block table of the cache changes: then the manager
@@ -38,21 +38,25 @@ class LeaseSource(Protocol):
 
 
 class Lease:
-    """The right to append tokens to some sequences, one at a time, at positions before `ends`: `CacheManager.lease`."""
+    """The right to append tokens to some sequences, at positions before `ends`: `CacheManager.lease`."""
 
-    __slots__ = ("_n_changes", "_sequences", "_source", "ends", "tables")
+    __slots__ = ("_n_changes", "_n_slots", "_sequences", "_source", "ends", "tables")
 
     def __init__(
         self,
         source: LeaseSource,
         sequences: Sequence[LeasedSequence],
         ends: list[int],
+        n_slots: list[int],
         tables: list[list[LeasedTable]],
     ) -> None:
-        """`tables`: for each layer group, one table for each sequence."""
+        """`n_slots`: of each sequence's blocks; at least `ends`. `tables`: for each layer group, one table for each
+        sequence.
+        """
         self._source = source
         self._n_changes = source.n_changes
         self._sequences = sequences
+        self._n_slots = n_slots
         self.ends = ends
         self.tables = tables
 
@@ -63,6 +67,19 @@ class Lease:
     @property
     def block_size(self) -> int:
         return self._source.block_size
+
+    def reserve(self, counts: Sequence[int]) -> bool:
+        """Reserves slots for so many tokens of each sequence, which may be left out of the next `commit`:
+        `CacheManager.reserve` for all of them. False, and no change at all: their blocks do not reach so far.
+        """
+        ends = [len(sequence.past.tokens) + n for sequence, n in zip(self._sequences, counts, strict=True)]
+        for end, n_slots in zip(ends, self._n_slots, strict=True):
+            if end > n_slots:
+                return False
+        for sequence, end in zip(self._sequences, ends, strict=True):
+            if sequence.n_slots < end:
+                sequence.n_slots = end
+        return True
 
     def append(self, tokens: Sequence[int]) -> None:
         """Commits the next token of each sequence, whose K/V are in its slot: `CacheManager.commit` for all of them."""

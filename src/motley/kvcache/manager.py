@@ -251,32 +251,36 @@ class CacheManager:
             self.groups[i].drop_unseen(table, min_position)
             self.n_changes += table.n_holes != n_holes
 
-    def lease(self, seqs: Sequence[int]) -> Lease | None:
-        """The right to append tokens to these sequences, one at a time: no `advance`, `reserve` and `commit` for each.
+    def lease(self, seqs: Sequence[int], counts: Sequence[int] | None = None) -> Lease | None:
+        """The right to append tokens to these sequences: no `advance`, `reserve` and `commit` for each.
 
         It ends when `n_changes` changes, and for each sequence at one of the lease's `ends`. None: one of them has no
-        room for a token, or would have to copy a block; or layers have states, which every token changes.
+        room for its next tokens, or would have to copy a block; or layers have states, which every token changes.
+        `counts`: of the next tokens; default: one of each.
         """
         if self._has_states:
             return None
-        for seq in seqs:
+        for i, seq in enumerate(seqs):
+            n_new = 1 if counts is None else counts[i]
             self.advance(seq, self._sequences[seq].n_tokens)
-            if self.reserve(seq, 1, may_copy=False) is None:
+            if self.reserve(seq, n_new, n_uncertain=n_new - 1, may_copy=False) is None:
                 return None
         rows = [self._sequences[seq] for seq in seqs]
         size, ends = self.block_size, [ANY_NUMBER] * len(rows)
+        n_slots = ends[:]
         tables: list[list[LeasedTable]] = []
         for number, group in enumerate(self.groups):
             assert isinstance(group, BlockGroup)
             window, leased = group.spec.window, []
             for i, row in enumerate(rows):
                 table = row.tables[number]
-                ends[i] = min(ends[i], len(table.blocks) * size)
+                n_slots[i] = min(n_slots[i], len(table.blocks) * size)
+                ends[i] = min(ends[i], n_slots[i])
                 if window is not None:  # from there on it drops a block
                     ends[i] = min(ends[i], (table.n_holes + 1) * size + window - 1)
                 leased.append(LeasedTable(table.n_holes * size, table.blocks[table.n_holes :]))
             tables.append(leased)
-        return Lease(self, rows, ends, tables)
+        return Lease(self, rows, ends, n_slots, tables)
 
     def fork(self, seq: int) -> int:
         """A second sequence with the same tokens and blocks; the first to write the last block copies it."""

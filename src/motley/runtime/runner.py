@@ -119,7 +119,7 @@ class Runner:
         inputs: dict[str, Numbers] = {"tokens": given, **batch.inputs}
         if hidden is not None:
             inputs[HIDDEN] = hidden
-        shape = self._padded(batch.shape)
+        shape = self.padded(batch.shape)
         if self._hosts is None:
             outputs = self.local.run(shape, batch, inputs, copies)
         else:
@@ -140,7 +140,7 @@ class Runner:
         if self._hosts is not None:
             return self.run(batch, [0] * batch.shape.n_tokens, ())
         inputs = {"tokens": self._packed([0] * batch.shape.n_tokens), **batch.inputs}
-        return self.local.record(self._padded(batch.shape), batch, inputs, devices, lends)
+        return self.local.record(self.padded(batch.shape), batch, inputs, devices, lends)
 
     def draft(
         self,
@@ -159,24 +159,28 @@ class Runner:
         if not self._takes_lists or self._has_states or self._is_demand_paged or self._hosts is not None:
             return None
         inputs: dict[str, Numbers] = {"tokens": tokens, **batch.inputs}
-        rounds = self.local.draft(self._padded(batch.shape), batch, inputs, settings, indexes, n_rounds)
+        rounds = self.local.draft(self.padded(batch.shape), batch, inputs, settings, indexes, n_rounds)
         self.n_runs += len(rounds or ())
         return rounds
 
     def steady(self, batch: PlacedBatch, settings: Sequence[Any]) -> SteadyRun | None:
-        """A way to run batches like this one, of one token for each sequence, again and again: see `SteadyRun`.
+        """A way to run batches like this one, of one token for each sequence, again and again, also with drafts: see
+        `SteadyRun`.
 
         `settings`: of each row, as for `choose_rows`. None: this runner has no native call for it.
         """
         shape = batch.shape
-        if self._hosts is not None or not self._takes_lists or self._has_states:
-            return None
-        if shape.wants_hidden or shape.keeps_hidden:
+        if not self.can_repeat or shape.wants_hidden or shape.keeps_hidden:
             return None
         assert shape.n_tokens == shape.n_outputs == len(settings), "one row for each sequence"
         inputs: dict[str, Numbers] = {"tokens": [0] * shape.n_tokens, **batch.inputs}
-        program = self.local.steady(self._padded(shape), batch, inputs, settings)
-        return None if program is None else SteadyRun(self, program)
+        program = self.local.steady(self.padded(shape), batch, inputs, settings)
+        return None if program is None else SteadyRun(self, program, shape)
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether `steady` may give something."""
+        return self._hosts is None and self._takes_lists and not self._has_states
 
     def _packed(self, numbers: list[int]) -> Numbers:
         """Integers as all backends take them. Small tensors take longer to make than a small model's layer to run."""
@@ -223,11 +227,11 @@ class Runner:
 
     def plan(self, shape: BatchShape) -> None:
         """Make the plan that batches of a shape run by."""
-        self.local.prepare(self._padded(shape))
+        self.local.prepare(self.padded(shape))
 
     def bucket(self, n_rows: int) -> int:
         """The rows of the plan that runs `n_rows`."""
-        return self._padded(BatchShape(n_rows, n_rows)).n_tokens
+        return self.padded(BatchShape(n_rows, n_rows)).n_tokens
 
     def preparation(self, n_rows: int, n_sequences: int, most_rows: int) -> Hashable:
         """The preparation that is made once for batches like one of `n_rows` of `n_sequences`, all with logits: a plan,
@@ -240,7 +244,7 @@ class Runner:
         """The rows that are computed for `n_rows`: with padding, where devices compute that."""
         return self.bucket(n_rows) if all(b.computes_padding for b in self._backends) else n_rows
 
-    def _padded(self, shape: BatchShape) -> BatchShape:
+    def padded(self, shape: BatchShape) -> BatchShape:
         """The shape that plans are made for: see `padded`."""
         found = self._padded_shapes.get(shape)
         if found is None:

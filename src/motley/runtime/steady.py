@@ -1,12 +1,14 @@
-"""`SteadyRun`: one token for each of the same sequences, in step after step. Block tables are set when they change."""
+"""`SteadyRun`: the next tokens of the same sequences, in step after step. Block tables are set when they change."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from motley.backends import SteadyProgram
 from motley.kvcache.leases import Lease
+from motley.models import BatchShape
 from motley.runtime.worker import Worker
 
 
@@ -17,18 +19,40 @@ class _Runner(Protocol):
     @property
     def is_demand_paged(self) -> bool: ...
 
+    def padded(self, shape: BatchShape) -> BatchShape: ...
+
 
 class SteadyRun:
     """Runs the next tokens of some sequences, and chooses those that follow, in one call. See `Runner.steady`."""
 
-    def __init__(self, runner: _Runner, program: SteadyProgram) -> None:
+    def __init__(self, runner: _Runner, program: SteadyProgram, shape: BatchShape) -> None:
+        """`shape`: of a batch with one token of each sequence."""
         self._runner = runner
         self._program = program
+        self._shape = shape
+        self._shapes = {runner.padded(shape)}  # that the program can run
+        self._has_rows: dict[int, bool] = {}  # the results of `has_rows`
 
     @property
     def is_current(self) -> bool:
         """Whether it can still run; if not, another has to be made."""
         return self._program.is_current
+
+    def has_rows(self, n_rows: int) -> bool:
+        """Whether `run_rows` can have so many rows. Makes a plan for them if there is none."""
+        found = self._has_rows.get(n_rows)
+        if found is None:
+            found = self._has_rows[n_rows] = self._add_rows(n_rows)
+        return found and self._program.is_current  # a new plan may have moved activations
+
+    def _add_rows(self, n_rows: int) -> bool:
+        shape = self._runner.padded(replace(self._shape, n_tokens=n_rows, n_outputs=n_rows))
+        if shape in self._shapes:
+            return True
+        if not self._runner.local.add_rows(self._program, shape):
+            return False
+        self._shapes.add(shape)
+        return True
 
     def place(self, lease: Lease) -> None:
         """Takes the sequences' block tables. The lease must be valid at every run."""
@@ -53,3 +77,13 @@ class SteadyRun:
         rounds = self._program.run(tokens, positions, indexes, n_rounds, stops)
         self._runner.n_runs += len(rounds)
         return rounds
+
+    def run_rows(
+        self, tokens: list[int], counts: list[int], positions: list[int], indexes: list[int]
+    ) -> list[int]:
+        """The token after each of `tokens`, NONE_LEFT or NOT_FINITE, as if all of them were right: the next token of
+        each sequence, then its draft. `counts`: of each sequence's tokens. The lease must have slots for them.
+        """
+        chosen = self._program.run_rows(tokens, counts, positions, indexes)
+        self._runner.n_runs += 1
+        return chosen

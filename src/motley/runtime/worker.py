@@ -242,6 +242,13 @@ class Worker:
         given = [device.begin(batch, inputs, ()) for device in self.devices]
         return drafting.steady(given, len(batch.cache), settings)
 
+    def add_rows(self, steady: SteadyProgram, shape: BatchShape) -> bool:
+        """Lets a steady program run batches of a shape with more rows. False: it cannot."""
+        if self._split.is_lent(shape):  # `run` knows what to do if such a batch fails
+            return False
+        drafting = self.prepare(shape).drafting
+        return drafting is not None and drafting.add_to(steady)
+
     def fill(self, group: int, blocks: Iterable[int]) -> None:
         """These blocks of a cache group are about to hold something."""
         for device in self.devices:

@@ -17,6 +17,7 @@ from motley.backends.base import (
     Joint,
     LoadedWeight,
     Rendezvous,
+    SteadyProgram,
     few_sizes,
 )
 from motley.backends.cpu.addresses import Memory, Scratch
@@ -205,10 +206,7 @@ class CpuExecutable(Executable):
 
     def _bind(self, inputs: Mapping[str, Any]) -> None:
         """Put a batch where the segments will look for it."""
-        layers = inputs.layers if isinstance(inputs, BatchInputs) else None
-        if layers is None or layers is not self._given_layers or self._memory.start != self._compiled_at:
-            self._find_layers(inputs)
-            self._given_layers = layers
+        self.compile(inputs)
         n_actual = {TOKENS: -1, OUTPUTS: -1}
         for name, (address, n_room) in self._memory.input_places.items():
             given = inputs[name]
@@ -239,15 +237,19 @@ class CpuExecutable(Executable):
         return self._program, tokens, positions, [slot.native for slot, _ in self._slots]
 
     def steady_inputs(self, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The inputs for batches like the bound one, as csrc's SteadyTuple."""
-        program, tokens, positions, _ = self._draft_inputs
-        others = [
-            (address, inputs[name])
-            for name, (address, _) in self._memory.input_places.items()
-            if name not in ("tokens", "positions")
-        ]
+        """Its program and the places of its inputs, as csrc's SteadyTuple. `inputs`: of a batch of one row for each
+        sequence, of which the other rows of a sequence have the same numbers.
+        """
+        places = dict(self._memory.input_places)
+        by_row = [places.pop(name, (0, 0))[0] for name in ("tokens", "positions", "output_rows")]
+        others = [(address, inputs[name]) for name, (address, _) in places.items()]
         slots = [(inputs[name].layer.group, slot.native) for slot, name in self._slots]
-        return program, *self._n_actual, tokens, positions, others, slots
+        return self._program, *by_row, others, slots
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether batches may have fewer rows than the plan."""
+        return not self._n_uncounted
 
     def has_program(self, program: Any) -> bool:
         """Whether this is its program, and the memory that it was compiled for is where it was."""
@@ -257,6 +259,13 @@ class CpuExecutable(Executable):
     def outputs(self) -> tuple[torch.Tensor, ...]:
         """The outputs of the latest batch."""
         return self._outputs
+
+    def compile(self, inputs: Mapping[str, Any]) -> None:
+        """Makes the program for a batch's cache, if it was not made or if the cache or the scratch memory has moved."""
+        layers = inputs.layers if isinstance(inputs, BatchInputs) else None
+        if layers is None or layers is not self._given_layers or self._memory.start != self._compiled_at:
+            self._find_layers(inputs)
+            self._given_layers = layers
 
     def _find_layers(self, inputs: Mapping[str, Any]) -> None:
         """Compile again if layers of the cache, or the scratch memory, are elsewhere."""
@@ -361,6 +370,14 @@ class _Joint:
             return None
         self._bind(inputs)
         return CpuSteady(self._members, self._team, inputs, n_groups, settings)
+
+    def add_to(self, steady: SteadyProgram) -> bool:
+        if not isinstance(steady, CpuSteady) or not all(member.counts_rows for member in self._members):
+            return False
+        for member, own in zip(self._members, steady.inputs, strict=True):
+            member.compile(own)
+        steady.add(self._members)
+        return True
 
     def _bind(self, inputs: Sequence[Mapping[str, Any]]) -> None:
         for member, own in zip(self._members, inputs, strict=True):

@@ -42,7 +42,7 @@ HAS_RECURRENT = core is not None and hasattr(
     core, "StateBatch"
 )  # False: built before there were such kernels
 HAS_SAMPLER = core is not None and hasattr(core, "RowSampler")
-HAS_STEADY = core is not None and hasattr(core.Team, "steps")
+HAS_STEADY = core is not None and hasattr(core.Team, "rows")
 HAS_LOOKUP = core is not None and hasattr(getattr(core, "TextIndex", None), "index")
 HAS_SHARED_GROUP = core is not None and hasattr(core, "SharedGroup")
 HAS_MESSAGES = core is not None and hasattr(core, "TaggedMemory")

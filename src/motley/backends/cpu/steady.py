@@ -1,4 +1,4 @@
-"""The same sequences in step after step, with one token each: all that stays the same is staged once."""
+"""The same sequences in step after step: all that stays the same is staged once."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ class CpuSteady:
         n_groups: int,
         settings: Sequence[Any],
     ) -> None:
-        """`inputs`: of a batch that the members are bound to."""
-        self._members = members
+        """`inputs`: of a batch of one row for each sequence, which the members are bound to."""
         self._team = team
         self._settings = settings  # the native object has their addresses
-        devices = [member.steady_inputs(own) for member, own in zip(members, inputs, strict=True)]
-        self._programs = [device[0] for device in devices]
+        self._programs: list[tuple[CpuExecutable, Any]] = []  # all that it may run, with their executables
+        self._native = core.SteadyBatch(len(settings), n_groups, members[0].outputs[0].shape[1], settings)
+        self.inputs = inputs
+        self.add(members)
+
+    def add(self, members: Sequence[CpuExecutable]) -> None:
+        """Adds the crew's programs for steps of more rows. They must have been compiled."""
+        devices = [member.steady_inputs(own) for member, own in zip(members, self.inputs, strict=True)]
+        self._programs += [(member, device[0]) for member, device in zip(members, devices, strict=True)]
         logits = members[0].outputs[0]
-        self._native = core.SteadyBatch(
-            devices, len(settings), n_groups, logits.data_ptr(), logits.shape[1], settings
-        )
+        self._native.add(len(logits), devices, logits.data_ptr())
 
     @property
     def is_current(self) -> bool:
-        own = zip(self._members, self._programs, strict=True)
-        return all(member.has_program(program) for member, program in own)
+        return all(member.has_program(program) for member, program in self._programs)
 
     def place(self, group: int, block_size: int, tables: Sequence[tuple[int, Any]]) -> None:
         rows = [(row, 1, first, first, blocks) for row, (first, blocks) in enumerate(tables)]
@@ -51,4 +54,10 @@ class CpuSteady:
         stops: Sequence[int] = (),
     ) -> list[list[int]]:
         found: list[list[int]] = self._team.steps(self._native, tokens, positions, indexes, n_rounds, stops)
+        return found
+
+    def run_rows(
+        self, tokens: list[int], counts: list[int], positions: list[int], indexes: list[int]
+    ) -> list[int]:
+        found: list[int] = self._team.rows(self._native, tokens, counts, positions, indexes)
         return found

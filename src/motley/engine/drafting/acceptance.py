@@ -32,7 +32,7 @@ class WatchedDraft(NamedTuple):
     n_right: int = 0  # of the draft, once they have come
 
 
-@dataclass
+@dataclass(slots=True)
 class _Average:
     """Tokens that were right, and the number that this is compared with. Old tokens lose weight."""
 
@@ -67,32 +67,31 @@ class Acceptance:
     def note(self, request: Request, draft: Draft, n_right: int, is_rejected: bool) -> None:
         """Records how many tokens of a draft were right, and whether one was wrong."""
         n_seen = n_right + is_rejected
-        self._note_yield(request, draft, n_right)
-        n_expected = n_seen * self._usual(draft.drafter, draft.grade)
-        _request_average(request).add(n_right, n_expected, _REQUEST_KEEP)
-        self._all.setdefault((draft.drafter, draft.grade), _Average()).add(n_right, n_seen, _ALL_KEEP)
+        average = self._all.setdefault((draft.drafter, draft.grade), _Average())
+        usual = average.rate(self.priors[draft.drafter][draft.grade], _ALL_WEIGHT)
+        own = _request_average(request)
+        if not draft.parents:
+            rate, n = min(_MAX_RATE, usual * own.rate(1.0, _REQUEST_WEIGHT)), len(draft.tokens)
+            n_expected = rate * (1 - rate**n) / (1 - rate)
+            request.memory.setdefault(_YIELD, _Average()).add(n_right, n_expected, _YIELD_KEEP)
+        own.add(n_right, n_seen * usual, _REQUEST_KEEP)
+        average.add(n_right, n_seen, _ALL_KEEP)
 
-    def yield_ratio(self, request: Request) -> float:
-        """Tokens that the request's drafts gave, divided by the tokens that its rates predict; at most 1.
+    def chance(self, request: Request, drafter: str, grade: int) -> tuple[float, float]:
+        """`rate`, or 0.0 as long as such drafts are only watched, because too little is known of them; and the yield:
+        tokens that the request's drafts gave, divided by the tokens that its rates predict; at most 1.
 
         Rates predict too many tokens for a text that mostly continues as drafted or not at all.
         """
-        own: _Average | None = request.memory.get(_YIELD)
-        return 1.0 if own is None else min(1.0, own.rate(1.0, _YIELD_WEIGHT))
-
-    def _note_yield(self, request: Request, draft: Draft, n_right: int) -> None:
-        if draft.parents:
-            return
-        rate, n = self.rate(request, draft.drafter, draft.grade), len(draft.tokens)
-        n_expected = rate * (1 - rate**n) / (1 - rate)
-        request.memory.setdefault(_YIELD, _Average()).add(n_right, n_expected, _YIELD_KEEP)
-
-    def is_trusted(self, request: Request, drafter: str, grade: int) -> bool:
-        """Whether such drafts are reliable enough to be computed; until then they are only watched."""
-        own = request.memory.get(_REQUEST_RATE)
-        return self.priors[drafter][grade] >= _MIN_TRUSTED_RATE or (
-            own is not None and own.n_of + own.n_right >= _MIN_EVIDENCE
-        )
+        memory = request.memory
+        own: _Average | None = memory.get(_REQUEST_RATE)
+        yields: _Average | None = memory.get(_YIELD)
+        ratio = 1.0 if yields is None else min(1.0, yields.rate(1.0, _YIELD_WEIGHT))
+        prior = self.priors[drafter][grade]
+        if prior < _MIN_TRUSTED_RATE and (own is None or own.n_of + own.n_right < _MIN_EVIDENCE):
+            return 0.0, ratio
+        factor = 1.0 if own is None else own.rate(1.0, _REQUEST_WEIGHT)
+        return min(_MAX_RATE, self._usual(drafter, grade) * factor), ratio
 
     def watch(self, request: Request, draft: Draft, n_wanted: int = 0) -> None:
         """Keeps a draft that is not used, to compare it with the tokens that come: this costs no rows."""

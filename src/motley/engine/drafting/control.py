@@ -34,6 +34,9 @@ class _Best(NamedTuple):
 # A drafted token that a step may compute: minus the probability that it is right and used (so slots sort by it), the
 # order of its draft among the drafts, and the tokens before it in its draft. Plain tuples: a step may have a hundred.
 _Slot = tuple[float, int, int]
+_Chance = tuple[
+    float, float
+]  # the probability that a draft's token is right, and its request's yield: `Acceptance`
 
 
 class Control(Protocol):
@@ -132,11 +135,12 @@ class AdaptiveControl:
     def allot(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> Drafts:
         if not self.costs.is_known(n_rows):
             return {}  # a step without drafts tells
-        rates = self._rates(drafts, n_rows)
-        yields = [self.acceptance.yield_ratio(request) for request in drafts]
-        if not self._can_pay(drafts, rates, yields, n_rows):
-            return self._cut(drafts, {}, {})
-        slots = _slots(drafts, rates, yields)[:room]
+        chances = self._chances(drafts, n_rows)
+        if not self._can_pay(drafts, chances, n_rows):
+            for request, draft in drafts.items():
+                self.acceptance.watch(request, draft)
+            return {}
+        slots = _slots(drafts, chances)[:room]
         is_paid = any(
             draft.drafter in self._costly for draft in drafts.values()
         )  # then plans are made as well
@@ -153,14 +157,13 @@ class AdaptiveControl:
         return self.costs.is_known(n_rows)
 
     def is_worth_waiting(self, drafts: Mapping[Request, Draft], n_rows: int, room: int) -> bool:
-        rates = self._rates(drafts, n_rows)
-        yields = [1.0] * len(rates)
+        chances = [(rate, 1.0) for rate, _ in self._chances(drafts, n_rows)]
         best = _Best(0)
-        if self._can_pay(drafts, rates, yields, n_rows):
-            slots = _slots(drafts, rates, yields)[:room]
+        if self._can_pay(drafts, chances, n_rows):
+            slots = _slots(drafts, chances)[:room]
             best = self._best(slots, n_rows, _n_min(drafts), may_plan=False)
             # If the tokens that are being computed are not the drafts' first ones, the step waits for nothing.
-            p_first, base = max(rates), self.costs.seconds(n_rows)
+            p_first, base = max(rate for rate, _ in chances), self.costs.seconds(n_rows)
             n_tokens = n_rows + p_first * _expected(slots[: best.n_tokens])
             longer = self.costs.seconds(n_rows + best.n_tokens) - base
             seconds = base + p_first * longer + self._late_seconds(n_rows)
@@ -171,9 +174,11 @@ class AdaptiveControl:
             self.acceptance.watch(request, draft, min(per_draft, len(draft.tokens)))
         return False
 
-    def _rates(self, drafts: Mapping[Request, Draft], n_rows: int) -> list[float]:
-        """The probability that a token of each draft is right; 0.0: more has to be known before one is used."""
-        rates, acceptance = [], self.acceptance
+    def _chances(self, drafts: Mapping[Request, Draft], n_rows: int) -> list[_Chance]:
+        """For each draft the probability that a token is right, 0.0 if more has to be known before one is used, and
+        its request's yield.
+        """
+        chances, acceptance = [], self.acceptance
         for request, draft in drafts.items():
             unused = acceptance.check_watched(request)
             if unused is not None and unused.n_wanted:
@@ -181,22 +186,19 @@ class AdaptiveControl:
                 n_gained = min(unused.n_right, unused.n_wanted)
                 lost = self.costs.seconds(n_rows + unused.n_wanted) - base + self._late_seconds(n_rows)
                 self._plans.credit(n_gained * base / n_rows - lost)
-            is_trusted = acceptance.is_trusted(request, draft.drafter, draft.grade)
-            rates.append(acceptance.rate(request, draft.drafter, draft.grade) if is_trusted else 0.0)
-        return rates
+            chances.append(acceptance.chance(request, draft.drafter, draft.grade))
+        return chances
 
-    def _can_pay(
-        self, drafts: Mapping[Request, Draft], rates: Sequence[float], yields: Sequence[float], n_rows: int
-    ) -> bool:
+    def _can_pay(self, drafts: Mapping[Request, Draft], chances: Sequence[_Chance], n_rows: int) -> bool:
         """Whether any part of the drafts may pay. A quick look, as mostly none does: all their tokens together must be
         worth one row, and the likeliest of them the cheapest row.
         """
-        n_expected, likeliest = 0.0, 0.0
-        for draft, rate, ratio in zip(drafts.values(), rates, yields, strict=True):
-            n_expected += ratio * rate * (1 - rate ** len(draft.tokens)) / (1 - rate)
-            likeliest = max(likeliest, ratio * rate)
+        likeliest = max([rate * ratio for rate, ratio in chances])
         if likeliest < self.costs.row_price(n_rows, _MIN_GAIN):
             return False
+        n_expected = 0.0
+        for draft, (rate, ratio) in zip(drafts.values(), chances, strict=True):
+            n_expected += ratio * rate * (1 - rate ** len(draft.tokens)) / (1 - rate)
         longer = self.costs.seconds(n_rows + 1) / self.costs.seconds(n_rows)
         return n_rows + n_expected >= n_rows * longer * _MIN_GAIN
 
@@ -216,28 +218,31 @@ class AdaptiveControl:
         least = n_rows / base * _MIN_GAIN
         n_tokens, max_tokens = float(n_rows), n_rows + _expected(slots)
         most_rows = 1
-        # Numbers of tokens that pay: minus tokens per second, tokens, the most rows of a request, seconds saved.
+        # Numbers of tokens that pay: minus tokens per second, tokens, the most rows of a request, seconds.
         paying: list[tuple[float, int, int, float]] = []
         costs = self.costs.seconds_from(n_rows + 1, len(slots))
         for n, ((minus_survival, _, n_before), seconds) in enumerate(zip(slots, costs, strict=True), start=1):
-            if max_tokens <= least * seconds:
+            needed = least * seconds
+            if max_tokens <= needed:
                 break  # more rows take no less time
             n_tokens -= minus_survival
             if n_before + 2 > most_rows:
                 most_rows = n_before + 2
-            if n_tokens > least * seconds and n_before + 1 >= n_min:
-                paying.append((-n_tokens / seconds, n, most_rows, n_tokens * base / n_rows - seconds))
-        paying.sort()  # the fastest first: nearly always it has a plan
-        planned = (
-            (n, saved)
-            for _, n, most_rows, saved in paying
-            if may_plan or self._plans.has(n_rows + n, n_rows, most_rows)
-        )
-        n_planned, saved = next(planned, (0, 0.0))
-        if not paying or paying[0][1] == n_planned:
-            return _Best(n_planned)
-        _, n_new, _, new_saved = paying[0]
-        return _Best(n_new) if self._plans.is_enough else _Best(n_planned, n_new, new_saved - saved)
+            if n_tokens > needed and n_before + 1 >= n_min:
+                paying.append((-n_tokens / seconds, n, most_rows, seconds))
+        if not paying:
+            return _Best(0)
+        fastest = min(paying)
+        n_best = fastest[1]
+        if may_plan or self._plans.has(n_rows + n_best, n_rows, fastest[2]):
+            return _Best(n_best)  # nearly always it has a plan
+        if self._plans.is_enough:
+            return _Best(n_best)
+        planned = [each for each in paying if self._plans.has(n_rows + each[1], n_rows, each[2])]
+        if not planned:
+            return _Best(0, n_best, _saved(fastest, base / n_rows))
+        saved = _saved(fastest, base / n_rows) - _saved(min(planned), base / n_rows)
+        return _Best(min(planned)[1], n_best, saved)
 
     def _cut(
         self, drafts: Mapping[Request, Draft], lengths: Mapping[Request, int], wanted: Mapping[Request, int]
@@ -305,18 +310,21 @@ def _survivals(draft: Draft, rate: float, n_min: int) -> list[float]:
     return survivals
 
 
-def _slots(drafts: Mapping[Request, Draft], rates: Sequence[float], yields: Sequence[float]) -> list[_Slot]:
-    """All drafted tokens, the likeliest to survive first. `rates`, `yields`: of each draft."""
-    slots = [
-        (-survival * ratio, order, n_before)
-        for order, ((request, draft), rate, ratio) in enumerate(
-            zip(drafts.items(), rates, yields, strict=True)
-        )
-        for n_before, survival in enumerate(_survivals(draft, rate, request.speculation.draft_min))
-    ]
+def _slots(drafts: Mapping[Request, Draft], chances: Sequence[_Chance]) -> list[_Slot]:
+    """All drafted tokens, the likeliest to survive first."""
+    slots: list[_Slot] = []
+    for order, ((request, draft), (rate, ratio)) in enumerate(zip(drafts.items(), chances, strict=True)):
+        survivals = _survivals(draft, rate, request.speculation.draft_min)
+        slots += [(-survival * ratio, order, n_before) for n_before, survival in enumerate(survivals)]
     if len(drafts) > 1:
         slots.sort()
     return slots
+
+
+def _saved(paying: tuple[float, int, int, float], per_token: float) -> float:
+    """The seconds that a step saves, of those that its tokens take without drafts. `paying`: as in `_best`."""
+    minus_rate, _, _, seconds = paying
+    return -minus_rate * seconds * per_token - seconds
 
 
 def _expected(slots: Sequence[_Slot]) -> float:

@@ -164,6 +164,7 @@ class PlanAccount:
         """`preparation`: what a step needs; equal values are one plan. `price`: its seconds; 0.0: unknown."""
         self._preparation = cache(preparation)
         self._made: set[Hashable] = set()
+        self._latest = (0, 0, 0)  # the steps of the latest `add`
         self._is_given = price > 0
         self._price = price  # unless given, of the cheapest so far, as the first one also loads other things
         self._saved = 0.0
@@ -181,7 +182,10 @@ class PlanAccount:
 
     def add(self, n_rows: int, n_requests: int = 0, most_rows: int = 1) -> None:
         """Records that there is a plan for such steps."""
-        self._made.add(self._preparation(n_rows, n_requests or n_rows, most_rows))
+        step = n_rows, n_requests or n_rows, most_rows
+        if step != self._latest:  # mostly the same as in the step before
+            self._made.add(self._preparation(*step))
+            self._latest = step
 
     def has(self, n_rows: int, n_requests: int = 0, most_rows: int = 1) -> bool:
         """Whether there is a plan for such a step."""

@@ -287,6 +287,10 @@ class Speculator:
         """Whether a drafter learns from all rows of its drafts."""
         return drafter in self._learners
 
+    def learns_from(self, drafts: Mapping[Request, Draft]) -> bool:
+        """Whether a drafter learns from all rows of one of these drafts."""
+        return bool(self._learners) and any(draft.drafter in self._learners for draft in drafts.values())
+
     def learn(self, request: Request, draft: Draft, outputs: Sequence[int]) -> None:
         """Tells a drafter the likeliest tokens after a request's last token and after each token of its draft."""
         try:
