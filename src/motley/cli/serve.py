@@ -12,12 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
-from motley.cli import options
 from motley.cli.console import reporting_errors
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions
-from motley.cli.loading import LoadOptions
-from motley.cli.sampling import SamplingOptions
+from motley.cli.options.loading import LoadOptions
+from motley.cli.options.output import Debug
+from motley.cli.options.sampling import SamplingOptions
+from motley.cli.options.text import Predict
 from motley.engine import SamplingParams
 from motley.errors import ConfigError
 
@@ -125,11 +126,11 @@ class ServerOptions:
 @with_groups
 def serve(
     source: ModelOptions = ModelOptions(),
-    predict: options.Predict = None,
+    predict: Predict = None,
     server: ServerOptions = ServerOptions(),
     chosen: LoadOptions = LoadOptions(),
     sampling: SamplingOptions = SamplingOptions(),
-    debug: options.Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Serve a model over HTTP: the APIs of OpenAI, Anthropic and llama-server.
 
