@@ -84,7 +84,7 @@ def test_crews_give_the_same_logits_and_the_same_choices(converted: Converted) -
 
 
 def test_no_layer_has_more_than_two_collectives_however_unequal_the_crew_is(converted: Converted) -> None:
-    """Also where one device has all heads of a layer, and another device its FFN, of one unit. One more gathers logits."""
+    """Also where one device has all heads of a layer, another one its FFN of one unit. One more gathers the logits."""
     spec = read_spec(converted.driver.path)
     params = read_params(spec)
     for shares in (UNEQUAL, (1, 3), (3, 1), (20, 0, 3, 2), (1, 3, 20, 2), (1,) * 20):
