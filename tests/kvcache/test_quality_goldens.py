@@ -15,7 +15,7 @@ from motley.quality.divergence import RowDivergence
 DENSE = ("gemma3", "llama", "phi3", "qwen2", "qwen3")
 # One expert that is chosen otherwise costs much and dominates the mean: judged by the median and by the best 90 %.
 WITH_EXPERTS = ("glm4moe", "gpt-oss", "qwen3moe", "qwen3vlmoe")
-# llama.cpp rounds the range of gpt-oss's rope. So its logits differ from transformers', and what a cache type costs it is
+# llama.cpp rounds the range of gpt-oss's rope, so its logits differ from transformers': what a cache type costs it is
 # measured against its own logits with an f32 cache. We are measured against transformers.
 AGAINST_ITSELF = ("gpt-oss",)
 ARCHITECTURES = (*DENSE, *WITH_EXPERTS)
