@@ -37,7 +37,6 @@ from motley.engine.options import (
     read_params_of_list,
     read_path,
     read_prompt,
-    require_chat,
 )
 from motley.engine.service import closed_error
 from motley.engine.sessions import SessionStore
@@ -50,6 +49,7 @@ from motley.runtime.exchange import CacheExchange, identity_of
 from motley.runtime.traffic import token_bytes
 from motley.runtime.warm_up import WarmUp
 from motley.text import ChatTemplate, Tokenizer
+from motley.text.messages import normalise_messages
 from motley.units import parse_bytes
 
 Prompt = str | Sequence[int]
@@ -294,7 +294,7 @@ class LLM:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, params: ParamsLike | None = None, **sampling: Any
     ) -> Completion:
-        """Answer a conversation: messages with a role and content, as the model's chat template expects them."""
+        """Answer a conversation: messages with a role and content, which is text or a list of parts with text."""
         return self.stream_chat(messages, params=params, **sampling).finish()
 
     def stream_chat(
@@ -576,8 +576,8 @@ class LLM:
         return requests
 
     def _submit_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams) -> Request:
-        require_chat(messages)
-        tokens = self.tokenizer.encode_marked(self.chat_template.render_marked(messages))
+        marked = self.chat_template.render_marked(normalise_messages(messages))
+        tokens = self.tokenizer.encode_marked(marked)
         return self._submit(tokens, params.with_stops(self.chat_template.stops), continues_prompt=False)
 
     def _tokens(self, prompt: Prompt, parse_special: bool = True) -> list[int]:

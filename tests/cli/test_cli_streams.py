@@ -36,6 +36,15 @@ def test_a_full_disk_is_one_line_and_a_hint(command: str) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("command", ["--help", "devices"])
+def test_a_terminal_of_unknown_width_is_one_of_80_columns(command: str) -> None:
+    unknown, usual = (run(command, COLUMNS=width).stdout for width in ("0", "80"))
+    assert len(unknown) > 100
+    assert [line.split()[:1] for line in unknown.splitlines()] == [
+        line.split()[:1] for line in usual.splitlines()
+    ]
+
+
 def test_a_closed_stream_is_an_empty_one() -> None:
     assert run("run <&-").returncode == 0
     assert run("tokenize -p Hi >&-").returncode == 0

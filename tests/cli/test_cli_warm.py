@@ -15,7 +15,8 @@ from typer.testing import Result
 from motley import llm as llm_module
 from motley.cli import console, warm
 from motley.cli.console import loading_bar
-from motley.cli.loading import LoadOptions, load
+from motley.cli.loading import load
+from motley.cli.options.loading import LoadOptions
 from motley.runtime import crew, defaults
 from motley.runtime.crew import make_crew
 from motley.runtime.warm_up import WarmUp

@@ -60,6 +60,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
         ({"One"}, None, "set"),
         ({"prompt": "One"}, None, "dict"),
         ([1, "two"], None, "list"),
+        ([True], None, "list"),
         (["One", b"Two"], None, r"prompts\[1\]: .*bytes"),
         (["One", 3], None, r"prompts\[1\]: .*int"),
         (["One", [10**9]], None, r"prompts\[1\]: token id"),

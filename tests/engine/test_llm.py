@@ -172,10 +172,30 @@ def test_a_prompt_is_text_or_token_ids(llm: LLM, prompt: Any) -> None:
         llm.generate(prompt, max_tokens=1)
 
 
-@pytest.mark.parametrize("messages", ["hi", [3]])
-def test_a_chat_is_a_list_of_messages(llm: LLM, messages: Any) -> None:
-    with pytest.raises(RequestError, match="list of messages"):
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ("hi", "messages must be a list"),
+        ({"role": "user", "content": "hi"}, "messages must be a list"),
+        ([3], r"messages\[0\] is not an object"),
+        ([{"content": "hi"}], r"messages\[0\] has no role"),
+        ([{"role": "user", "content": 5}], "neither text nor a list of parts"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image input"),
+    ],
+)
+def test_messages_that_no_template_reads_are_refused(llm: LLM, messages: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
         llm.chat(messages, max_tokens=1)
+
+
+def test_parts_of_a_message_are_joined(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "Once "}, {"type": "text", "text": "upon"}]
+    whole, split = (
+        llm.chat([{"role": "user", "content": content}], max_tokens=3, temperature=0)
+        for content in ("Once upon", parts)
+    )
+    assert split.text == whole.text
+    assert split.timings.prompt_tokens == whole.timings.prompt_tokens
 
 
 def test_formats_that_a_device_has_to_unpack_are_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,9 +130,11 @@ def test_some_nesting_is_not_a_defect(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(GGUFError, match=r"absent\.gguf: cannot be opened: No such file"):
+    with pytest.raises(GGUFError, match=r"absent\.gguf: there is no such file"):
         read_spec(tmp_path / "absent.gguf")
-    with pytest.raises(GGUFError, match="cannot be opened"):
+    with pytest.raises(GGUFError, match=r"there is no such file \(~ means nothing here"):
+        read_spec("~/absent.gguf")
+    with pytest.raises(GGUFError, match="this is a folder"):
         read_spec(tmp_path)
 
 

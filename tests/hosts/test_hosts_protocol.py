@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motley import LLM
-from motley.cli.loading import LoadOptions
+from motley.cli.options.loading import LoadOptions
 from motley.errors import ConfigError, DeviceError
 from motley.kvcache.arena import GroupBatch, SequenceTable
 from motley.kvcache.sequences import BlockCopy, BlockShift

@@ -28,11 +28,14 @@ from tiny_models import (
 )
 
 from motley import LLM
-from motley.models import ARCHITECTURES
+from motley.gguf import read_spec
+from motley.models import ARCHITECTURES, BatchShape, GraphOptions, read_params
+from motley.runtime import ModelSplit, make_crew
 
 TOLERANCE = 1e-3  # against transformers
-# Each model meets two of them.
+# Each model runs on two of them, and on UNEQUAL, where one device has all heads, or all of the FFN, of some layers.
 CREWS = ((1, 1), (3, 1), (2, 1, 1), (1, 0, 1), (1, 1, 1, 1), (1,) * 5, (1,) * 7)
+UNEQUAL = (3, 2)
 BATCHING_TOLERANCE = 1e-4  # of one engine against itself
 WITH_STATES = ("qwen3next", "qwen35", "qwen35moe")
 STATE_TOLERANCE = 5e-4  # the same with recurrent states, where rounding errors of all rows add up
@@ -73,11 +76,23 @@ def test_logits_are_those_of_transformers(converted: Converted) -> None:
 def test_crews_give_the_same_logits_and_the_same_choices(converted: Converted) -> None:
     n_tokens, model = 24, converted.model
     start = TINY_MODELS.index(model)
-    for crew in (CREWS[start % len(CREWS)], CREWS[(start + 3) % len(CREWS)]):
+    for crew in (CREWS[start % len(CREWS)], CREWS[(start + 3) % len(CREWS)], UNEQUAL):
         with closing(ModelDriver(converted.driver.path, model.n_ctx, crew)) as driver:
             logits = driver.logits(converted.tokens[:n_tokens])
         assert _difference(logits, converted.logits[:n_tokens]) <= TOLERANCE, crew
         assert torch.equal(logits.argmax(-1), converted.logits[:n_tokens].argmax(-1)), crew
+
+
+def test_no_layer_has_more_than_two_collectives_however_unequal_the_crew_is(converted: Converted) -> None:
+    """Also where one device has all heads of a layer, another one its FFN of one unit. One more gathers the logits."""
+    spec = read_spec(converted.driver.path)
+    params = read_params(spec)
+    for shares in (UNEQUAL, (1, 3), (3, 1), (20, 0, 3, 2), (1, 3, 20, 2), (1,) * 20):
+        for way in ("ffn", "whole"):
+            crew = make_crew(["cpu"] * len(shares), "tensor", shares, split_experts=way)
+            split = ModelSplit(spec, params, crew, GraphOptions(converted.model.n_ctx))
+            found = split.split(BatchShape(1, 1)).collectives
+            assert len(found) <= 2 * params.n_layers + 1, (shares, way)
 
 
 def test_every_architecture_is_compared() -> None:

@@ -5,12 +5,14 @@ The messages name the tensor. Metadata is that of the sound file, and nothing ha
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hf_to_gguf import GGUFContent, to_gguf
@@ -127,6 +129,63 @@ def test_a_tensor_of_a_type_that_is_no_weight_is_refused(spec: ModelSpec, type_n
         message = refusal(changed(spec, replace(info, type_name=type_name)))
         assert f"{name!r}" in message, (name, message)
         assert type_name in message
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (GLM4MOE, "blk.1.exp_probs_b.bias"),  # a NaN would only change the choice of experts
+        (GPT_OSS, "blk.0.ffn_gate_inp.bias"),
+        (GPT_OSS, "blk.2.ffn_down_exps.bias"),
+        (GPT_OSS, "blk.1.attn_sinks.weight"),
+        (QWEN3MOE, "blk.1.ffn_gate_inp.weight"),
+        (QWEN3NEXT, "blk.0.ssm_dt.bias"),
+        (QWEN3MOE, "output_norm.weight"),
+    ],
+    ids=lambda each: getattr(each, "name", each),
+)
+def test_small_tensors_with_values_that_are_no_numbers_are_refused(
+    tmp_path: Path, model: TinyModel, name: str, value: float
+) -> None:
+    content = to_gguf(model.build())
+    n_values = spoil(content, name, value)
+    message = refusal(read_spec(content.write(tmp_path / "model.gguf")))
+    assert f"1 of {n_values} values of the tensor {name!r} are NaN or infinite" in message
+
+
+def test_a_prediction_layer_with_a_nan_is_refused(tmp_path: Path) -> None:
+    content = with_nextn(GLM4MOE)
+    spoil(content, "blk.2.nextn.hnorm.weight", math.nan)
+    assert "'blk.2.nextn.hnorm.weight'" in refusal(read_spec(content.write(tmp_path / "model.gguf")))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(GLM4MOE, "exp_probs_b.bias"), (GPT_OSS, "ffn_gate_inp.bias"), (GPT_OSS, "attn_sinks.weight")],
+    ids=lambda each: getattr(each, "name", each),
+)
+def test_a_bias_of_minus_infinity_excludes_an_expert_or_a_sink(
+    tmp_path: Path, model: TinyModel, name: str, backend: str
+) -> None:
+    logits = []
+    for value in (-math.inf, -1e30):
+        content = to_gguf(model.build())
+        for full in [full for full in content.tensors if full.endswith(name)]:
+            spoil(content, full, value)
+        path = content.write(tmp_path / "model.gguf")
+        with LLM(path, n_ctx=32, n_parallel=1, backend=backend) as llm:
+            logits.append(llm.logits(list(range(20))))
+    assert np.isfinite(logits[0]).all()
+    assert np.array_equal(*logits)
+
+
+def spoil(content: GGUFContent, name: str, value: float) -> int:
+    """Set the first value of a tensor; the number of its values."""
+    content.tensors[name] = content.tensors[name].clone()
+    content.tensors[name].view(-1)[0] = value
+    return content.tensors[name].numel()
 
 
 def loading(done: int, total: int) -> None:

@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from motley.errors import ConfigError, DeviceError, MotleyError
@@ -159,6 +160,12 @@ REFUSALS: list[tuple[dict[str, Any], type[MotleyError], str]] = [
     ({"device_memory": "2GiB,0"}, ConfigError, "'0' is not an amount of memory"),
     ({"device_memory": (2.5e9, -3)}, ConfigError, "is not an amount of memory"),
 ]
+
+
+@pytest.mark.usefixtures("machine")
+def test_proportions_may_be_an_array() -> None:
+    crew = make_crew("cpu,cpu", "tensor", np.array([3.0, 1.0]))
+    assert crew.shares[0] == 3 * crew.shares[1]
 
 
 @pytest.mark.usefixtures("machine")

@@ -11,8 +11,8 @@ import pytest
 
 from motley.errors import TemplateError
 from motley.text import ChatTemplate
+from motley.text.messages import normalise_messages, template_variables
 from motley.text.tools import ChatFormat, ParsedAnswer, Style, derive_format
-from motley.text.tools.messages import normalise_messages, template_variables
 
 WEATHER = {
     "type": "function",

@@ -36,6 +36,10 @@ def main() -> None:
     which takes longer than a user wants to wait and has nothing to do: models are closed, files are written.
     """
     mark("Python")
+    if (
+        os.environ.get("COLUMNS", "").strip() == "0"
+    ):  # a terminal of unknown width; rich would print empty lines
+        del os.environ["COLUMNS"]
     is_ignored = (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     )  # after nohup, or in the background of a script

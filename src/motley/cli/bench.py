@@ -26,12 +26,14 @@ from motley.bench import (
     read_bandwidth,
     write_random_model,
 )
-from motley.cli import options
 from motley.cli.bench_plot import Series, draw
 from motley.cli.console import reporting_errors, say, stdout, steps_bar
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions, check_writable, write_file
-from motley.cli.loading import CrewOptions, say_kernels
+from motley.cli.loading import say_kernels
+from motley.cli.options.loading import CrewOptions
+from motley.cli.options.output import Debug, Json
+from motley.cli.options.speculation import ModelDraft
 from motley.cli.svg import COLOURS
 from motley.errors import ConfigError
 from motley.formats import get_format
@@ -175,11 +177,11 @@ def bench(
     v_types: VTypes = None,
     repetitions: Repetitions = 3,
     spec: BenchSpec = None,
-    model_draft: options.ModelDraft = None,
+    model_draft: ModelDraft = None,
     chosen: CrewOptions = CrewOptions(),
     plot: Plot = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Measure the speed of prompts and of decoding, by context depth, weight format and KV cache type.
 

@@ -9,8 +9,9 @@ import typer
 from rich import box
 from rich.table import Table
 
-from motley.cli import options
 from motley.cli.console import reporting_errors, stdout
+from motley.cli.options.devices import SecretFile
+from motley.cli.options.output import Debug, Json
 from motley.runtime.hosts.calling import describe_host
 from motley.runtime.hosts.protocol import read_secret
 from motley.runtime.inventory import DeviceInfo, inventory
@@ -24,9 +25,9 @@ Host = Annotated[
 
 def devices(
     host: Host = None,
-    secret_file: options.SecretFile = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    secret_file: SecretFile = None,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Show the devices of this machine: name, memory, cores, instruction set.
 

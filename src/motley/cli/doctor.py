@@ -19,8 +19,8 @@ from rich.text import Text
 from motley import __version__
 from motley.bundled import bundled_model_path
 from motley.caches import cache_folder
-from motley.cli import options
 from motley.cli.console import printable, reporting_errors, stdout
+from motley.cli.options.output import Debug, Json
 from motley.errors import ConfigError
 from motley.units import show_bytes
 
@@ -47,7 +47,7 @@ class Finding:
     advice: str = ""
 
 
-def doctor(as_json: options.Json = False, debug: options.Debug = False) -> None:
+def doctor(as_json: Json = False, debug: Debug = False) -> None:
     """Check this installation: what is there, what is missing, and what to install.
 
     The exit code is 1 if something keeps Motley from working.

@@ -11,12 +11,13 @@ import typer
 from rich import box
 from rich.table import Table
 
-from motley.cli import options
 from motley.cli.console import reporting_errors, stdout, steps_bar
 from motley.cli.effort_plot import draw
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions, check_writable, resolve_text, write_file
-from motley.cli.loading import LoadOptions
+from motley.cli.options.loading import LoadOptions
+from motley.cli.options.output import Debug, Json
+from motley.cli.options.text import Chunks, File, Prompt
 from motley.errors import ConfigError
 from motley.gguf import read_spec
 from motley.models import read_params
@@ -54,16 +55,16 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw 
 @with_groups
 def effort_quality(
     source: ModelOptions = ModelOptions(),
-    prompt: options.Prompt = None,
-    file: options.File = None,
-    chunks: options.Chunks = 8,
+    prompt: Prompt = None,
+    file: File = None,
+    chunks: Chunks = 8,
     experts: Experts = None,
     layers: Layers = None,
     grid: Grid = False,
     chosen: LoadOptions = LoadOptions(),
     plot: Plot = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Measure what fewer experts or layers cost in quality and gain in speed.
 

@@ -13,11 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from motley.backends import backend_for
-from motley.cli import options
 from motley.cli.console import reporting_errors, stdout
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions, check_writable, write_file
-from motley.cli.loading import DeviceOptions
+from motley.cli.options.cache import CacheTypeK, CacheTypeV, KvRotation
+from motley.cli.options.devices import DeviceOptions
+from motley.cli.options.output import Debug, Json
 from motley.cli.picture import draw
 from motley.gguf import read_spec
 from motley.kvcache.types import get_cache_type
@@ -39,13 +40,13 @@ All = Annotated[
 def explain_command(
     source: ModelOptions = ModelOptions(),
     chosen: DeviceOptions = DeviceOptions(),
-    cache_type_k: options.CacheTypeK = "f16",
-    cache_type_v: options.CacheTypeV = "f16",
-    kv_rotation: options.KvRotation = True,
+    cache_type_k: CacheTypeK = "f16",
+    cache_type_v: CacheTypeV = "f16",
+    kv_rotation: KvRotation = True,
     show_all: All = False,
     svg: Svg = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Show how a model would be split over devices, and why they would communicate.
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motley.bundled import bundled_model_path
-from motley.cli import options
 from motley.cli.hub_names import is_hub_name, parse_name
+from motley.cli.options.model import HfFile, HfRepo, HfToken, Model, ModelFlag, Offline
 from motley.cli.report import say
 from motley.errors import ConfigError
 from motley.units import show_bytes
@@ -22,12 +22,12 @@ _WRITE_HINT = "FILE must be in a writable folder with free space"
 class ModelOptions:
     """The flags that name a model: a file, or one on a hub."""
 
-    model: options.Model = None
-    model_flag: options.ModelFlag = None
-    hf_repo: options.HfRepo = None
-    hf_file: options.HfFile = None
-    hf_token: options.HfToken = None
-    offline: options.Offline = False
+    model: Model = None
+    model_flag: ModelFlag = None
+    hf_repo: HfRepo = None
+    hf_file: HfFile = None
+    hf_token: HfToken = None
+    offline: Offline = False
 
     @property
     def given(self) -> str | None:

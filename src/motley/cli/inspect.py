@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from motley.backends import backend_for_heads
-from motley.cli import options
 from motley.cli.console import printable, reporting_errors, stdout
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions
+from motley.cli.options.output import Debug, Json
 from motley.errors import MotleyError
 from motley.gguf import ModelSpec, read_spec
 from motley.gguf.inspect import Description, TensorRow, TypeRow, describe
@@ -32,8 +32,8 @@ Tensors = Annotated[bool, typer.Option("--tensors", help="List every tensor.")]
 def inspect(
     source: ModelOptions = ModelOptions(),
     tensors: Tensors = False,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Show what a model file contains, and whether Motley runs it: metadata, bytes by type, tensors.
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from motley.backends import backend_for
-from motley.cli import options
 from motley.cli.console import reporting_errors
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions
-from motley.cli.loading import LoadOptions
+from motley.cli.options.loading import LoadOptions
+from motley.cli.options.output import Debug, Json
 from motley.gguf import read_spec
 from motley.kvcache.types import get_cache_type
 from motley.models import read_params
@@ -40,8 +40,8 @@ _N_BATCH = 512  # tokens per step: layers with a window need room for them
 def kv(
     source: ModelOptions = ModelOptions(),
     chosen: LoadOptions = LoadOptions(),
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Show the KV cache of a model before it is loaded: blocks, bytes on each device, and what each type costs.
 

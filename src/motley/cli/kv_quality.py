@@ -13,11 +13,12 @@ from rich import box
 from rich.table import Table
 
 from motley.bundled import bundled_model_path
-from motley.cli import options
 from motley.cli.console import reporting_errors, say, stdout, steps_bar
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions, check_writable, resolve_text, write_file
-from motley.cli.loading import CrewOptions
+from motley.cli.options.loading import CrewOptions
+from motley.cli.options.output import Debug, Json
+from motley.cli.options.text import Chunks, File, Prompt
 from motley.cli.quality_plot import draw
 from motley.errors import ConfigError
 from motley.gguf import read_spec
@@ -80,9 +81,9 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw 
 @with_groups
 def kv_quality(
     source: ModelOptions = ModelOptions(),
-    prompt: options.Prompt = None,
-    file: options.File = None,
-    chunks: options.Chunks = 8,
+    prompt: Prompt = None,
+    file: File = None,
+    chunks: Chunks = 8,
     types: Types = "f16,q8_0,q5_1,q4_0,iq4_nl,q8_0/q4_0",
     baseline: Baseline = "f32",
     rotation: Rotated = Rotation.BOTH,
@@ -90,8 +91,8 @@ def kv_quality(
     needles: Needles = 20,
     chosen: CrewOptions = CrewOptions(),
     plot: Plot = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Measure what each KV cache type costs in quality and saves in memory.
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import typer
 
-from motley.cli import options
 from motley.cli.console import reporting_errors, steps_bar
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions, resolve_text
-from motley.cli.loading import LoadOptions, load, say_later_kernels
+from motley.cli.loading import load, say_later_kernels
+from motley.cli.options.loading import LoadOptions
+from motley.cli.options.output import Debug, Json
+from motley.cli.options.text import Chunks, File, Prompt
 from motley.errors import ConfigError
 from motley.llm import LLM
 from motley.quality import Score, read_chunks, second_half_nll
@@ -22,12 +24,12 @@ _N_CTX = 512  # as in llama.cpp, so that figures can be compared
 @with_groups
 def perplexity(
     source: ModelOptions = ModelOptions(),
-    prompt: options.Prompt = None,
-    file: options.File = None,
-    chunks: options.Chunks = None,
+    prompt: Prompt = None,
+    file: File = None,
+    chunks: Chunks = None,
     chosen: LoadOptions = LoadOptions(),
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Measure how well a model predicts a text: lower is better, 1 is perfect.
 

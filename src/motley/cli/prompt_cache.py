@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from motley.cli import options
 from motley.cli.conversation import Conversation
+from motley.cli.options.text import PromptCache, PromptCacheAll, PromptCacheReadOnly
 from motley.cli.report import say
 from motley.errors import ConfigError
 from motley.units import show_bytes
@@ -15,9 +15,9 @@ from motley.units import show_bytes
 class PromptCacheOptions:
     """The flags of a session file."""
 
-    prompt_cache: options.PromptCache = None
-    prompt_cache_all: options.PromptCacheAll = False
-    prompt_cache_ro: options.PromptCacheReadOnly = False
+    prompt_cache: PromptCache = None
+    prompt_cache_all: PromptCacheAll = False
+    prompt_cache_ro: PromptCacheReadOnly = False
 
     def load(self, conversation: Conversation) -> None:
         """Reads the file, if there is one."""

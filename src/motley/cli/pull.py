@@ -9,11 +9,12 @@ import typer
 from rich import box
 from rich.table import Table
 
-from motley.cli import options
 from motley.cli.console import reporting_errors, say, stdout
 from motley.cli.hub import Hub
 from motley.cli.hub_names import parse_name
 from motley.cli.inputs import fetch_from_hub
+from motley.cli.options.model import HfFile, HfToken
+from motley.cli.options.output import Debug, Json
 from motley.units import show_bytes
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="USER/REPO, or USER/REPO:QUANT.")]
@@ -21,10 +22,10 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="USER/REPO, or USER/RE
 
 def pull(
     name: Name,
-    hf_file: options.HfFile = None,
-    hf_token: options.HfToken = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    hf_file: HfFile = None,
+    hf_token: HfToken = None,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Download a model from Hugging Face, or continue a broken download.
 
@@ -43,7 +44,7 @@ def pull(
         typer.echo(path)
 
 
-def list_models(as_json: options.Json = False, debug: options.Debug = False) -> None:
+def list_models(as_json: Json = False, debug: Debug = False) -> None:
     """List the models that were downloaded.
 
     \b
@@ -67,7 +68,7 @@ def list_models(as_json: options.Json = False, debug: options.Debug = False) -> 
     stdout().print(table)
 
 
-def remove(name: Name, as_json: options.Json = False, debug: options.Debug = False) -> None:
+def remove(name: Name, as_json: Json = False, debug: Debug = False) -> None:
     """Delete a downloaded model: all its files, or those of one quantization.
 
     \b

@@ -41,9 +41,14 @@ _FLAGS = {
             "draft_min",
             "draft_layers",
             "lookup_answers",
+            "kv_cache_tokens",
+            "kv_cache_bytes",
+            "kv_block_size",
         )
     },
 }
+# What a flag takes besides the values that the hint about the option names.
+_ALSO = {"max_tokens": ", or -1: no limit", "seed": ", or -1: a different one each time"}
 
 # Exit codes.
 USER_ERROR = 2
@@ -80,7 +85,7 @@ def in_flags(error: MotleyError) -> MotleyError:
         return error
     flag = _FLAGS[name[1]]
     message = f"{flag}{' ' if name[2] == '=' else name[2]}{error.message[name.end() :]}"
-    hint = error.hint and re.sub(rf"^{name[1]}\b", flag, error.hint)
+    hint = error.hint and re.sub(rf"^{name[1]}\b", flag, error.hint) + _ALSO.get(name[1], "")
     return type(error)(message, hint=hint) if type(error).__init__ is MotleyError.__init__ else error
 
 

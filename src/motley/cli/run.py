@@ -8,16 +8,30 @@ from dataclasses import asdict
 
 import typer
 
-from motley.cli import options
 from motley.cli.chat import CHAT_TOKENS, chat
 from motley.cli.console import INTERRUPTED, reporting_errors, say
 from motley.cli.conversation import Conversation
 from motley.cli.figures import show_figures, show_speed
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions, resolve_text, unescape
-from motley.cli.loading import LoadOptions, load, say_later_kernels
+from motley.cli.loading import load, say_later_kernels
+from motley.cli.options.loading import LoadOptions
+from motley.cli.options.output import Debug, DisplayPrompt, Json, Markdown
+from motley.cli.options.sampling import SamplingOptions
+from motley.cli.options.text import (
+    ContextShift,
+    ConversationFlag,
+    Escape,
+    File,
+    IgnoreEos,
+    Keep,
+    Predict,
+    Prompt,
+    ReversePrompt,
+    SingleTurn,
+    SystemPrompt,
+)
 from motley.cli.prompt_cache import PromptCacheOptions
-from motley.cli.sampling import SamplingOptions
 from motley.cli.templates import TemplateOptions, resolve_template
 from motley.engine import SamplingParams
 from motley.engine.request import CANCELLED
@@ -29,25 +43,25 @@ from motley.milestones import mark, since_start
 @with_groups
 def run(
     source: ModelOptions = ModelOptions(),
-    prompt: options.Prompt = None,
-    file: options.File = None,
-    system_prompt: options.SystemPrompt = None,
-    conversation: options.Conversation = None,
+    prompt: Prompt = None,
+    file: File = None,
+    system_prompt: SystemPrompt = None,
+    conversation: ConversationFlag = None,
     templates: TemplateOptions = TemplateOptions(),
-    single_turn: options.SingleTurn = False,
-    predict: options.Predict = None,
-    escape: options.Escape = False,
-    reverse_prompt: options.ReversePrompt = None,
-    ignore_eos: options.IgnoreEos = False,
-    context_shift: options.ContextShift = False,
-    keep: options.Keep = 4,
+    single_turn: SingleTurn = False,
+    predict: Predict = None,
+    escape: Escape = False,
+    reverse_prompt: ReversePrompt = None,
+    ignore_eos: IgnoreEos = False,
+    context_shift: ContextShift = False,
+    keep: Keep = 4,
     prompt_cache: PromptCacheOptions = PromptCacheOptions(),
     chosen: LoadOptions = LoadOptions(),
     sampling: SamplingOptions = SamplingOptions(),
-    display_prompt: options.DisplayPrompt = None,
-    markdown: options.Markdown = False,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    display_prompt: DisplayPrompt = None,
+    markdown: Markdown = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Answer a prompt, or chat when there is none.
 

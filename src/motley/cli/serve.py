@@ -6,130 +6,30 @@ import logging
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 
-from motley.cli import options
 from motley.cli.console import reporting_errors
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions
-from motley.cli.loading import LoadOptions
-from motley.cli.sampling import SamplingOptions
+from motley.cli.options.loading import LoadOptions
+from motley.cli.options.output import Debug
+from motley.cli.options.sampling import SamplingOptions
+from motley.cli.options.server import KEYS_VARIABLE, ServerOptions
+from motley.cli.options.text import Predict
 from motley.engine import SamplingParams
 from motley.errors import ConfigError
-
-_SERVER = "Server"
-_KEYS_VARIABLE = "MOTLEY_API_KEY"
-
-
-def _flag(*names: str, text: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_SERVER, **settings)
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """The flags that only the server has. Their names are llama-server's."""
-
-    host: Annotated[str, _flag("--host", text="Address to listen on.", metavar="ADDRESS")] = "127.0.0.1"
-    port: Annotated[int, _flag("--port", text="Port to listen on; 0: any free one.", metavar="N", min=0)] = (
-        8080
-    )
-    api_key: Annotated[
-        str | None,
-        _flag(
-            "--api-key",
-            text=f"Comma-separated keys that clients need. Also read from {_KEYS_VARIABLE}.",
-            metavar="KEYS",
-        ),
-    ] = None
-    api_key_file: Annotated[
-        Path | None, _flag("--api-key-file", text="A file with a key on each line.", metavar="FILE")
-    ] = None
-    alias: Annotated[
-        str | None,
-        _flag("-a", "--alias", text="Comma-separated names of the model for clients.", metavar="NAMES"),
-    ] = None
-    tags: Annotated[
-        str | None, _flag("--tags", text="Comma-separated tags of the model.", metavar="TAGS")
-    ] = None
-    chat_template: Annotated[
-        str | None,
-        _flag(
-            "--chat-template", text="A template's name (chatml, llama3, …) or its text.", metavar="TEMPLATE"
-        ),
-    ] = None
-    chat_template_file: Annotated[
-        Path | None, _flag("--chat-template-file", text="A file with a chat template.", metavar="FILE")
-    ] = None
-    reasoning_format: Annotated[
-        str,
-        _flag(
-            "--reasoning-format",
-            text="none: reasoning stays in the content; deepseek, auto: it is returned as reasoning_content.",
-            metavar="FORMAT",
-        ),
-    ] = "auto"
-    reasoning: Annotated[
-        str,
-        _flag(
-            "-rea",
-            "--reasoning",
-            text="on, off: whether the model reasons before it answers; auto: the default of its template.",
-            metavar="MODE",
-        ),
-    ] = "auto"
-    context_shift: Annotated[
-        bool, _flag("--context-shift", text="When the context is full, drop its oldest tokens and continue.")
-    ] = False
-    embeddings: Annotated[
-        bool,
-        _flag(
-            "--embeddings",
-            "--embedding",
-            text="Accepted for compatibility with llama-server: embeddings are always served.",
-        ),
-    ] = False
-    pooling: Annotated[
-        str | None, _flag("--pooling", text="Pooling of embeddings: mean, last, cls, none.", metavar="TYPE")
-    ] = None
-    metrics: Annotated[bool, _flag("--metrics", text="Serve /metrics for Prometheus.")] = False
-    slots: Annotated[bool, _flag("--slots/--no-slots", text="Serve /slots.")] = True
-    slot_save_path: Annotated[
-        Path | None,
-        _flag(
-            "--slot-save-path",
-            text="Folder for saved slots. Default: slots cannot be saved.",
-            metavar="FOLDER",
-        ),
-    ] = None
-    webui: Annotated[bool, _flag("--webui/--no-webui", "--ui/--no-ui", text="Serve the page at /.")] = True
-    cors_origins: Annotated[
-        str,
-        _flag(
-            "--cors-origins",
-            text="Comma-separated origins of web pages that may call; localhost: pages of this machine; *: all pages.",
-            metavar="ORIGINS",
-        ),
-    ] = "*"
-    max_queue: Annotated[
-        int, _flag("--max-queue", text="Maximum of waiting requests; more get a 429.", metavar="N", min=0)
-    ] = 1024
-    restart: Annotated[bool, _flag("--restart", text="Start the engine again if it dies.")] = False
-    log_prompts: Annotated[bool, _flag("--log-prompts", text="Put the text of prompts into the log.")] = False
-    quiet: Annotated[bool, _flag("--log-disable", text="Log no line for each request.")] = False
 
 
 @with_groups
 def serve(
     source: ModelOptions = ModelOptions(),
-    predict: options.Predict = None,
+    predict: Predict = None,
     server: ServerOptions = ServerOptions(),
     chosen: LoadOptions = LoadOptions(),
     sampling: SamplingOptions = SamplingOptions(),
-    debug: options.Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Serve a model over HTTP: the APIs of OpenAI, Anthropic and llama-server.
 
@@ -186,12 +86,12 @@ def _placed(chosen: LoadOptions, path: Path) -> LoadOptions:
 
 
 def _keys(server: ServerOptions) -> tuple[str, ...]:
-    keys = [*_names(server.api_key), *_names(os.environ.get(_KEYS_VARIABLE))]
+    keys = [*_names(server.api_key), *_names(os.environ.get(KEYS_VARIABLE))]
     if server.api_key_file is not None:
         try:
             lines = server.api_key_file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {server.api_key_file}: {error}") from None
+            raise _unreadable("--api-key-file", server.api_key_file, error) from None
         keys += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not keys:
             raise ConfigError(f"{server.api_key_file} has no key", hint="a key on each line")
@@ -206,7 +106,12 @@ def _template(server: ServerOptions) -> str | None:
     try:
         return server.chat_template_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {server.chat_template_file}: {error}") from None
+        raise _unreadable("--chat-template-file", server.chat_template_file, error) from None
+
+
+def _unreadable(flag: str, file: Path, error: OSError | UnicodeDecodeError) -> ConfigError:
+    why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+    return ConfigError(f"cannot read {file}: {why}", hint=f"{flag} takes a text file")
 
 
 def _names(text: str | None) -> tuple[str, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from motley.cli import options
 from motley.cli.inputs import read_text
+from motley.cli.options.text import ChatTemplateFile, ChatTemplateFlag
 from motley.errors import ConfigError
 from motley.text import ChatTemplate, template_names
 from motley.text.named_templates import NAMED
@@ -20,8 +20,8 @@ _NAMED = {**NAMED, "plain": (PLAIN, ("\n\nUser:", "\nUser:"))}
 class TemplateOptions:
     """The flags that choose a chat template."""
 
-    chat_template: options.ChatTemplate = None
-    chat_template_file: options.ChatTemplateFile = None
+    chat_template: ChatTemplateFlag = None
+    chat_template_file: ChatTemplateFile = None
 
     @property
     def chosen(self) -> str | None:

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from motley.cli import options
 from motley.cli.console import printable, reporting_errors, say
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions, resolve_text
+from motley.cli.options.output import Debug, Json
+from motley.cli.options.text import File, Prompt
 from motley.gguf import read_spec
 from motley.text import Tokenizer
 
@@ -25,13 +26,13 @@ NoParseSpecial = Annotated[
 @with_groups
 def tokenize(
     source: ModelOptions = ModelOptions(),
-    prompt: options.Prompt = None,
-    file: options.File = None,
+    prompt: Prompt = None,
+    file: File = None,
     ids: Ids = False,
     no_bos: NoBos = False,
     no_parse_special: NoParseSpecial = False,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Show the tokens of a text: one line each, id and piece.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from motley.cli import options
 from motley.cli.console import loading_bar, reporting_errors, say
 from motley.cli.grouping import with_groups
 from motley.cli.inputs import ModelOptions
-from motley.cli.loading import LoadOptions, say_choices, say_kernels
+from motley.cli.loading import say_choices, say_kernels
+from motley.cli.options.loading import LoadOptions
+from motley.cli.options.output import Debug
 from motley.llm import LLM
 
 
@@ -14,7 +15,7 @@ from motley.llm import LLM
 def warm(
     source: ModelOptions = ModelOptions(),
     chosen: LoadOptions = LoadOptions(),
-    debug: options.Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Compile a model's kernels for this machine's GPUs ahead of its first use.
 

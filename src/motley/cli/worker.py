@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
-from motley.cli import options
 from motley.cli.console import reporting_errors, say
+from motley.cli.options.devices import SecretFile
+from motley.cli.options.model import Threads
+from motley.cli.options.output import Debug
 from motley.runtime.hosts.protocol import read_secret
 from motley.runtime.hosts.serving import WorkerServer
 
@@ -42,11 +44,11 @@ Cache = Annotated[
 
 def worker(
     listen: Listen = "127.0.0.1:29400",
-    secret_file: options.SecretFile = None,
+    secret_file: SecretFile = None,
     models: Models = None,
     cache: Cache = None,
-    threads: options.Threads = None,
-    debug: options.Debug = False,
+    threads: Threads = None,
+    debug: Debug = False,
 ) -> None:
     """Lend this machine's devices to a Motley on this or another machine.
 

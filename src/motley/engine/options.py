@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import fields
 from numbers import Integral
 from pathlib import Path
@@ -65,9 +65,13 @@ def read_prompt(tokenizer: Tokenizer, prompt: Any, parse_special: bool = True) -
     if isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set):
         raise wrong
     try:
-        return [operator.index(token) for token in prompt]
+        tokens = list(prompt)
+        ids = list(map(operator.index, tokens))
     except TypeError:
         raise wrong from None
+    if bool in map(type, tokens):
+        raise wrong
+    return ids
 
 
 def at_index(what: str, i: int, read: Any) -> Any:
@@ -88,11 +92,3 @@ def read_path(what: str, path: Any) -> Path:
     if not str(path) or "\0" in str(found):
         raise ConfigError(f"{what} is {shorten(path)}", hint="no file can have this name")
     return found
-
-
-def require_chat(messages: Any) -> None:
-    if isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages):
-        return
-    raise RequestError(
-        "a chat is a list of messages", hint='for example [{"role": "user", "content": "Hello"}]'
-    )

@@ -49,8 +49,26 @@ def map_file(path: Path) -> mmap.mmap:
                 file.fileno(), 0, mmap.MAP_PRIVATE | no_reserve, mmap.PROT_READ | mmap.PROT_WRITE
             )
     except OSError as error:
-        why = error.strerror or error
-        raise GGUFError(f"{path}: cannot be opened: {why}", hint="may this user read it?") from None
+        raise _cannot_open(path, error) from None
+
+
+def _cannot_open(path: Path, error: OSError) -> GGUFError:
+    match error:
+        case FileNotFoundError() if path.parts[0].startswith("~"):
+            return GGUFError(
+                f"{path}: there is no such file", hint="~ means nothing here: give the whole path"
+            )
+        case FileNotFoundError():
+            hint = None if path.is_absolute() else "the path begins in the current folder"
+            return GGUFError(f"{path}: there is no such file", hint=hint)
+        case IsADirectoryError():
+            return GGUFError(f"{path}: this is a folder", hint="give the path of a .gguf file in it")
+        case PermissionError():
+            return GGUFError(
+                f"{path}: this user may not read it", hint="change the file's permissions or its owner"
+            )
+        case _:
+            return GGUFError(f"{path}: cannot be opened: {error.strerror or error}")
 
 
 def _read_version(cursor: Cursor) -> int:

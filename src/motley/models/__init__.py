@@ -18,7 +18,7 @@ from motley.models.builder import (
     ModelBuilder,
     rotation_size,
 )
-from motley.models.checking import count_nextn, unused_notice, unused_tensors
+from motley.models.checking import check_values, count_nextn, unused_notice, unused_tensors
 from motley.models.params import (
     CYCLIC,
     GROUPED,
@@ -82,12 +82,15 @@ def build_graph(spec: ModelSpec, params: DecoderParams, batch: BatchShape, optio
 def check_tensors(spec: ModelSpec, params: DecoderParams) -> str | None:
     """The sentence about tensors that the model does not read; None if it reads all.
 
-    Raises ModelError if a tensor is missing, has another shape, or would be needed for right answers and is not read.
+    Raises ModelError if a tensor is missing, has another shape, has values that are no numbers (of small tensors), or
+    would be needed for right answers and is not read.
     """
     smallest, options = BatchShape(1, 1), GraphOptions(params.n_ctx_train)
-    names = unused_tensors(spec, lambda: build_graph(spec, params, smallest, options), params.n_layers)
-    if params.n_nextn:
-        build_graph(spec, params.nextn, smallest, options)
+    graph = build_graph(spec, params, smallest, options)
+    names = unused_tensors(spec, graph, params.n_layers)
+    graphs = [graph, build_graph(spec, params.nextn, smallest, options)] if params.n_nextn else [graph]
+    for each in graphs:
+        check_values(spec, each)
     return unused_notice(names)
 
 

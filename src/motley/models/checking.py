@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+
+import torch
 
 from motley.errors import ModelError
 from motley.gguf import ModelSpec
 from motley.graph import Graph
 from motley.graph.ops import Weight
+from motley.graph.roles import QUERY_HEADS, ROUTER
 from motley.models.params import INCOMPLETE, read_count
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -44,12 +47,12 @@ def count_nextn(spec: ModelSpec, n_layers: int) -> int:
     return n_nextn
 
 
-def unused_tensors(spec: ModelSpec, build: Callable[[], Graph], n_layers: int) -> tuple[str, ...]:
+def unused_tensors(spec: ModelSpec, graph: Graph, n_layers: int) -> tuple[str, ...]:
     """Names of tensors that the model does not read. ModelError if a layer has some: answers would be wrong.
 
-    `build` makes the model's graph. Layers after the first `n_layers` (multi-token prediction) are not counted.
+    `graph`: the model's. Layers after the first `n_layers` (multi-token prediction) are not counted.
     """
-    used = {node.op.source for node in build().weights if isinstance(node.op, Weight)}
+    used = {node.op.source for node in graph.weights if isinstance(node.op, Weight)}
     rest = [name for name in spec.tensors if name not in used and not name.startswith("rope_")]
     in_layers = [name for name in rest if _matters(name, n_layers)]
     if in_layers:
@@ -59,6 +62,29 @@ def unused_tensors(spec: ModelSpec, build: Callable[[], Graph], n_layers: int) -
             hint="this variant of the architecture is not supported",
         )
     return tuple(name for name in rest if not _LAYER.match(name))
+
+
+def check_values(spec: ModelSpec, graph: Graph) -> None:
+    """ModelError if a router, a norm, a bias or a sink has a NaN or an infinity.
+
+    A NaN in a bias that only affects the choice of experts would change answers without a sign. Large matrices are not
+    read here: a NaN there makes logits NaN, and requests fail. A bias of a router, or an attention sink, may be -inf:
+    that expert is never chosen, and there is no sink.
+    """
+    for node in graph.weights:
+        assert isinstance(node.op, Weight)
+        role, is_vector = node.op.role, len(node.shape) == 1
+        if role.group != ROUTER and not is_vector:
+            continue
+        values = spec.tensor(node.op.source).unpack()
+        may_be_negative = is_vector and (role.group == ROUTER or role.units == (QUERY_HEADS,))
+        is_good = (values < torch.inf) if may_be_negative else values.isfinite()
+        if not is_good.all():
+            n_bad = int((~is_good).sum())
+            raise ModelError(
+                f"{spec.path}: {n_bad} of {values.numel()} values of the tensor {node.op.source!r} are NaN or infinite",
+                hint="the file was damaged or converted wrongly: download or convert it again",
+            )
 
 
 def unused_notice(names: Collection[str]) -> str | None:

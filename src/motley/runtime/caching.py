@@ -48,11 +48,15 @@ class CacheConfig:
             raise ConfigError(
                 "the KV cache is limited both in tokens and in bytes", hint="give one of the two"
             )
-        for field, what in (("max_tokens", "tokens"), ("max_bytes", "bytes"), ("block_size", "block size")):
+        for field, what in (
+            ("max_tokens", "kv_cache_tokens"),
+            ("max_bytes", "kv_cache_bytes"),
+            ("block_size", "kv_block_size"),
+        ):
             if (value := getattr(self, field)) is None:
                 continue
             if (number := as_int(value)) is None or number < 1:
-                raise ConfigError(f"a KV cache {what} of {value!r} is not a whole number of at least 1")
+                raise ConfigError(f"{what} is {value!r:.60}", hint="it must be a whole number of at least 1")
             object.__setattr__(self, field, number)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(

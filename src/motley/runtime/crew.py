@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -359,6 +359,6 @@ def _listed(value: object) -> list[str]:
         return []
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
-    if not isinstance(value, Sequence):
+    if not isinstance(value, Iterable):
         return [str(value)]
     return [str(part) for part in value]

@@ -19,6 +19,7 @@ from motley.split.lent_layers import lent_demands, place_lent
 from motley.split.localize import LocalGraph, localize
 from motley.split.nested import LayersOfGroups, apart_of_group, shares_of_group
 from motley.split.placement import LAYER, TENSOR, Placement, choose_kv_repeat, place
+from motley.split.residual import residual_demands
 
 _MAX_KEPT = 64  # batch shapes
 
@@ -137,6 +138,8 @@ class ModelSplit:
             states = {name: state for name, state in placement.states.items() if name in names}
             by_layers = self.crew.mode == LAYER and self._layers is None
             demands = demands_of(graph, states, placement.apart, is_cut=own.is_cut, is_by_layers=by_layers)
+            if own.is_cut:
+                demands = residual_demands(graph, states) | demands
             if is_lent and self.crew.lent is not None:
                 demands |= lent_demands(graph, states, self.crew.lent)
             return infer(graph, len(self.crew), states, demands, own.members)

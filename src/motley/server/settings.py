@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from motley.engine.params import SamplingParams
+from motley.errors import ConfigError
+
+_REASONING_FORMATS = ("none", "deepseek", "deepseek-legacy", "auto")
+_REASONING = ("on", "off", "auto")
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,27 @@ class ServerSettings:
     max_queue: int = 1024  # requests that wait beside those that run
     limits: Limits = Limits()
 
+    def __post_init__(self) -> None:
+        """ConfigError for values that the server would only notice with a request, or never."""
+        _require_one_of("--reasoning-format", self.reasoning_format, _REASONING_FORMATS)
+        _require_one_of("--reasoning", self.reasoning, _REASONING)
+        if self.pooling is not None:
+            from motley.engine.embedding import POOLINGS  # here: it needs numpy
+
+            _require_one_of("--pooling", self.pooling, POOLINGS)
+        if self.n_predict < -1:
+            raise ConfigError(f"-n {self.n_predict} is not possible", hint="-n must be an integer >= -1")
+        if self.slot_save_path is not None and not self.slot_save_path.is_dir():
+            raise ConfigError(
+                f"--slot-save-path {self.slot_save_path} is not a folder", hint="make the folder first"
+            )
+
     @property
     def model_name(self) -> str:
         """The id that clients see: the first alias by the alphabet, or the file's name."""
         return min(self.aliases) if self.aliases else self.model.name
+
+
+def _require_one_of(flag: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{flag} {value!r} is unknown", hint=f"there are: {', '.join(known)}")

@@ -89,4 +89,8 @@ def named_template(name: str) -> tuple[str, tuple[str, ...]]:
         return NAMED[name]
     if not name.strip():
         raise TemplateError("the chat template is empty", hint=f"a template, or one of {', '.join(NAMED)}")
+    if "{" not in name:  # a template without variables would give the same prompt for all messages
+        raise TemplateError(
+            f"there is no chat template {name!r:.60}", hint=f"a template, or one of {', '.join(NAMED)}"
+        )
     return name, ()

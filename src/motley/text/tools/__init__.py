@@ -16,6 +16,7 @@ grammar       Lark grammars for llguidance
 
 from __future__ import annotations
 
+from motley.text.messages import normalise_messages, normalise_tools
 from motley.text.tools.derive import derive_format
 from motley.text.tools.events import (
     ArgumentsDelta,
@@ -27,7 +28,6 @@ from motley.text.tools.events import (
     ReasoningDelta,
 )
 from motley.text.tools.format import Reasoning, Style, ToolFormat
-from motley.text.tools.messages import normalise_messages, normalise_tools
 from motley.text.tools.parser import ChatParser, parse_answer
 from motley.text.tools.session import AnswerParser, ChatFormat, ToolSession
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from motley.errors import TemplateError
+from motley.text.messages import template_variables
 from motley.text.template import ChatTemplate
 from motley.text.tools.exceptions import KNOWN_REASONING, exception_for
 from motley.text.tools.format import (
@@ -25,7 +26,6 @@ from motley.text.tools.format import (
     TaggedCall,
     ToolFormat,
 )
-from motley.text.tools.messages import template_variables
 
 USER, CONTENT, REASON = "zquser", "zqcontent", "zqreason"
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")

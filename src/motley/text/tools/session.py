@@ -26,18 +26,18 @@ from typing import Any, Protocol
 
 from motley.errors import RequestError, TemplateError
 from motley.text.marked import MarkedText, join, own
+from motley.text.messages import (
+    normalise_messages,
+    normalise_tools,
+    template_variables,
+    with_descriptions,
+)
 from motley.text.template import ChatTemplate
 from motley.text.tools.derive import derive_format
 from motley.text.tools.events import Event
 from motley.text.tools.format import Style, ToolFormat
 from motley.text.tools.grammar import Choice, GrammarRequest, make_grammar
 from motley.text.tools.harmony import HarmonyParser
-from motley.text.tools.messages import (
-    normalise_messages,
-    normalise_tools,
-    template_variables,
-    with_descriptions,
-)
 from motley.text.tools.parser import ChatParser, new_call_id
 
 # Variables that a request may not set: they are what the request itself is made of.
