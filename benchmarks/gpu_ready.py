@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from benchmarks.reporting import Report
 # What the benchmarks and tests of a GPU import, beside Motley itself; `llguidance` and the server's are not among it.
 PACKAGES = (
     *("torch", "triton", "numpy", "gguf", "tokenizers", "jinja2", "typer", "rich", "prompt_toolkit"),
-    *("pytest", "xdist", "pytest_timeout"),
+    *("pytest", "xdist", "pytest_timeout", "hypothesis"),
 )
 TEXT = "Once upon a time"
 
@@ -64,6 +66,17 @@ def copies(device: str) -> dict[str, float]:
     return {"copies_gb_s": round(source.numel() / min(times) / 1e9, 1)}
 
 
+def command() -> dict[str, Any]:
+    """What `motley run` says: it imports more than the library does."""
+    words = ["run", "-p", TEXT, "-n", "4", "--temp", "0", "--device", "cpu", "-no-cnv"]
+    done = subprocess.run(
+        [sys.executable, "-m", "motley", *words], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-300:])
+    return {"text": done.stdout.strip()}
+
+
 def answer(devices: str, **options: Any) -> dict[str, Any]:
     """What the bundled model says."""
     from motley import LLM
@@ -85,6 +98,7 @@ def main() -> None:
     report.add("native kernels", native_kernels)
     if args.device != "cpu":
         report.add("copies", lambda: copies(args.device))
+    report.add("motley run", command)
     report.add("cpu", lambda: answer("cpu"))
     report.add(args.device, lambda: answer(args.device))
     report.add(f"{args.device},cpu", lambda: answer(f"{args.device},cpu", split_mode="layer"))
