@@ -34,8 +34,10 @@ from typing import IO, Any
 from xml.etree import ElementTree
 
 from benchmarks.gpu_measurements import GROUPS, MEASUREMENTS, Measurement, crowds, expected_seconds
+from benchmarks.watching import wait_for_compilers
 
 _MIN_SECONDS = 20.0  # with less left, no measurement begins
+_COMPILING_SECONDS = 20.0  # that a measurement waits for compile processes of the one before it
 _GRACE_SECONDS = 8.0  # from the interrupt, after which pytest writes what it has, to the end
 _MAX_LOG_BYTES = 1 << 20  # of one measurement
 _MAX_MESSAGE = 600  # characters of a failed test's message
@@ -106,6 +108,7 @@ def run_all(measurements: Sequence[Measurement], path: Path, seconds: float) -> 
     lines: list[str] = []
     with _told_to_end() as is_over:
         for crowd in crowds(measurements):
+            wait_for_compilers(min(_COMPILING_SECONDS, end - time.monotonic()))
             with ThreadPoolExecutor(len(crowd)) as threads:
                 lines += threads.map(lambda each: run_one(each, report, end, is_over), crowd)
     return lines
