@@ -16,7 +16,7 @@ PEERS_STAMP := $(if $(filter $(PEERS_FOLDER)/bin/python,$(PEERS_PYTHON)),$(PEERS
 PEERS_LLAMA_CPP := llama-cpp-python==0.3.36 # deep contexts are made in its format: benchmarks/peer_llama_state.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all coverage test-hosts test-gpu check format bench bench-peers sanitize check-arm wheel test-wheel clean
+.PHONY: help setup demo test test-all coverage test-hosts test-gpu offline check format bench bench-peers sanitize check-arm wheel test-wheel clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,6 +52,19 @@ test-hosts: $(STAMP) ## kill, stop and cut off a worker in a network namespace (
 test-gpu: $(STAMP) ## run the tests that need an NVIDIA GPU (`make test` skips them)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest tests/gpu/test_on_gpu_memory.py
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 4 tests/gpu --ignore tests/gpu/test_on_gpu_memory.py
+
+# What a machine that has torch and Triton, but neither a network nor our other packages, needs for `gpu_report`, as one
+# file to be unpacked in the repository's root there. PYTHON has to be of that machine's version (3.12: or of a later one).
+OFFLINE_PACKAGES ?= gguf jinja2 typer rich prompt-toolkit pytest pytest-timeout pytest-xdist hypothesis
+OFFLINE := build/offline
+offline: ## build/offline.tar.xz: packages and CPU kernels for a GPU machine without a network; PYTHON=python3.12
+	rm -rf $(OFFLINE)
+	$(PYTHON) -m pip install --quiet --no-compile --target $(OFFLINE)/build/packages $(OFFLINE_PACKAGES)
+	rm -rf $(OFFLINE)/build/packages/numpy* $(OFFLINE)/build/packages/bin # torch's machine has numpy
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir $(OFFLINE)/wheel .
+	$(PYTHON) -c 'import sys, zipfile; file = zipfile.ZipFile(sys.argv[1]); file.extractall(sys.argv[2], [name for name in file.namelist() if "_core" in name])' $(OFFLINE)/wheel/*.whl $(OFFLINE)/src
+	tar --create --xz --file $(OFFLINE).tar.xz --directory $(OFFLINE) build src
+	rm -rf $(OFFLINE)
 
 check: $(STAMP) ## lint, format check, types, direction of imports
 	$(BIN)/ruff check .

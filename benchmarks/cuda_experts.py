@@ -10,7 +10,8 @@
     prompt     prompts of 512 and 2,048 tokens
     batch      8 and 64 requests of 512 + 64 tokens: tokens/s of the steps in which all requests decode
     crews      two virtual devices against one, tensor mode
-    beside     routed experts of --n-cpu-moe layers (default: all) on the CPU: decode, half the experts, prompts
+    beside     routed experts of --n-cpu-moe layers (default: all) on the CPU: decode, half the experts, prompts, the
+               CPU's part of a layer alone and beside copies
     profile    time of each kernel in decode steps and in a prompt
     write      make the file of weights; not without being asked for
 
@@ -21,10 +22,8 @@ others still run.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.cuda_overlap import cpu_beside_copies
+from benchmarks.reporting import Report
 from benchmarks.watching import watch_steps
 from motley import LLM
 from motley.bench import SHAPES, Workload, measure, random_model_path, write_random_model
@@ -39,26 +40,6 @@ from motley.bench import SHAPES, Workload, measure, random_model_path, write_ran
 TILES = ((64, 32, 4, 2), (64, 32, 4, 3), (64, 16, 4, 3), (128, 32, 4, 2), (128, 32, 8, 2), (128, 16, 8, 3))
 PARTS = ("check", "tiles", "decode", "prompt", "batch", "crews", "beside", "profile")
 _ALL_LAYERS = 2**20
-
-
-class Report:
-    """Rows by name, printed and written to the file as they are made."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._rows: dict[str, Any] = {}
-        self._started = time.perf_counter()
-
-    def add(self, name: str, work: Callable[[], Any]) -> None:
-        try:
-            self._rows[name] = work()
-        except Exception as error:
-            self._rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
-            traceback.print_exc()
-        elapsed = time.perf_counter() - self._started
-        print(f"[{elapsed:6.1f} s] {name}: {json.dumps(self._rows[name])}", flush=True)
-        if self._path is not None:
-            self._path.write_text(json.dumps(self._rows, indent=1))
 
 
 class Bench:
@@ -265,7 +246,7 @@ def main() -> None:
         bench.llm.close()
         torch.cuda.empty_cache()
     if "crews" in parts:
-        for devices in ("cuda:0", "cuda:0,cuda:0"):
+        for devices in (args.device, f"{args.device},{args.device}"):
             report.add(f"crew {devices}", lambda devices=devices: _crew(path, devices, kv))
     if "beside" in parts:
         report.add("experts on the CPU", lambda: _beside(path, args.device, args.n_cpu_moe, kv))
@@ -328,10 +309,12 @@ def _beside(path: Path, device: str, n_cpu_moe: int, kv: dict[str, str]) -> dict
         pairs = [(own["decode"], fewer["decode"]) for own, fewer in rounds]
         prompts = bench.speed(*(Workload(n, True) for n in (32, 64, 128, 512)), repetitions=4)
         return bench.loaded | {
+            "details": bench.llm.details,
             "engine, 1 request": [own for own, _ in rounds],
             "engine, half the experts": [fewer for _, fewer in rounds],
             "half / all": [round(fewer / own, 3) for own, fewer in pairs],
             "prompt": prompts,
+            "one layer's experts": cpu_beside_copies(bench.llm, 512),
         }
     finally:
         bench.llm.close()

@@ -6,9 +6,10 @@
 
 Each measurement is a process of its own with a time limit. One that fails or is stopped does not end the others, and
 keeps the rows that it has finished. Each group takes less than nine minutes on an H200 with 16 cores; within a group,
-measurements without any figure come first. All measurements of a group that need a model use one file of it, which the
-first of them makes. OUT.json (for each measurement: how it ended, seconds, rows; of tests: which failed) and OUT.log
-are complete after each measurement.
+measurements without any figure come first, and some files of tests run at once (`gpu_measurements`). All measurements
+of a group that need a model use one file of it, which the first of them makes. OUT.json (for each measurement: how it
+ended, seconds, rows; of tests: which failed) and OUT.log are complete after each measurement, also when this process
+is told to end (SIGTERM): then it stops what is running, and keeps its rows.
 """
 
 from __future__ import annotations
@@ -24,88 +25,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Event, Lock
+from typing import IO, Any
 from xml.etree import ElementTree
 
+from benchmarks.gpu_measurements import GROUPS, MEASUREMENTS, Measurement, crowds, expected_seconds
+from benchmarks.watching import wait_for_compilers
+
 _MIN_SECONDS = 20.0  # with less left, no measurement begins
+_COMPILING_SECONDS = 20.0  # that a measurement waits for compile processes of the one before it
 _GRACE_SECONDS = 8.0  # from the interrupt, after which pytest writes what it has, to the end
 _MAX_LOG_BYTES = 1 << 20  # of one measurement
 _MAX_MESSAGE = 600  # characters of a failed test's message
-
-
-class Measurement(NamedTuple):
-    """A command of Python (`python …`). `{out}` in it: the folder into which it writes JSON files."""
-
-    name: str
-    group: int  # 0: in no group, because it has a recent figure
-    seconds: float  # that it is expected to take
-    limit: float  # the seconds after which it is stopped
-    command: str
-
-
-def _tests(name: str, group: int, seconds: float, limit: float, n_workers: int = 4) -> Measurement:
-    """A file of tests. `-vv`: pyproject.toml has `-q`, and each test's outcome should be in the log at once."""
-    workers = f" -n {n_workers}" if n_workers else ""
-    command = f"-m pytest -vv{workers} --junitxml={{out}}/tests.xml tests/gpu/test_on_gpu_{name}.py"
-    return Measurement(name, group, seconds, limit, command)
-
-
-_8B = "--shape llama-8b --weights Q4_K --cache-type q8_0"
-_USER = "-m benchmarks user_path --out {out}/rows.json"
-_EXPERTS = "-m benchmarks.cuda_experts --out {out}/rows.json"
-_BATCH = f"{_EXPERTS} --only batch --requests 8,64"
-# Seconds are estimated from benchmarks/results/cuda-notes.md and the JSON files beside it: a file of 8B takes 15 s, one
-# of 30B (17 GB) 50, 16 of GLM-4.5-Air's 46 layers (27 GB) 70; loading and compiling 10 to 20 s the first time.
-MEASUREMENTS = (
-    # 1: what was never measured, or long ago, with the 8B model
-    _tests("expert_models", 1, 90, 150),
-    Measurement(
-        "user", 1, 190, 290, f"{_USER} --limit 150 --only defaults --only warm --only run --only import"
-    ),
-    Measurement(
-        "drafts_deep",
-        1,
-        80,
-        140,
-        f"-m benchmarks speculation --device cuda:0 {_8B} --right 0.8 --depth 122880,0 --tokens 512 --rounds 3 "
-        "--json {out}/rows.json",
-    ),
-    _tests("products", 1, 120, 180),
-    # 2: the 30B model with experts
-    Measurement("experts_file", 2, 50, 150, f"{_EXPERTS} --only write"),
-    Measurement("experts_beside_cpu", 2, 90, 170, f"{_EXPERTS} --only beside"),
-    Measurement("experts_batch_1", 2, 40, 90, _BATCH),
-    Measurement("experts_batch_2", 2, 30, 90, _BATCH),
-    Measurement("experts_batch_3", 2, 30, 90, _BATCH),
-    _tests("beside_cpu", 2, 60, 120, 0),
-    _tests("experts", 2, 60, 120),
-    Measurement("experts_rows", 2, 60, 120, f"{_EXPERTS} --only check,decode,prompt,crews"),
-    _tests("models", 2, 90, 150),
-    # 3: GLM's shapes, and the other tests
-    _tests("cli", 3, 90, 150, 0),
-    Measurement(
-        "experts_glm",
-        3,
-        140,
-        220,
-        f"{_EXPERTS} --shape glm-4.5-air --layers 16 --depths 0 --requests 8 --only decode,batch,prompt",
-    ),
-    _tests("sampling", 3, 60, 120),
-    _tests("memory", 3, 45, 90, 0),
-    _tests("states", 3, 60, 120),
-    _tests("bundles", 3, 40, 90),
-    _tests("drafts", 3, 60, 120, 0),
-    # 4: a GPU beside a CPU, which was not measured since its kernels are compiled ahead
-    _tests("compiled_ahead", 4, 120, 240, 0),
-    Measurement("standstill_crews", 4, 330, 540, "-m benchmarks standstill --limit 85 --out {out}/rows.json"),
-    # These have recent figures.
-    Measurement("long", 0, 50, 120, f"{_USER} --only long"),
-    Measurement("standstill", 0, 60, 120, f"{_USER} --only cold"),
-    Measurement("kernel_steps", 0, 120, 180, "benchmarks/cuda_model.py --only steps --out {out}/rows.json"),
+_MAX_SAID, _MAX_LINES = 230, 24  # characters of a row, rows of a measurement that are printed
+_DETAILS = (
+    "trace",
+    "imported",
+    "stderr",
+    "kernels",
+    "notices",
+    "host_peak_mib",
+    "n_steps",
+    "kernel_core_s",
+    "devices",
 )
-GROUPS = (1, 2, 3, 4)
+_TURN = 0.5  # seconds between looks at whether this process should end
 
 
 class Report:
@@ -116,14 +64,18 @@ class Report:
         self._path = path.with_name(f"{path.name}.json")
         self.log = path.with_name(f"{path.name}.log")
         self.log.write_bytes(b"")
+        self._lock = Lock()
         self._content: dict[str, Any] = {"machine": machine(), "measurements": {}}
 
-    def add(self, measurement: Measurement, **found: Any) -> None:
-        """Adds a measurement, and writes the file."""
-        self._content["measurements"][measurement.name] = {"command": measurement.command, **found}
-        unfinished = self._path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(self._path)
+    def add(self, measurement: Measurement, log: bytes = b"", **found: Any) -> None:
+        """Adds a measurement with its output, and writes the files."""
+        with self._lock:
+            self._content["measurements"][measurement.name] = {"command": measurement.command, **found}
+            unfinished = self._path.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
+            unfinished.replace(self._path)
+            with self.log.open("ab") as file:
+                file.write(f"\n=== {measurement.name}: python {measurement.command}\n".encode() + log)
 
 
 def machine() -> dict[str, Any]:
@@ -137,48 +89,91 @@ def machine() -> dict[str, Any]:
         "gpus": gpus,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
+        "packages": {name: _version(name) for name in ("torch", "triton")},
         "free_disk_gib": round(shutil.disk_usage(Path.home()).free / 2**30, 1),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def run_all(measurements: Sequence[Measurement], path: Path, seconds: float) -> list[str]:
     """Runs the measurements while there is time. Returns a line for each."""
     report = Report(path)
     end = time.monotonic() + seconds
-    lines = []
-    for each in measurements:
-        left = end - time.monotonic()
-        if left < _MIN_SECONDS:
-            report.add(each, outcome="no time left")
-            lines.append(f"{each.name}: no time left")
-        else:
-            lines.append(run_one(each, report, left))
-        print(lines[-1], flush=True)
+    lines: list[str] = []
+    with _told_to_end() as is_over:
+        for crowd in crowds(measurements):
+            wait_for_compilers(min(_COMPILING_SECONDS, end - time.monotonic()))
+            with ThreadPoolExecutor(len(crowd)) as threads:
+                lines += threads.map(lambda each: run_one(each, report, end, is_over), crowd)
     return lines
 
 
-def run_one(measurement: Measurement, report: Report, seconds_left: float) -> str:
-    """Runs a measurement and all processes that it starts, no longer than it may. Returns how it ended."""
-    limit = min(measurement.limit, seconds_left - _GRACE_SECONDS)
+@contextlib.contextmanager
+def _told_to_end() -> Iterator[Event]:
+    """An event that SIGTERM sets."""
+    is_over = Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: is_over.set())
+    try:
+        yield is_over
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_one(measurement: Measurement, report: Report, end: float, is_over: Event) -> str:
+    """Runs a measurement and all processes that it starts, no longer than it may. Says and returns how it ended."""
+    left = end - time.monotonic()
+    if left < _MIN_SECONDS or is_over.is_set():
+        report.add(measurement, outcome="no time left")
+        line = f"{measurement.name}: no time left"
+        print(line, flush=True)
+        return line
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
         words = [sys.executable, *measurement.command.format(out=folder).split()]
-        with report.log.open("ab") as log:
-            log.write(f"\n=== {measurement.name}: python {' '.join(words[1:])}\n".encode())
-            log.flush()
-            start = log.tell()
-            process = subprocess.Popen(
-                words, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-            )
-            outcome = _wait(process, limit)
-        _shorten(report.log, start)
+        process = subprocess.Popen(
+            words, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+        )
+        outcome = _wait(process, min(measurement.limit, left - _GRACE_SECONDS), is_over)
         seconds = round(time.monotonic() - started, 1)
         rows = {path.stem: _read_json(path) for path in sorted(Path(folder).glob("*.json"))}
         tests = _read_tests(Path(folder) / "tests.xml")
-    found = {"rows": rows} if rows else {"tests": tests} if tests else {}
-    report.add(measurement, outcome=outcome, seconds=seconds, **found)
+        found = {"rows": rows} if rows else {"tests": tests} if tests else {}
+        report.add(measurement, _shortened(log), outcome=outcome, seconds=seconds, **found)
     counts = f" ({tests['counts']})" if tests else ""
-    return f"{measurement.name}: {outcome}, {seconds:.0f} s of {measurement.seconds:.0f}{counts}"
+    line = f"{measurement.name}: {outcome}, {seconds:.0f} s of {measurement.seconds:.0f}{counts}"
+    print("\n".join([line, *_told(rows, tests)]), flush=True)
+    return line
+
+
+def _told(rows: dict[str, Any], tests: dict[str, Any]) -> list[str]:
+    """What is printed besides, in case that the files are lost: rows without their details, and failed tests."""
+    said = [f"  FAILED {name}: {why[:200]!r}" for name, why in tests.get("failed", {}).items()]
+    for found in rows.values():
+        said += [f"  {name}: {json.dumps(_numbers(row))[:_MAX_SAID]}" for name, row in _named(found)]
+    return said[:_MAX_LINES]
+
+
+def _named(found: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Rows, which may be in parts (`user_path`)."""
+    for key, row in found.items() if isinstance(found, dict) else ():
+        is_part = isinstance(row, dict) and any(isinstance(each, dict) for each in row.values())
+        yield from _named(row, f"{name}{key}, ") if is_part else [(f"{name}{key}", row)]
+    if isinstance(found, list):
+        yield from ((f"{name}{number}", row) for number, row in enumerate(found))
+
+
+def _numbers(row: Any) -> Any:
+    """A row without long texts."""
+    if isinstance(row, dict):
+        kept = {key: _numbers(each) for key, each in row.items() if key not in _DETAILS}
+        return {key: each for key, each in kept.items() if each not in (None, [], {})}
+    return row[:80] if isinstance(row, str) else row
 
 
 def environment() -> dict[str, str]:
@@ -188,17 +183,17 @@ def environment() -> dict[str, str]:
     return own
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
+def _wait(process: subprocess.Popen[bytes], seconds: float, is_over: Event) -> str:
     """How the process ended; afterwards none of the processes that it started is left."""
+    end = time.monotonic() + seconds
     try:
-        try:
-            code = process.wait(seconds)
-            return f"failed with exit code {code}" if code else "done"
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT)
+        while time.monotonic() < end and not is_over.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(_TURN)
+                return f"failed with exit code {code}" if code else "done"
+        os.killpg(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -206,13 +201,12 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
     return "stopped"
 
 
-def _shorten(log: Path, start: int) -> None:
-    """Leaves the beginning and the end of what follows `start`."""
-    content = log.read_bytes()
-    if len(content) - start <= _MAX_LOG_BYTES:
-        return
+def _shortened(log: IO[bytes]) -> bytes:
+    """The output; of a long one the beginning and the end."""
+    log.seek(0)
+    content = log.read()
     half = _MAX_LOG_BYTES // 2
-    log.write_bytes(content[: start + half] + b"\n[...]\n" + content[-half:])
+    return content if len(content) <= _MAX_LOG_BYTES else content[:half] + b"\n[...]\n" + content[-half:]
 
 
 def _read_json(path: Path) -> Any:
@@ -272,7 +266,7 @@ def main() -> None:
                 f"{each.group or '-'} {each.name:<19} {each.seconds:>4.0f} s (at most {each.limit:.0f})  "
                 f"python {each.command}"
             )
-        print(f"{sum(each.seconds for each in chosen):.0f} s expected")
+        print(f"{expected_seconds(chosen):.0f} s expected")
         return
     run_all(chosen, flags.out, 60 * flags.minutes)
 

@@ -1,8 +1,10 @@
-"""What the steps of an engine take."""
+"""What the steps of an engine take, and whether kernels are still being compiled."""
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a benchmark may time the import
@@ -35,3 +37,21 @@ def watch_steps(engine: Engine) -> list[tuple[int, int, float]]:
 
     engine._compute, engine.step = watched_compute, watched_step  # type: ignore[method-assign]
     return steps
+
+
+def wait_for_compilers(seconds: float) -> float:
+    """Wait until no compile process of Motley is left on this machine: they go on after the process that started them,
+    and take its successor's cores. Returns the seconds that it took, at most `seconds`.
+    """
+    started = time.monotonic()
+    while _has_compilers() and time.monotonic() - started < seconds:
+        time.sleep(0.1)
+    return time.monotonic() - started
+
+
+def _has_compilers() -> bool:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            if b"compile_worker import main" in path.read_bytes():
+                return True
+    return False

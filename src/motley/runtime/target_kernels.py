@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from motley.backends import Backend
+from motley.compile_process import n_cores
 from motley.milestones import mark
+from motley.models import BatchShape
+from motley.runtime.caching import CachePlan
 from motley.runtime.loading import Progress
+from motley.runtime.rehearsals import Tier
+from motley.runtime.splitting import ModelSplit
 
 if TYPE_CHECKING:
     from motley.backends.gpu import Compiled, Compiler, Job, Manifest, Target
+
+_CPU_PART = 4  # of the cores beside a CPU device, one of so many compiles while requests run
 
 
 class TargetKernels:
@@ -122,3 +131,64 @@ class TargetKernels:
         self._held.clear()
         if self._compiler is not None:
             self._compiler.close()
+
+
+def kernels_of(
+    split: ModelSplit,
+    cache: CachePlan,
+    compiling: Mapping[int, Backend],
+    names: Sequence[str],
+    tiers: Sequence[Tier],
+) -> list[TargetKernels]:
+    """The kernels of each kind of GPU of a crew, in tiers. `compiling`: the backends of this process's GPUs, by device.
+    `names`: of all devices' backends. None if workers would run each batch once for each kind.
+    """
+    from motley.backends import gpu
+
+    devices_of: dict[Target, list[int]] = {}
+    for device, backend in compiling.items():
+        devices_of.setdefault(gpu.Target.of(backend.device), []).append(device)
+    if split.crew.hosts and len(devices_of) > 1:
+        return []
+    has_cpu = len(compiling) < len(split.crew.members(0))
+    n_at_once = max(1, n_cores() // (_CPU_PART * len(devices_of))) if has_cpu else None
+    found = []
+    for target, devices in sorted(devices_of.items()):
+        first_of = {compiling[device].device: device for device in devices[::-1]}
+        places = [first_of[compiling[device].device] for device in devices]  # equal ones: on one GPU
+        variants = [compiling[device].kernel_variant for device in devices]
+        described = target, names, places, variants, _description(split, cache, devices)
+        manifests = [gpu.Manifest(*described, list(tiers[: i + 1])) for i in range(len(tiers))]
+        found.append(TargetKernels(target, devices, manifests, n_at_once))
+    return found
+
+
+def _description(split: ModelSplit, cache: CachePlan, devices: Sequence[int]) -> list[object]:
+    """All properties of a model on its crew that kernels of these devices may depend on. The number of layers whose
+    experts are elsewhere is none of them: it may follow from the memory that is free.
+    """
+    crew = split.crew
+    shares = [split.share(device, BatchShape(1, 1), lends=False) for device in devices]
+    if crew.borrower is not None and crew.borrower in devices:
+        shares.append(split.lent_share(crew.borrower))
+    weights = [sorted({(weight.dtype, weight.shape) for weight in share.graph.weights}) for share in shares]
+    ops = [sorted({node.op.name for node in share.graph.nodes}) for share in shares]
+    config = cache.config
+    heads = [sorted(set(heads.values())) for heads in cache.heads]
+    windows = [group.window for group in cache.groups]
+    kinds = config.k_type.name, config.v_type.name, config.block_size, config.state_type
+    apart = crew.apart and replace(crew.apart, n_layers=0)
+    return [
+        devices,
+        weights,
+        ops,
+        kinds,
+        cache.head_dim,
+        heads,
+        windows,
+        repr(replace(split.options, n_ctx=0)),
+        crew.mode,
+        crew.groups,
+        repr(apart),
+        repr(crew.lent),
+    ]

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from motley.backends import Backend
-from motley.compile_process import n_cores
 from motley.errors import DeviceError
 from motley.milestones import mark
 from motley.models import N_EXPERT_USED, BatchShape
@@ -44,16 +43,15 @@ from motley.runtime.rehearsals import (
 from motley.runtime.runner import Runner
 from motley.runtime.splitting import ModelSplit
 from motley.runtime.stand_in_runner import layers_to_record, stand_in_runner
-from motley.runtime.target_kernels import TargetKernels
+from motley.runtime.target_kernels import TargetKernels, kernels_of
 from motley.runtime.warm_up import WarmUp
 
 if TYPE_CHECKING:
-    from motley.backends.gpu import Compiled, Target
+    from motley.backends.gpu import Compiled
 
 _log = logging.getLogger(__name__)
 
 _LARGE = 2**15  # rows of a matrix over the vocabulary, which prompts are not multiplied by
-_CPU_PART = 4  # of the cores beside a CPU device, one of so many compiles while requests run
 _NARROW = 32  # columns; what has fewer is no matrix of a product (a convolution)
 
 
@@ -111,7 +109,8 @@ class KernelWarmer:
         self._preparing += [_started(gpu.load_compiler), self._driver]
         self._start_libraries(compiling)
         try:
-            self._kernels = self._find_kernels(compiling, [backend.name for backend in backends])
+            names = [backend.name for backend in backends]
+            self._kernels = kernels_of(split, cache, compiling, names, self._tiers)
             self._find_tiers()
         except Exception as error:  # a model must not fail to load for that
             self._fail(error)
@@ -127,26 +126,6 @@ class KernelWarmer:
                 each.start()
         self._n_compiled = self._n_recorded = n_compiled
         self.waiting = [each for tier in self._tiers[n_compiled:] for each in tier.shapes]
-
-    def _find_kernels(self, compiling: Mapping[int, Backend], names: Sequence[str]) -> list[TargetKernels]:
-        """The kernels of each kind of GPU. `names`: of all devices' backends."""
-        from motley.backends import gpu
-
-        devices_of: dict[Target, list[int]] = {}
-        for device, backend in compiling.items():
-            devices_of.setdefault(gpu.Target.of(backend.device), []).append(device)
-        if self._split.crew.hosts and len(devices_of) > 1:  # workers would run each batch for each kind
-            return []
-        found = []
-        n_at_once = max(1, n_cores() // (_CPU_PART * len(devices_of))) if self.has_cpu else None
-        for target, devices in sorted(devices_of.items()):
-            first_of = {compiling[device].device: device for device in devices[::-1]}
-            places = [first_of[compiling[device].device] for device in devices]  # equal ones: on one GPU
-            variants = [compiling[device].kernel_variant for device in devices]
-            described = target, names, places, variants, _description(self._split, self._cache, devices)
-            manifests = [gpu.Manifest(*described, self._tiers[: i + 1]) for i in range(len(self._tiers))]
-            found.append(TargetKernels(target, devices, manifests, n_at_once))
-        return found
 
     @property
     def max_rows(self) -> int | None:
@@ -394,34 +373,3 @@ def _started(task: Callable[[], None]) -> Thread:
     thread = Thread(target=work, name="motley-preparing")
     thread.start()
     return thread
-
-
-def _description(split: ModelSplit, cache: CachePlan, devices: Sequence[int]) -> list[object]:
-    """All properties of a model on its crew that kernels of these devices may depend on. The number of layers whose
-    experts are elsewhere is none of them: it may follow from the memory that is free.
-    """
-    crew = split.crew
-    shares = [split.share(device, BatchShape(1, 1), lends=False) for device in devices]
-    if crew.borrower is not None and crew.borrower in devices:
-        shares.append(split.lent_share(crew.borrower))
-    weights = [sorted({(weight.dtype, weight.shape) for weight in share.graph.weights}) for share in shares]
-    ops = [sorted({node.op.name for node in share.graph.nodes}) for share in shares]
-    config = cache.config
-    heads = [sorted(set(heads.values())) for heads in cache.heads]
-    windows = [group.window for group in cache.groups]
-    kinds = config.k_type.name, config.v_type.name, config.block_size, config.state_type
-    apart = crew.apart and replace(crew.apart, n_layers=0)
-    return [
-        devices,
-        weights,
-        ops,
-        kinds,
-        cache.head_dim,
-        heads,
-        windows,
-        repr(replace(split.options, n_ctx=0)),
-        crew.mode,
-        crew.groups,
-        repr(apart),
-        repr(crew.lent),
-    ]

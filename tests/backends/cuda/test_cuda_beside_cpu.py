@@ -113,6 +113,18 @@ def test_first_batches_change_no_answer_and_a_failed_recording_refuses_no_model(
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_a_cpus_part_of_a_prompt_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
+    from benchmarks.cuda_overlap import cpu_beside_copies
+
+    monkeypatch.setenv("MOTLEY_BORROW_ROWS", "32")
+    with open_crew(bundled_experts_path(), monkeypatch, n_cpu_moe=9) as llm:
+        rows = cpu_beside_copies(llm, 40)
+    assert list(rows) == ["4 rows", "8 rows", "40 rows"]
+    assert all(row["alone_ms"] > 0 for row in rows.values())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", EXPERTS, ids=["apart", "shared"])
 def test_logits_of_experts_apart_are_those_of_one_device(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

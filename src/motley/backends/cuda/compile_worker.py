@@ -3,25 +3,24 @@ SHARED_MEMORY WORKERS, in which `without_torch` stands in for torch.
 
 Reads a job on each line, until the input ends; writes [number of the line, name, seconds, error] for each, as they are
 done. Needs no GPU. Jobs that are not urgent are compiled at a low priority: a model is at work meanwhile. If the model
-needs the cores itself, it limits how many of them are compiled at once (`Limit`).
-It imports everything once and then forks: it has no threads and has touched no GPU, so that is safe here. In the
-process of the model it would not be.
+needs the cores itself, it limits how many of them are compiled at once (`JobQueue`).
+It imports everything once and then forks (`compile_pool`): it has no threads and has touched no GPU, so that is safe
+here. In the process of the model it would not be.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import pkgutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Condition, Lock, Thread
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import cache, driver
 
 from motley.backends.cuda import kernels
+from motley.backends.cuda.compile_pool import Died, Workers
 from motley.backends.cuda.manifests import READY, Compiled, CompiledJobs
 
 
@@ -53,11 +53,16 @@ class NoGpu:
 
 Result = tuple[int, str, float, str | None]
 _NICENESS = 19  # of a process that compiles what is not urgent
+_AT_ONCE = 1 << 16  # bytes that are read
+_DRIVER = (-1, "")  # the first task, which is no job: see `build_driver`
 
 
 def compile_job(task: tuple[int, str]) -> Result:
     """Compile a job; gives its number, the kernel's name, the seconds, and what went wrong."""
     number, line = task
+    if task == _DRIVER:
+        build_driver()
+        return number, "", 0.0, None
     module, name, data, is_urgent = json.loads(line)
     if not is_urgent and not os.getpriority(os.PRIO_PROCESS, 0):
         os.nice(_NICENESS)  # for good: urgent jobs come first
@@ -126,65 +131,87 @@ def _as_tuple(kind: Any) -> Any:
     return tuple(map(_as_tuple, kind)) if isinstance(kind, list) else kind
 
 
-class Limit:
-    """How many jobs that are not urgent are compiled at once.
+class JobQueue:
+    """The jobs that this process has read and not yet given to a worker, and the manifests that wait for them.
 
-    A CPU device of the model uses all cores: at a low priority, such jobs would hardly advance while requests run, and
-    as many as there are cores would delay all of its threads. A few at the usual priority leave other cores alone.
+    A limit says how many jobs that are not urgent are compiled at once. A CPU device of the model uses all cores: at a
+    low priority, such jobs would hardly advance while requests run, and as many as there are cores would delay all of
+    its threads. A few at the usual priority leave other cores alone.
     """
 
     def __init__(self) -> None:
+        self.is_complete = False  # no further lines will come
+        self._rest = b""  # of a line that is not complete
+        self._waiting: deque[str] = deque()
+        self._n_taken = 0
         self._most: int | None = None  # None: no limit
-        self._under_way: set[int] = set()
-        self._changed = Condition()
+        self._limited: set[int] = set()  # jobs that count for the limit and are being compiled
+        self._compiled = CompiledJobs()
 
-    def set(self, most: int | None) -> None:
-        with self._changed:
-            self._most = most
-            self._changed.notify_all()
+    def read(self, data: bytes) -> None:
+        """Take what was read from the input; nothing: its end. A line without an end is left out: the model's process
+        was killed while it wrote.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._take(line.decode())
+        if not data:
+            self.is_complete, self._most = True, None  # the model's process has ended
 
-    def admit(self, number: int, line: str) -> str:
-        """Wait until a job may be compiled; returns it, at the usual priority if there is a limit."""
-        module, name, data, is_urgent = json.loads(line)
-        with self._changed:
-            if is_urgent or self._most is None:
-                return line
-            self._changed.wait_for(lambda: self._most is None or len(self._under_way) < self._most)
-            self._under_way.add(number)
-        return json.dumps([module, name, data, True])
+    def _take(self, line: str) -> None:
+        if not line.startswith("{"):
+            self._waiting.extend([line] if line.strip() else [])
+            return
+        message = json.loads(line)
+        if "n_at_once" in message:  # applies to jobs that came before it, too
+            self._most = message["n_at_once"]
+        else:
+            self._compiled.expect(message["n_jobs"], Path(message["manifest"]))
 
-    def note_done(self, number: int) -> None:
-        with self._changed:
-            self._under_way.discard(number)
-            self._changed.notify_all()
+    def next(self) -> tuple[int, str] | None:
+        """The next job with its number; under a limit, it has the usual priority. None: it has to wait, or is none."""
+        if not self._waiting:
+            return None
+        module, name, data, is_urgent = json.loads(self._waiting[0])
+        is_limited = self._most is not None and not is_urgent
+        if is_limited and len(self._limited) >= (self._most or 0):
+            return None
+        number, line = self._n_taken, self._waiting.popleft()
+        self._n_taken += 1
+        if is_limited:
+            self._limited.add(number)
+            line = json.dumps([module, name, data, True])
+        return number, line
+
+    def note(self, result: Result) -> None:
+        """A job is done."""
+        self._limited.discard(result[0])
+        self._compiled.note(result[0], Compiled(*result[1:]))
 
 
-def _tasks(lines: Iterable[str], jobs: CompiledJobs, lock: Lock, limit: Limit) -> Iterator[tuple[int, str]]:
-    """The jobs with their numbers. A line with an object is a manifest, to be written when the jobs before are done."""
-    number = 0
-    for line in lines:
-        if line.startswith("{"):
-            message = json.loads(line)
-            with lock:
-                jobs.expect(message["n_jobs"], Path(message["manifest"]))
-        elif line.strip():
-            yield number, limit.admit(number, line)
-            number += 1
+def compile_all(
+    workers: Workers[tuple[int, str], Result], source: int, report: Callable[[Result], None]
+) -> None:
+    """Compile the jobs of a file descriptor until it ends. `report` gets each result as it comes."""
+    jobs = JobQueue()
+    while True:
+        while workers.n_idle and (task := jobs.next()) is not None:
+            workers.give(task)
+        if jobs.is_complete and not workers.n_busy:
+            return
+        done, readable = workers.wait([] if jobs.is_complete else [source])
+        for task, found in done:
+            result = _failed(task, str(found)) if isinstance(found, Died) else found
+            if result[0] != _DRIVER[0]:
+                jobs.note(result)
+                report(result)
+        for each in readable:
+            jobs.read(os.read(each, _AT_ONCE))
 
 
-def _read_lines(limit: Limit, lines: SimpleQueue[str]) -> None:
-    """Reads the input. A limit applies at once, to jobs that came before it, too."""
-    try:
-        for line in sys.stdin:
-            if not line.endswith("\n"):  # the model's process was killed while it wrote
-                break
-            if line.startswith("{") and "n_at_once" in (message := json.loads(line)):
-                limit.set(message["n_at_once"])
-            else:
-                lines.put(line)
-    finally:
-        limit.set(None)  # the model's process has ended
-        lines.put("")
+def _failed(task: tuple[int, str], why: str) -> Result:
+    number, line = task
+    return number, json.loads(line)[1] if line else "", 0.0, why
 
 
 def import_kernels() -> None:
@@ -207,16 +234,14 @@ def main() -> None:
     keep_strings()
     import_kernels()
     getattr(cache, "triton_key", lambda: None)()  # half a second, which each process would take for itself
-    with multiprocessing.get_context("fork").Pool(n_workers) as pool:
-        with suppress(OSError):
-            print(f"{READY}{time.monotonic()}", flush=True)
-        pool.apply_async(build_driver)
-        jobs, lock = CompiledJobs(), Lock()  # the pool takes tasks on a thread of its own
-        limit, lines = Limit(), SimpleQueue[str]()
-        Thread(target=_read_lines, args=(limit, lines), daemon=True).start()
-        for result in pool.imap_unordered(compile_job, _tasks(iter(lines.get, ""), jobs, lock, limit)):
-            limit.note_done(result[0])
-            with lock:
-                jobs.note(result[0], Compiled(*result[1:]))
-            with suppress(OSError):  # the model's process may have ended
-                print(json.dumps(result), flush=True)
+    workers = Workers(n_workers, compile_job)
+    workers.give(_DRIVER)
+
+    def report(result: Result) -> None:
+        with suppress(OSError):  # the model's process may have ended
+            print(json.dumps(result), flush=True)
+
+    with suppress(OSError):
+        print(f"{READY}{time.monotonic()}", flush=True)
+    compile_all(workers, sys.stdin.fileno(), report)
+    workers.close()
