@@ -148,8 +148,10 @@ void check_rows_of_files(Pool& pool) {
     const std::string where = std::string(pool.kernels().name) + " rows of a file";
     const Matrix matrix(shape, 48, 19);  // more than a panel's columns
     for (const bool is_exact : {false, true}) check_multiply(pool, matrix, matrix.bytes.data(), kQ8_0Rows, is_exact, where);
-    const Matrix longer(shape, 16, 301);  // more than a run's columns
-    check_multiply(pool, longer, longer.bytes.data(), kQ8_0Rows, false, where + ", long");
+    for (const int64_t n_blocks : {3, 301, 903}) {  // less than a tile; many tiles; too many for scratch memory
+        const Matrix other(shape, 48, n_blocks);
+        check_multiply(pool, other, other.bytes.data(), kQ8_0Rows, false, where + " of " + std::to_string(n_blocks) + " blocks");
+    }
 }
 
 }  // namespace motley

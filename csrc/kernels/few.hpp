@@ -14,16 +14,27 @@ struct Ahead {
     bool is_once;  // see ReadPattern
 };
 
-// With several tokens, the first-level cache is for the activations.
+// Prefetches the lines that begin within p … p + Bytes. Where kernels prefetch all of their data in such pieces, each line
+// is prefetched once: twice costs 3 to 8 % of the speed of memory (Zen 5), as every prefetch waits for a free place.
+template <int Level, int Bytes>
+[[gnu::always_inline]] inline void fetch_lines(const uint8_t* p) {
+    constexpr int kLine = 64, kWhole = Bytes / kLine * kLine;
+    const uintptr_t start = reinterpret_cast<uintptr_t>(p), first = (start + kLine - 1) / kLine * kLine;
+    fetch<Level>(reinterpret_cast<const void*>(first), kWhole);
+    if (Bytes > kWhole && first + kWhole < start + Bytes) fetch<Level>(reinterpret_cast<const void*>(first + kWhole), kLine);
+}
+
+// Prefetches `Bytes` of weights from p on, which is `ahead` of the current read. With several tokens, the first-level cache is
+// for the activations.
 template <int Bytes, int Tokens>
 [[gnu::always_inline]] inline void prefetch_weights(const uint8_t* p, Ahead ahead) {
     if (!ahead.bytes) return;
     if constexpr (Tokens > 1)
-        fetch<2>(p + ahead.bytes, Bytes);
+        fetch_lines<2, Bytes>(p);
     else if (ahead.is_once)
-        fetch<kOnce>(p + ahead.bytes, Bytes);
+        fetch_lines<kOnce, Bytes>(p);
     else
-        fetch<1>(p + ahead.bytes, Bytes);
+        fetch_lines<1, Bytes>(p);
 }
 
 struct FewRows {

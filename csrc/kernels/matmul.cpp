@@ -232,8 +232,9 @@ public:
         int64_t first, n;  // tokens
     };
 
-    FewBlocks(const MatMulArgs& a, uint8_t* memory) : n_tokens_(a.n_tokens) {
+    FewBlocks(const MatMulArgs& a, uint8_t* memory) : n_tokens_(a.n_tokens), matvec_scratch_(memory) {
         const bool has_values = needs_values(a), has_codes = needs_codes(a);
+        memory += matvec_scratch_bytes(a);
         if (n_tokens_ == 1) {
             blocks_[n_++] = {{a.x.values, a.x.codes, a.x.scales, a.x.sums, a.x.half_sums}, 0, 1};
             return;
@@ -248,11 +249,12 @@ public:
     const Block* begin() const { return blocks_; }
     const Block* end() const { return blocks_ + n_; }
     int64_t n_tokens() const { return n_tokens_; }
+    uint8_t* matvec_scratch() const { return matvec_scratch_; }
 
     static bool fit(const MatMulArgs& a) {
         if (a.n_tokens < 1 || a.n_tokens > (needs_values(a) ? kMaxFewPlain : kMaxFew)) return false;
         const int64_t bytes = few_bytes(kFewTokens, a.n_columns, needs_values(a), needs_codes(a));
-        return a.n_tokens == 1 || bytes * ((a.n_tokens + kFewTokens - 1) / kFewTokens) <= kScratchBytes - kWaitingBytes;
+        return a.n_tokens == 1 || bytes * ((a.n_tokens + kFewTokens - 1) / kFewTokens) <= kScratchBytes - kWaitingBytes - matvec_scratch_bytes(a);
     }
 
 private:
@@ -261,6 +263,7 @@ private:
         return (n_tokens + n_blocks - 1) / n_blocks;
     }
     static bool needs_values(const MatMulArgs& a) { return has_part(a, [](int format) { return is_plain(format); }); }
+    static int64_t matvec_scratch_bytes(const MatMulArgs& a) { return has_part(a, is_rows) ? kMatvecScratchBytes : 0; }
     static bool needs_codes(const MatMulArgs& a) { return has_part(a, [](int format) { return !is_plain(format); }); }
     template <class Predicate>
     static bool has_part(const MatMulArgs& a, Predicate&& predicate) {
@@ -270,23 +273,25 @@ private:
     }
 
     const int64_t n_tokens_;
+    uint8_t* const matvec_scratch_;
     Block blocks_[kMaxFew];
     int n_ = 0;
 };
 
 // y (token, group) = groups first … first + n of one part.
 void multiply_groups(const MatMulArgs& a, const MatMulPart& part, int64_t first, int64_t n, const FewBlocks& blocks, f32v* y) {
-    const int64_t n_streams = part.pattern.streams;
+    const bool is_row_by_row = is_rows(part.format) && blocks.n_tokens() == 1;  // one stream, whatever the number of groups
+    const int64_t n_streams = is_row_by_row ? n : part.pattern.streams;
     f32v results[kMaxStreams * kFewTokens];  // (group, token)
     for (int64_t i = 0; i < n; i += n_streams) {
         const int count = static_cast<int>(n - i < n_streams ? n - i : n_streams);
         if (blocks.n_tokens() == 1) {
-            matvec<1>(part, first + i, count, blocks.begin()->x, a.n_columns, y + i);
+            matvec<1>(part, first + i, count, blocks.begin()->x, a.n_columns, blocks.matvec_scratch(), y + i);
             continue;
         }
         for (const FewBlocks::Block& block : blocks)
             with_few_tokens(block.n, [&](auto tokens) {
-                matvec<tokens.value>(part, first + i, count, block.x, a.n_columns, results);
+                matvec<tokens.value>(part, first + i, count, block.x, a.n_columns, blocks.matvec_scratch(), results);
                 for (int64_t t = 0; t < block.n; t++)
                     for (int k = 0; k < count; k++) y[(block.first + t) * n + i + k] = results[k * tokens.value + t];
             });

@@ -35,7 +35,7 @@ template <class F, int Tokens>
             u8v codes[8];
             F::codes(block, s, codes);
             if constexpr (!kInPairs) F::scales(block, s, w[s]);
-            prefetch_weights<kBytes, Tokens>(block + s * kBytes, ahead);
+            prefetch_weights<kBytes, Tokens>(block + s * kBytes + ahead.bytes, ahead);
             dot_step<F>(codes, w[s], x, s, y);
         }
     }
@@ -65,7 +65,7 @@ template <class F, int Tokens, int First, int Count>
     int64_t c = 0;
     for (; c + kSums <= n; c += kSums) {
         constexpr int kBytes = kSums * kWordBytes / F::kColumnsPerWord;
-        if (!First) prefetch_weights<kBytes, Tokens>(words + c / kSums * kBytes, ahead);
+        if (!First) prefetch_weights<kBytes, Tokens>(words + c / kSums * kBytes + ahead.bytes, ahead);
 #pragma GCC unroll 4
         for (int j = 0; j < kSums; j++) {
             const f32v w = F::column(words, c + j);
@@ -96,15 +96,16 @@ template <class F, int Tokens>
     }
 }
 
-// y (group, token): the products of n groups with x's tokens.
+// y (group, token): the products of n groups with x's tokens. `scratch`: kMatvecScratchBytes, for rows as in a file.
+constexpr int64_t kMatvecScratchBytes = sizeof(RowTiles);
 template <int Tokens>
-inline void matvec(const MatMulPart& part, int64_t first_group, int n, const FewRows& x, int64_t n_columns, f32v* y) {
+inline void matvec(const MatMulPart& part, int64_t first_group, int n, const FewRows& x, int64_t n_columns, uint8_t* scratch, f32v* y) {
     const int64_t stride = group_bytes(part.format, n_columns);
     const uint8_t* groups = part.weight + first_group * stride;
     const Ahead ahead = Tokens > 1 ? Ahead{kFewAhead, false} : Ahead{part.pattern.fetch_ahead, part.pattern.is_once};
     for (int i = 0; i < n * Tokens; i++) y[i] = f32v{};
     if (is_rows(part.format))
-        matvec_rows<Tokens>(groups, stride / kGroup, n, ahead, x, n_columns, y);
+        matvec_rows<Tokens>(groups, stride / kGroup, n, ahead, x, n_columns, scratch, y);
     else if (is_plain(part.format))
         with_plain(part.format, [&](auto f) { matvec_plain<decltype(f), Tokens>(groups, stride, n, ahead, x, n_columns, y); });
     else

@@ -1,18 +1,14 @@
 // Q8_0 matrices in the file's layout, so that a mapped file needs no copy: rows of blocks, each a float16 scale and 32
 // codes (int8). The number of rows is a multiple of kGroup. The results have the same bits as a repacked group's (formats.hpp).
 //
-//   one token        reads row after row, in the order of addresses: several rows side by side are no pattern for the
-//                    processor's own prefetching. Sums of codes are whole numbers and may be made in any order; only their
-//                    products with scales are transposed and added step by step, as everywhere.
+//   one token        reads row after row, in the order of addresses, as the processor's own prefetching follows one stream better
+//                    than many (row_tiles.hpp).
 //   several tokens   transpose each step of a group in registers, and decode it once for all tokens.
 #pragma once
-#include "few.hpp"
 #include "panel.hpp"
-#include "transpose.hpp"
+#include "row_tiles.hpp"
 
 namespace motley::MOTLEY_ISA {
-
-constexpr int kRowBlockBytes = Q8_0::kBytes;
 
 inline float row_scale(const uint8_t* block) {
     uint16_t half;
@@ -34,49 +30,6 @@ inline void read_row_step(const uint8_t* block, int64_t row_bytes, u8v (&codes)[
     scale = halves_to_float(halves);
 }
 
-// Steps of a row that are read at a time, and the place of each of kLanes steps in a vector.
-constexpr int64_t kRunSteps = 256;
-constexpr int kRunTiles = kRunSteps / kLanes;
-constexpr int place_of_step(int step) { return kLanes == 16 ? step % 2 * 8 + step / 2 : step; }
-constexpr int step_at_place(int place) { return kLanes == 16 ? place % 8 * 2 + place / 8 : place; }
-
-// The scales of a row's next kLanes steps, by place. Joined as whole numbers: inserting them into a vector takes longer.
-[[gnu::always_inline]] inline f32v scales_of_row(const uint8_t* blocks) {
-    using Fours = uint64_t __attribute__((vector_size(kVectorBytes / 2)));
-    Fours fours{};
-#pragma GCC unroll 4
-    for (int i = 0; i < kLanes / 4; i++) {
-        uint64_t bits = 0;
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            uint16_t half;
-            std::memcpy(&half, blocks + step_at_place(4 * i + j) * kRowBlockBytes, 2);
-            bits |= static_cast<uint64_t>(half) << (16 * j);
-        }
-        fours[i] = bits;
-    }
-    return halves_to_float(as<u16l>(fours));
-}
-
-// The products of a row's next kLanes steps with one token's codes, by place.
-[[gnu::always_inline]] inline u32v products_of_row(const uint8_t* blocks, const int8_t* x) {
-    constexpr int kVectors = kLanes < 8 ? kLanes : 8, kSteps = kLanes / kVectors, kParts = kLanes < 8 ? kStep / kVectorBytes : 1;
-    u32v sums[kVectors];
-#pragma GCC unroll 8
-    for (int i = 0; i < kVectors; i++) {
-        const uint8_t* const codes = blocks + i * kSteps * kRowBlockBytes + 2;
-        const auto code = [&](int, int j) {
-            if constexpr (kSteps == 2) return as<u8v>(load_pieces<kStep>([&](int k) { return codes + k * kRowBlockBytes; })) ^ splat(kFullOffset);
-            return load<u8v>(codes + kVectorBytes * j) ^ splat(kFullOffset);
-        };
-        i32v acc[1][1];
-        dot<kMaxFull, kParts>(acc, 0, code, [&](int, int j) { return load<i32v>(x + i * kSteps * kStep + kVectorBytes * j); });
-        sums[i] = as<u32v>(acc[0][0]);
-    }
-    sum_squares<kVectors>(sums);
-    return sums[0];
-}
-
 // acc += the product of one step of a group with all tokens.
 template <int Tokens>
 [[gnu::always_inline]] inline void dot_row_step(const uint8_t* block, int64_t row_bytes, const FewRows& x, int64_t step, f32v (&acc)[Tokens]) {
@@ -87,50 +40,42 @@ template <int Tokens>
     dot_step(codes, w, FewSteps<Q8_0, Tokens>(x, step), 0, acc);
 }
 
-// kLanes steps of a group: products and scales, a vector for each row.
-struct RowTile {
-    u32v products[kGroup], scales[kGroup];
-};
-
-// y += the tile's steps, one after the other; x begins at the first.
-[[gnu::always_inline]] inline void add_row_tile(RowTile& tile, const FewSteps<Q8_0, 1>& x, f32v& y) {
-    transpose_squares<kLanes>(tile.products);
-    transpose_squares<kLanes>(tile.scales);
-#pragma GCC unroll 16
-    for (int s = 0; s < kLanes; s++) {
-        const f32v scale = as<f32v>(tile.scales[place_of_step(s)]);
-        y += to_float(as<i32v>(tile.products[place_of_step(s)])) * (scale * x.scales[s]);
-        if constexpr (Q8_0::kHasMinimum) y -= (scale * kFullOffset) * x.sums[s];
-    }
-}
-
-// One token: the results of n groups of rows, which begin at `group`.
-[[gnu::noinline]] inline void matvec_row_by_row(const uint8_t* group, int64_t row_bytes, int n, Ahead ahead, const FewRows& x, int64_t n_columns, f32v* y) {
-    const int64_t n_steps = n_columns / kStep, n_tiles = n_steps / kLanes, n_runs = (n_tiles + kRunTiles - 1) / kRunTiles;
-    RowTile tiles[kRunTiles];
-    for (int i = 0; i < n; i++, group += kGroup * row_bytes) {
-        f32v acc[1] = {};
-        for (int64_t run = 0; run < n_runs; run++) {
-            const int64_t first = n_tiles * run / n_runs, stop = n_tiles * (run + 1) / n_runs;
-            for (int r = 0; r < kGroup; r++) {
-                const uint8_t* blocks = group + r * row_bytes + first * kLanes * kRowBlockBytes;
-                for (int64_t t = first; t < stop; t++, blocks += kLanes * kRowBlockBytes) {
-                    prefetch_weights<kLanes * kRowBlockBytes, 1>(blocks, ahead);
-                    tiles[t - first].products[r] = products_of_row(blocks, x.codes + t * kLanes * kStep);
-                    tiles[t - first].scales[r] = as<u32v>(scales_of_row(blocks));
-                }
-            }
-            for (int64_t t = first; t < stop; t++) add_row_tile(tiles[t - first], {x, t * kLanes}, acc[0]);
-        }
-        for (int64_t s = n_tiles * kLanes; s < n_steps; s++) dot_row_step(group + s * kRowBlockBytes, row_bytes, x, s, acc);
+// One token: the results of n groups of rows, which begin at `group`. While a group is read, the tiles of the group before are
+// added, a few after each row: adding them all at once would take so long that memory would have nothing to do.
+[[gnu::noinline]] inline void matvec_row_by_row(const uint8_t* group, int64_t row_bytes, int n, Ahead ahead, const FewRows& x, int64_t n_columns, RowTiles& memory, f32v* y) {
+    const int64_t n_steps = n_columns / kStep, n_tiles = n_steps / kLanes;
+    for (int64_t t = 0; t < n_tiles; t++) lay_out_codes(x.codes + t * kLanes * kStep, memory.codes[t]);
+    f32v acc[1] = {};
+    const auto add_tiles = [&](const RowTile* tiles, int64_t from, int64_t to) {
+        for (int64_t t = from; t < to; t++) add_row_tile(tiles[t], {x, t * kLanes}, acc[0]);
+    };
+    const auto finish = [&](int i) {
+        for (int64_t s = n_tiles * kLanes; s < n_steps; s++) dot_row_step(group + i * kGroup * row_bytes + s * kRowBlockBytes, row_bytes, x, s, acc);
         y[i] = acc[0];
+        acc[0] = f32v{};
+    };
+    RowTile *reading = memory.tiles[0], *waiting = memory.tiles[1];
+    for (int i = 0; i < n; i++) {
+        for (int r = 0; r < kGroup; r++) {
+            const uint8_t* blocks = group + (i * kGroup + r) * row_bytes;
+            for (int64_t t = 0; t < n_tiles; t++, blocks += kRowTileBytes) {
+                prefetch_weights<kRowTileBytes, 1>(blocks + ahead.bytes, ahead);
+                read_tile_row(blocks, memory.codes[t], reading[t], r);
+            }
+            if (i > 0) add_tiles(waiting, n_tiles * r / kGroup, n_tiles * (r + 1) / kGroup);
+        }
+        if (i > 0) finish(i - 1);
+        std::swap(reading, waiting);
     }
+    add_tiles(waiting, 0, n_tiles);
+    finish(n - 1);
 }
 
 // The results of n groups of rows, which begin at `rows`; y is (group, token).
 template <int Tokens>
-inline void matvec_rows(const uint8_t* rows, int64_t row_bytes, int n, Ahead ahead, const FewRows& x, int64_t n_columns, f32v* y) {
-    if constexpr (Tokens == 1) return matvec_row_by_row(rows, row_bytes, n, ahead, x, n_columns, y);
+inline void matvec_rows(const uint8_t* rows, int64_t row_bytes, int n, Ahead ahead, const FewRows& x, int64_t n_columns, uint8_t* scratch, f32v* y) {
+    if constexpr (Tokens == 1)
+        if (n_columns <= kMaxTiledColumns) return matvec_row_by_row(rows, row_bytes, n, ahead, x, n_columns, *reinterpret_cast<RowTiles*>(scratch), y);
     for (int i = 0; i < n; i++) {
         const uint8_t* block = rows + i * kGroup * row_bytes;
         f32v acc[Tokens] = {};

@@ -4,6 +4,39 @@
 
 namespace motley::MOTLEY_ISA {
 
+using u64v = uint64_t __attribute__((vector_size(kVectorBytes)));
+using Lanes = std::make_integer_sequence<int, kLanes>;
+using Pairs = std::make_integer_sequence<int, kLanes / 2>;
+
+// Within each quarter (128 bits, where shuffles are fastest): words 0 and 1, or with High 2 and 3, of x and y in turn.
+template <bool High, int... Lane>
+[[gnu::always_inline]] inline u32v mix_words(u32v x, u32v y, std::integer_sequence<int, Lane...>) {
+    return __builtin_shufflevector(x, y, (Lane / 4 * 4 + 2 * High + Lane % 4 / 2 + Lane % 2 * kLanes)...);
+}
+
+// The same with pairs of words: the first, or with High the second pair of x, then that of y.
+template <bool High, int... Pair>
+[[gnu::always_inline]] inline u32v mix_pairs(u32v x, u32v y, std::integer_sequence<int, Pair...>) {
+    return as<u32v>(__builtin_shufflevector(as<u64v>(x), as<u64v>(y), (Pair / 2 * 2 + High + Pair % 2 * kLanes / 2)...));
+}
+
+// The even quarters, or with Odd the odd ones, of x, then those of y.
+template <bool Odd, int... Lane>
+[[gnu::always_inline]] inline u32v join_quarters(u32v x, u32v y, std::integer_sequence<int, Lane...>) {
+    constexpr int kHalf = kLanes / 2;
+    return __builtin_shufflevector(x, y, (Lane % kHalf / 4 * 8 + 4 * Odd + Lane % 4 + Lane / kHalf * kLanes)...);
+}
+
+// Squares of 4 × 4 words, side by side in 4 vectors.
+[[gnu::always_inline]] inline void transpose_fours(u32v v[4]) {
+    const u32v low[2] = {mix_words<false>(v[0], v[1], Lanes{}), mix_words<false>(v[2], v[3], Lanes{})};
+    const u32v high[2] = {mix_words<true>(v[0], v[1], Lanes{}), mix_words<true>(v[2], v[3], Lanes{})};
+    v[0] = mix_pairs<false>(low[0], low[1], Pairs{});
+    v[1] = mix_pairs<true>(low[0], low[1], Pairs{});
+    v[2] = mix_pairs<false>(high[0], high[1], Pairs{});
+    v[3] = mix_pairs<true>(high[0], high[1], Pairs{});
+}
+
 // Exchanges the lanes of a that have bit S in their number with those of b that have not.
 template <int S, int... Lane>
 inline void exchange_lanes(u32v& a, u32v& b, std::integer_sequence<int, Lane...>) {
@@ -13,24 +46,47 @@ inline void exchange_lanes(u32v& a, u32v& b, std::integer_sequence<int, Lane...>
 }
 
 // Squares of N × N words, side by side in N vectors.
-template <int N, int S = 1>
+template <int N>
 inline void transpose_squares(u32v v[N]) {
-#pragma GCC unroll 16
-    for (int i = 0; i < N; i++)
-        if (!(i & S)) exchange_lanes<S>(v[i], v[i + S], std::make_integer_sequence<int, kLanes>{});
-    if constexpr (2 * S < N) transpose_squares<N, 2 * S>(v);
+    static_assert(N == 4 || N == 8 || N == 16);
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i += 4) transpose_fours(v + i);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        if constexpr (N == 8) exchange_lanes<4>(v[i], v[i + 4], Lanes{});
+        if constexpr (N == 16) {  // the four quarters of four vectors
+            u32v joined[2][2];
+            for (int j = 0; j < 2; j++) {
+                joined[0][j] = join_quarters<false>(v[i + 8 * j], v[i + 8 * j + 4], Lanes{});
+                joined[1][j] = join_quarters<true>(v[i + 8 * j], v[i + 8 * j + 4], Lanes{});
+            }
+            for (int j = 0; j < 2; j++) {
+                v[i + 4 * j] = join_quarters<false>(joined[j][0], joined[j][1], Lanes{});
+                v[i + 4 * j + 8] = join_quarters<true>(joined[j][0], joined[j][1], Lanes{});
+            }
+        }
+    }
 }
 
-// v[0] becomes the sum of the N vectors that transpose_squares would give.
-template <int N, int S = 1>
-[[gnu::always_inline]] inline void sum_squares(u32v v[N]) {
-#pragma GCC unroll 16
-    for (int i = 0; i < N; i += 2 * S) {
-        exchange_lanes<S>(v[i], v[i + S], std::make_integer_sequence<int, kLanes>{});
-        v[i] += v[i + S];
+// The sums of the words of each of N rows: of whole vectors, or with 16 lanes of half ones: lane place_of_half(i) is the sum of
+// half i, where vector k has halves 2k and 2k + 1.
+template <int N>
+[[gnu::always_inline]] inline u32v sum_rows(const u32v v[N]) {
+    static_assert(N == (kLanes < 8 ? 4 : 8));
+    u32v fours[N / 4];  // the sums of each quarter of four vectors
+#pragma GCC unroll 2
+    for (int i = 0; i < N / 4; i++) {
+        const u32v* const w = v + 4 * i;
+        const u32v a = mix_words<false>(w[0], w[1], Lanes{}) + mix_words<true>(w[0], w[1], Lanes{});
+        const u32v b = mix_words<false>(w[2], w[3], Lanes{}) + mix_words<true>(w[2], w[3], Lanes{});
+        fours[i] = mix_pairs<false>(a, b, Pairs{}) + mix_pairs<true>(a, b, Pairs{});
     }
-    if constexpr (2 * S < N) sum_squares<N, 2 * S>(v);
+    if constexpr (N == 4)
+        return fours[0];
+    else
+        return join_quarters<false>(fours[0], fours[1], Lanes{}) + join_quarters<true>(fours[0], fours[1], Lanes{});
 }
+constexpr int place_of_half(int i) { return i / 8 * 8 + i % 2 * 4 + i % 8 / 2; }
 
 // A vector from pieces of 16 or 32 bytes: piece k begins at piece(k). (Through memory, the load would wait for stores.)
 template <int Bytes, class Piece>
