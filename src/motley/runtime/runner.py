@@ -338,15 +338,16 @@ class Runner:
 
 
 def padded(shape: BatchShape, backends: Sequence[Backend]) -> BatchShape:
-    """The shape that plans of a crew are made for: rows are rounded up to a bucket, if all devices have the same ones.
+    """The shape that plans of a crew are made for: rows are rounded up to a bucket, if the devices agree on one.
 
-    Of outputs, a GPU has fewer sizes than a CPU beside it: the largest number applies.
+    Devices that do not compute padding take what the others need.
     """
-    n_tokens = {backend.bucket(shape.n_tokens) for backend in backends}
-    n_outputs = {backend.output_bucket(shape.n_tokens, shape.n_outputs) for backend in backends}
-    if len(n_tokens) > 1 or (len(n_outputs) > 1 and not all(backend.pads for backend in backends)):
+    deciding = [backend for backend in backends if backend.computes_padding] or backends
+    n_tokens = {backend.bucket(shape.n_tokens) for backend in deciding}
+    n_outputs = {backend.output_bucket(shape.n_tokens, shape.n_outputs) for backend in deciding}
+    if len(n_tokens) > 1 or len(n_outputs) > 1:
         return shape
-    return replace(shape, n_tokens=n_tokens.pop(), n_outputs=max(n_outputs))
+    return replace(shape, n_tokens=n_tokens.pop(), n_outputs=n_outputs.pop())
 
 
 def _max_experts(n_used: int, experts: ExpertParams) -> int:

@@ -51,6 +51,7 @@ from motley.split.collectives import Collective
 # Beyond any cache, products with one token wait for memory, whatever the layout of weights: then a file that is mapped
 # and not copied is as fast, and there at once. Smaller models are loaded in a moment, and faster when repacked.
 _WORTH_MAPPING = 512 << 20  # bytes
+_FEW_ROWS = 16  # of the plan for a few requests, or for one with a draft
 
 
 class CpuBackend(Backend):
@@ -88,7 +89,7 @@ class CpuBackend(Backend):
 
     def bucket(self, n_rows: int) -> int:
         """Few plans: the rows that a batch does not have are not computed, they only take memory."""
-        return few_sizes(n_rows)
+        return _FEW_ROWS if 1 < n_rows <= _FEW_ROWS else few_sizes(n_rows)
 
     def use_threads(self, n_threads: int, cores: Sequence[int] = ()) -> None:
         self._n_threads, self._cores = n_threads, cores
