@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from motley import compile_process, early_start, milestones
+from motley import compile_process, early_start, milestones, page_cache
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,10 @@ def test_the_models_file_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Monke
     file = tmp_path / "model.gguf"
     file.write_bytes(bytes(1000))
     assert early_start.model_file(["run", "-p", "not there.gguf", str(file)]) == str(file)
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, n, __: asked.append((start, n)))
-    monkeypatch.setattr(early_start, "_PIECE", 400)
-    early_start.read_ahead(str(file))
-    assert asked == [(0, 400), (400, 400), (800, 400)]
-    monkeypatch.setattr(early_start, "_MEMORY_SHARE", 0.0)
-    early_start.read_ahead(str(file))
-    assert len(asked) == 3
+    read: list[page_cache.FileRange] = []
+    monkeypatch.setattr(early_start, "read_ahead", read.extend)
+    early_start.read_file_ahead(str(file))
+    assert read == [(str(file), 0, 1000)]
 
 
 def test_milestones_are_counted_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,12 +78,13 @@ inline i32v dot_vector(u8v codes, i32v x) {
     return acc[0][0];
 }
 
-// Row r of a tile, which begins at `blocks`.
-[[gnu::always_inline]] inline void read_tile_row(const uint8_t* blocks, const TileCodes& x, RowTile& tile, int r) {
+// Row r of a tile, which begins at `blocks`. Prefetches one line at a time: nine at once would keep loads waiting.
+[[gnu::always_inline]] inline void read_tile_row(const uint8_t* blocks, const TileCodes& x, RowTile& tile, int r, Ahead ahead) {
     u8v bodies[kTilePairs];
     u32v sums[kTilePairs];
 #pragma GCC unroll 8
     for (int i = 0; i < kTilePairs; i++) {
+        prefetch_weights<kPairBytes, 1>(blocks + i * kPairBytes + ahead.bytes, ahead);
         bodies[i] = load<u8v>(blocks + i * kPairBytes + 4) ^ splat(kFullOffset);
         sums[i] = as<u32v>(dot_vector(bodies[i], x.bodies[i]));
     }
@@ -124,11 +125,12 @@ inline void lay_out_codes(const int8_t* x, TileCodes& codes) { std::memcpy(&code
 }
 
 // Row r of a tile, which begins at `blocks`.
-[[gnu::always_inline]] inline void read_tile_row(const uint8_t* blocks, const TileCodes& x, RowTile& tile, int r) {
+[[gnu::always_inline]] inline void read_tile_row(const uint8_t* blocks, const TileCodes& x, RowTile& tile, int r, Ahead ahead) {
     u32v sums[kLanes];
 #pragma GCC unroll 8
     for (int i = 0; i < kLanes; i++) {
         const uint8_t* const codes = blocks + i * kRowBlockBytes + 2;
+        prefetch_weights<kRowBlockBytes, 1>(blocks + i * kRowBlockBytes + ahead.bytes, ahead);
         i32v acc[1][1];
         dot<kMaxFull, kStep / kVectorBytes>(
             acc, 0, [&](int, int j) { return load<u8v>(codes + kVectorBytes * j) ^ splat(kFullOffset); }, [&](int, int j) { return x.steps[i][j]; });

@@ -58,10 +58,7 @@ template <int Tokens>
     for (int i = 0; i < n; i++) {
         for (int r = 0; r < kGroup; r++) {
             const uint8_t* blocks = group + (i * kGroup + r) * row_bytes;
-            for (int64_t t = 0; t < n_tiles; t++, blocks += kRowTileBytes) {
-                prefetch_weights<kRowTileBytes, 1>(blocks + ahead.bytes, ahead);
-                read_tile_row(blocks, memory.codes[t], reading[t], r);
-            }
+            for (int64_t t = 0; t < n_tiles; t++, blocks += kRowTileBytes) read_tile_row(blocks, memory.codes[t], reading[t], r, ahead);
             if (i > 0) add_tiles(waiting, n_tiles * r / kGroup, n_tiles * (r + 1) / kGroup);
         }
         if (i > 0) finish(i - 1);

@@ -16,6 +16,7 @@ from threading import Thread
 
 from motley import compile_process
 from motley.milestones import mark
+from motley.page_cache import FileRange, read_ahead
 
 _COMMANDS = ("run", "warm", "bench")
 # Flags that choose other devices than the first GPU, which is what a command takes by default.
@@ -32,8 +33,6 @@ _CHOOSE_DEVICES = (
 _FIRST_GPU = ("auto", "cuda", "cuda:0")
 _DRIVER = "libcuda.so.1"
 _MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 97  # CUdevice_attribute: compute capability, opt-in bytes of a block
-_PIECE = 64 << 20  # bytes that are read ahead at a time
-_MEMORY_SHARE = 0.5  # a larger file is not read ahead: it would evict its own pages
 
 
 def begin(arguments: Sequence[str]) -> None:
@@ -43,7 +42,7 @@ def begin(arguments: Sequence[str]) -> None:
     if uses_first_gpu(arguments) and "RANK" not in os.environ:  # torchrun gives each process a GPU
         _start(open_gpu)
     if file := model_file(arguments):
-        _start(lambda: read_ahead(file))
+        _start(lambda: read_file_ahead(file))
 
 
 def uses_first_gpu(arguments: Sequence[str]) -> bool:
@@ -87,18 +86,10 @@ def start_compiler(driver: ctypes.CDLL, device: ctypes.c_int) -> None:
     compile_process.start_early(10 * major + minor, shared_memory)
 
 
-def read_ahead(path: str) -> None:
-    """Ask the system to read a file into the page cache."""
-    size = os.path.getsize(path)
-    if size > _MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        return
-    file = os.open(path, os.O_RDONLY)
-    try:
-        for start in range(0, size, _PIECE):
-            os.posix_fadvise(file, start, _PIECE, os.POSIX_FADV_WILLNEED)
-    finally:
-        os.close(file)
-    mark("file asked for")
+def read_file_ahead(path: str) -> None:
+    """Read a file into the page cache."""
+    read_ahead([FileRange(path, 0, os.path.getsize(path))])
+    mark("file read ahead")
 
 
 def _start(work: Callable[[], None]) -> None:

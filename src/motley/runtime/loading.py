@@ -17,6 +17,7 @@ from motley.graph import Graph, Tensor
 from motley.graph.ops import GetRows, Weight
 from motley.models.builder import Ranges
 from motley.ownership import MIRRORED, Split, State
+from motley.page_cache import FileRange, read_ahead_in_thread
 from motley.split.localize import LocalGraph
 
 _AT_A_TIME = 32 << 20  # bytes
@@ -51,6 +52,8 @@ def load_weights(
         if progress is not None:
             progress(min(sum(loader.n_bytes for loader in loaders), total), total)
     on_all(lambda index: backends[index].finish_loading())
+    if kept := [each for loader in loaders for each in loader.kept]:
+        read_ahead_in_thread(kept)
     return [loader.weights for loader in loaders]
 
 
@@ -66,6 +69,7 @@ class _Loader:
     def __init__(self, spec: ModelSpec, share: LocalGraph, backend: Backend, device: int) -> None:
         self.weights: dict[str, LoadedWeight] = {}
         self.n_bytes = 0
+        self.kept: list[FileRange] = []  # tensors that are used where they are mapped
         self._spec, self._share, self._backend, self._device = spec, share, backend, device
         self._mapped = _mapped(share)
         # The largest last, because tensors are taken from the end: while a tensor is copied, its pages of the file are
@@ -96,7 +100,7 @@ class _Loader:
             self._memo[key] = loaded = self._backend.load(part_of(within, state, self._device, op.rows))
             self.n_bytes += packed_bytes(node)
             if isinstance(loaded, PackedTensor) and _share_memory(loaded.data, whole.data):
-                _read_ahead(self._spec, op.source)
+                self.kept.append(_range_of(self._spec, op.source))
             else:
                 _release_source(self._spec, op.source)
         return self._memo[key]
@@ -118,19 +122,18 @@ def _release_source(spec: ModelSpec, name: str) -> None:
         _advise(spec, name, mmap.MADV_DONTNEED)
 
 
-def _read_ahead(spec: ModelSpec, name: str) -> None:
-    """Makes the system read a tensor that stays mapped from disk in the background."""
-    if sys.platform == "linux":
-        _advise(spec, name, mmap.MADV_WILLNEED)
-
-
 def _advise(spec: ModelSpec, name: str, advice: int) -> None:
     """Gives `madvise` advice for the pages that are completely within a tensor."""
-    info = spec.tensors[name]
+    _, start, stop = _range_of(spec, name)
     page = mmap.PAGESIZE
-    start, stop = -(-info.offset // page) * page, (info.offset + info.nbytes) // page * page
+    start, stop = -(-start // page) * page, stop // page * page
     if start < stop:
-        spec.parts[info.part].data.madvise(advice, start, stop - start)
+        spec.parts[spec.tensors[name].part].data.madvise(advice, start, stop - start)
+
+
+def _range_of(spec: ModelSpec, name: str) -> FileRange:
+    info = spec.tensors[name]
+    return FileRange(str(spec.parts[info.part].path), info.offset, info.offset + info.nbytes)
 
 
 def lookup_tables(graph: Graph) -> set[Tensor]:
