@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from motley import page_cache
 from motley.page_cache import FileRange, read_ahead
 
+_is_cached = page_cache.is_cached
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads nothing on other systems")
 
 
@@ -57,7 +59,7 @@ def test_neighbours_are_read_as_one_part(file: str, sent: list[tuple[int, int]])
 def test_what_is_cached_is_not_read(
     file: str, sent: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_cache, "is_cached", lambda file, at: at == 400)
+    monkeypatch.setattr(page_cache, "is_cached", lambda file, at: at == 799)
     read_ahead([FileRange(file, 0, 1000)])
     assert sent == [(0, 400), (800, 200)]
 
@@ -76,6 +78,32 @@ def test_a_byte_that_can_only_be_read_by_waiting_is_not_cached(
     monkeypatch.setattr(os, "preadv", preadv)
     assert [page_cache.is_cached(0, at) for at in (0, 400, 800)] == [True, False, True]
     assert flags == [os.RWF_NOWAIT] * 3
+
+
+def test_python_without_reads_that_do_not_wait_takes_nothing_as_cached(
+    file: str, sent: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_cache, "is_cached", _is_cached)
+    monkeypatch.delattr(os, "RWF_NOWAIT")
+    read_ahead([FileRange(file, 0, 1000)])
+    assert sent == [(0, 400), (400, 400), (800, 200)]
+
+
+def test_where_nothing_can_be_sent_the_system_is_advised_and_other_files_are_read(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(bytes(300))
+    advised: list[tuple[int, int]] = []
+
+    def refuse(out: int, file: int, start: int, n: int) -> int:
+        raise OSError(errno.EINVAL, "refused")
+
+    monkeypatch.setattr(os, "sendfile", refuse)
+    monkeypatch.setattr(page_cache, "is_cached", lambda file, at: False)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, n, advice: advised.append((start, n)))
+    read_ahead([FileRange(file, 100, 1000), FileRange(str(other), 0, 300)])
+    assert advised == [(100, 900), (0, 300)]
 
 
 def test_a_part_beyond_the_files_end_is_no_error(file: str, sent: list[tuple[int, int]]) -> None:

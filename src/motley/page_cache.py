@@ -30,15 +30,12 @@ def read_ahead(ranges: Iterable[FileRange]) -> None:
     waiting = list(_joined(sorted(ranges)))
     if sys.platform != "linux" or not fits_memory(sum(stop - start for _, start, stop in waiting)):
         return
-    with (
-        suppress(OSError),
-        open(os.devnull, "wb", buffering=0) as nowhere,
-    ):  # an error is found when a page is used
-        for path, start, stop in waiting:
-            with open(path, "rb", buffering=0) as file:
-                for at in range(start, stop, _PIECE):
-                    if not is_cached(file.fileno(), at):
-                        _send(file.fileno(), at, min(at + _PIECE, stop), nowhere.fileno())
+    for path, start, stop in waiting:
+        with (
+            suppress(OSError),
+            open(path, "rb", buffering=0) as file,
+        ):  # an error is found when a page is used
+            _read(file.fileno(), start, stop)
 
 
 def read_ahead_in_thread(ranges: Iterable[FileRange]) -> None:
@@ -59,6 +56,18 @@ def _joined(ranges: list[FileRange]) -> Iterator[FileRange]:
         yield waiting
 
 
+def _read(file: int, start: int, stop: int) -> None:
+    with open(os.devnull, "wb", buffering=0) as nowhere:
+        for at in range(start, stop, _PIECE):
+            end = min(at + _PIECE, stop)
+            if is_cached(file, end - 1):  # not the first byte, which a look at a file's header has read
+                continue
+            try:
+                _send(file, at, end, nowhere.fileno())
+            except OSError:  # this file system sends nothing: then the advice
+                os.posix_fadvise(file, at, end - at, os.POSIX_FADV_WILLNEED)
+
+
 def _send(file: int, start: int, stop: int, out: int) -> None:
     while start < stop and (n := os.sendfile(out, file, start, stop - start)):
         start += n
@@ -66,9 +75,12 @@ def _send(file: int, start: int, stop: int, out: int) -> None:
 
 def is_cached(file: int, at: int) -> bool:
     """Whether the byte at this place is in the page cache, as far as the system tells."""
+    no_wait = getattr(os, "RWF_NOWAIT", None)  # Python does not have it if it was built with an old C library
+    if no_wait is None:
+        return False
     try:
-        return bool(os.preadv(file, [bytearray(1)], at, os.RWF_NOWAIT))
-    except OSError:  # not without waiting; or not on this file system
+        return bool(os.preadv(file, [bytearray(1)], at, no_wait))
+    except (OSError, NotImplementedError):  # not without waiting; or not on this system
         return False
 
 

@@ -554,3 +554,26 @@ def test_a_plan_of_an_unused_draft_may_move_activations(
         assert not found.timings.n_retries
         assert all(currents)
         assert sum(n_rounds) > 30
+
+
+@pytest.mark.parametrize(("n_parallel", "n_batch"), [(1, 1), (4, 4)])
+def test_a_step_with_one_token_of_a_longer_prompt_is_not_repeated(
+    bundled: Path, n_parallel: int, n_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[BaseException] = []
+    recover = Engine._recover
+
+    def noted(engine: Engine, error: BaseException) -> None:
+        failed.append(error)
+        recover(engine, error)
+
+    monkeypatch.setattr(Engine, "_recover", noted)
+    prompts = [f"The cat {n} sat on the mat and looked at " * (1 + n % 3) for n in range(2 * n_parallel)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=5 + 3 * n, ignore_eos=True) for n in range(len(prompts))
+    ]
+    with load(bundled, n_ctx=256, n_parallel=n_parallel, n_batch=n_batch) as llm:
+        for _ in range(2):
+            answers = llm.generate(prompts, params=params)
+            assert [answer.finish_reason for answer in answers] == ["length"] * len(prompts)
+    assert not failed

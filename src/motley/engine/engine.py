@@ -472,6 +472,8 @@ class Engine:
             return _Planned(step)
         single = step.without_drafts() if step.drafts else step
         batch = self._place(single)
+        if batch.shape.n_outputs < batch.shape.n_tokens:  # a prompt's token that is not its last
+            return _Planned(step, None if step.drafts else batch)
         run = self.runner.steady(batch, settings)
         if run is not None:
             steady = Steady(single, run)

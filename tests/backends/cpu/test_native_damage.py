@@ -18,6 +18,7 @@ from motley.graph import F32, Graph
 from motley.graph.ops import Input, MatMul, RmsNorm, Weight
 from motley.kvcache.types import CACHE_TYPES
 
+N_VOCAB = 4096  # of the bundled model
 N_EMBD = 524_288  # a row of float32 is twice a thread's scratch memory
 
 
@@ -87,14 +88,17 @@ def test_a_program_refuses_what_its_scratch_memory_does_not_hold() -> None:
 
 @pytest.fixture(scope="module")
 def damaged(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with a NaN among the weights of its first norm: it is in all activations from there on."""
+    """The bundled model with a NaN in the embedding of each token: it is in all activations from the first norm on. (A
+    NaN in a norm is refused before loading.)
+    """
     path = tmp_path_factory.mktemp("damaged") / "model.gguf"
-    path.write_bytes(bundled.read_bytes())
     with LLM(bundled, n_ctx=16) as llm:
-        weight = bytes(llm.spec.tensor("blk.0.attn_norm.weight").data.numpy().tobytes())
-    data = path.read_bytes()
+        rows = llm.spec.tensor("token_embd.weight").data.numpy()
+    data, weight = bundled.read_bytes(), rows.tobytes()
     assert data.count(weight) == 1
-    path.write_bytes(data.replace(weight, np.float32(np.nan).tobytes() + weight[4:]))
+    damaged = np.frombuffer(weight, np.uint8).reshape(N_VOCAB, -1).copy()
+    damaged[:, :2] = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)  # the scale of a row's first block
+    path.write_bytes(data.replace(weight, damaged.tobytes()))
     return path
 
 
