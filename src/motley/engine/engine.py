@@ -470,10 +470,10 @@ class Engine:
         settings = None if self._chooser is None else self._chooser.settings(rows)
         if settings is None or (step.drafts and not self._can_repeat_drafts(step)):
             return _Planned(step)
+        if any(request.n_pending > 1 for request in step.requests):  # a token of a longer prompt
+            return _Planned(step)
         single = step.without_drafts() if step.drafts else step
         batch = self._place(single)
-        if batch.shape.n_outputs < batch.shape.n_tokens:  # a prompt's token that is not its last
-            return _Planned(step, None if step.drafts else batch)
         run = self.runner.steady(batch, settings)
         if run is not None:
             steady = Steady(single, run)
