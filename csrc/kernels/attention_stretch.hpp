@@ -29,7 +29,7 @@ public:
                 store_->scale ? store_->scale + i : nullptr, store_->minimum ? store_->minimum + i : nullptr};
     }
 
-    // Prefetches a whole one: blocks of a head are far apart, and each is too short for the hardware prefetcher.
+    // Prefetches a whole one: a head's part of a block is too short for the hardware prefetcher.
     [[gnu::always_inline]] void fetch_all() const {
         if (!is_whole()) return;
         const int64_t n_bytes = kStretch * shape_of(store_->kind).code_bytes;

@@ -31,10 +31,8 @@ def read_ahead(ranges: Iterable[FileRange]) -> None:
     if sys.platform != "linux" or not fits_memory(sum(stop - start for _, start, stop in waiting)):
         return
     for path, start, stop in waiting:
-        with (
-            suppress(OSError),
-            open(path, "rb", buffering=0) as file,
-        ):  # an error is found when a page is used
+        # An error is found when a page is used.
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
             _read(file.fileno(), start, stop)
 
 

@@ -316,7 +316,6 @@ class Backend(ABC):
     )
     computes_padding: ClassVar[bool] = True  # whether rows that pad a plan (`bucket`) take as long as others
     takes_lists: ClassVar[bool] = False  # whether executables take integer inputs as lists, without a tensor
-    pads: ClassVar[bool] = False  # whether plans may have more rows than a batch (`bucket`)
     compiles_kernels: ClassVar[bool] = False  # whether a kernel is compiled at its first launch
 
     @property
@@ -333,7 +332,9 @@ class Backend(ABC):
         return None
 
     def bucket(self, n_rows: int) -> int:
-        """How many rows a plan for a batch of `n_rows` has; more than that are inert. The whole crew must agree."""
+        """How many rows a plan for a batch of `n_rows` has; more than that are inert. Devices that
+        compute padding must agree, the others of the crew take what these need.
+        """
         return n_rows
 
     def output_bucket(self, n_rows: int, n_outputs: int) -> int:

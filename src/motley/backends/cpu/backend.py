@@ -62,7 +62,6 @@ class CpuBackend(Backend):
     has_own_threads: ClassVar[bool] = True
     takes_lists: ClassVar[bool] = True
     computes_padding: ClassVar[bool] = False
-    pads: ClassVar[bool] = True
     has_trees = True
     is_exact: ClassVar[bool] = False  # whether activations stay float32
 

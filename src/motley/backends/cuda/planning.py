@@ -27,7 +27,6 @@ class GpuPlanning(Backend):
 
     name: ClassVar[str] = "cuda"
     has_trees = True
-    pads: ClassVar[bool] = True
     compiles_kernels: ClassVar[bool] = True
 
     def __init__(self, device: str) -> None:
