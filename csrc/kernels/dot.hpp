@@ -93,15 +93,6 @@ inline i32v dot4(i32v acc, u8v w, i32v x) {
 
 #endif
 
-#if defined(MOTLEY_DOT_PAIRS)
-// Forces a sum to be computed at this point. Otherwise GCC computes all products of a step first, which need more
-// registers than there are, and then adds them from memory.
-template <class V>
-[[gnu::always_inline]] inline void pin(V& v) {
-    asm("" : "+v"(v));
-}
-#endif
-
 // Hides the pointer's value from the compiler, so that values loaded before are loaded again.
 template <class T>
 [[gnu::always_inline]] inline void pin_pointer(T*& p) {
@@ -131,7 +122,7 @@ template <int MaxCode, int N, int Groups, int Tokens, class W, class X>
                 for (int g = 0; g < Groups; g++) {
                     const i16v products = multiply_pairs(sizes[g], kIsFull ? with_sign_of(codes[g], four) : four);
                     sums[g][t] = j ? sums[g][t] + products : products;
-                    pin(sums[g][t]);
+                    keep_in_register(sums[g][t]);
                 }
             }
         }
@@ -140,7 +131,7 @@ template <int MaxCode, int N, int Groups, int Tokens, class W, class X>
             for (int g = 0; g < Groups; g++) {
                 const i32v sum = add_pairs(sums[g][t]);
                 acc[g][t] = start ? acc[g][t] + sum : sum;
-                pin(acc[g][t]);
+                keep_in_register(acc[g][t]);
             }
     }
 #else

@@ -73,7 +73,8 @@ inline void store(void* p, V v) {
     std::memcpy(p, &v, sizeof v);
 }
 
-// Has the compiler load a vector once, not for each of its uses.
+// Forces a vector to be computed or loaded at this point, once. Otherwise GCC loads what is used several times for each of its
+// uses, and computes all products of a step before their sum, for which there are too few registers.
 template <class V>
 [[gnu::always_inline]] inline void keep_in_register(V& v) {
 #if defined(__x86_64__)
